@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of arguments, all made while tracing: each error says the argument, what came, what was expected, the fix."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ._numerics import compute_dtype
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def _kind(value: Any) -> str:
+    """What came, in words: the dtype of an array, the type of anything else."""
+    dtype = getattr(value, "dtype", None)
+    return type(value).__name__ if dtype is None else f"an array of dtype {dtype}"
+
+
+def float_array(name: str, value: Any) -> Array:
+    """Returns `value` as an array of one of the four floating dtypes, never weakly typed."""
+    if not isinstance(value, Array) and hasattr(value, "__jax_array__"):
+        value = value.__jax_array__()
+    dtype = getattr(value, "dtype", None)
+    if str(dtype) not in _FLOATS and not (dtype is None and isinstance(value, float)):
+        raise TypeError(
+            f"`{name}` must be a floating array ({', '.join(_FLOATS)}), got {_kind(value)}. "
+            f"Convert it first: jnp.asarray({name}, jnp.float32)."
+        )
+    array = jnp.asarray(value)
+    return jax.lax.convert_element_type(array, array.dtype) if array.weak_type else array
+
+
+def range_array(name: str, value: Any, x_name: str, x: Array) -> Array:
+    """Returns one end of a range in the dtype in which `x` is quantized; plain numbers are taken as they are."""
+    dtype = compute_dtype(x.dtype)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return jnp.asarray(value, dtype)
+    array = float_array(name, value)
+    if jnp.finfo(array.dtype).bits > jnp.finfo(dtype).bits and not getattr(value, "weak_type", False):
+        raise TypeError(
+            f"`{name}` is {array.dtype} and `{x_name}` is {x.dtype}, which is quantized in {dtype}: it would lose "
+            f"precision silently. Cast it yourself: {name}.astype(jnp.{dtype})."
+        )
+    return array.astype(dtype)
+
+
+def shape(name: str, array: Array, expected: tuple[int, ...], why: str) -> None:
+    if array.shape != expected:
+        raise ValueError(f"`{name}` must have shape {expected}, got {array.shape}: {why}.")
+
+
+def static_int(name: str, value: Any, low: int, high: int) -> int:
+    """Returns `value` as an int in `[low, high]`."""
+    if isinstance(value, bool | np.bool_ | Array | np.ndarray) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"`{name}` must be a static int, got {_kind(value)}. It fixes the compiled program, so it cannot be a "
+            f"traced value: pass a Python int, or mark it in jax.jit(..., static_argnames={name!r})."
+        )
+    value = operator.index(value)
+    if not low <= value <= high:
+        raise ValueError(f"`{name}` must be between {low} and {high}, inclusive, got {value}.")
+    return value
+
+
+def static_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{name}` must be a static bool, got {_kind(value)}. Pass True or False.")
+    return bool(value)
+
+
+def static_float(name: str, value: Any, default: float, instead: str) -> float:
+    """Returns `value`, or `default` for None, as a Python float."""
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(
+            f"`{name}` must be a static number, got {_kind(value)}. For an array or a traced value use {instead}."
+        )
+    return float(value)
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"`{name}` must be one of {', '.join(choices)}, got {_kind(value)}.")
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}.")
+    return value
+
+
+def optional_axis(name: str, value: Any, ndim: int) -> int | None:
+    """Returns an axis counted from the front; None means no axis."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and not -ndim <= value < ndim:
+        raise ValueError(
+            f"`{name}={value}` is out of range for an array of rank {ndim}. "
+            "Pass one of its axes, or None for one range."
+        )
+    return static_int(name, value, -ndim, ndim - 1) % ndim
+
+
+def ignored_name(value: Any) -> None:
+    """TensorFlow's `name` is accepted, so that calls port unchanged; anything else in its place is a slip."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(
+            f"`name` must be None or a str, and is ignored, got {_kind(value)}. What follows is keyword-only."
+        )
+
+
+def is_concrete(*arrays: Any) -> bool:
+    """Whether every value can be read while tracing."""
+    return not any(isinstance(a, jax.core.Tracer) for a in arrays)
+
+
+def ordered(
+    low_name: str, low: np.ndarray, high_name: str, high: np.ndarray, relation: Callable, expected: str
+) -> None:
+    """Checks a concrete range, with subnormals read as 0: so the kernels read them."""
+    lo, hi = (np.where(np.abs(v) < np.finfo(v.dtype).tiny, 0, v) for v in (low, high))
+    if not relation(lo, hi).all():
+        raise ValueError(
+            f"`{low_name}` and `{high_name}` must satisfy {expected}, got {low_name}={low} and {high_name}={high}. "
+            "Swap or widen them."
+        )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic that every quantizer shares: rounding, guards, exact division, clipping, nudging.
+
+"Exact" means the bits of IEEE arithmetic evaluated one operation at a time, as NumPy and TensorFlow's CPU
+kernels do. XLA keeps real-number identities rather than those bits: it turns divisions into multiplications by a
+reciprocal and contracts a product and a sum into one rounding, depending on what stands next to them. So the same
+formula gives other bits under `jit`, under `vmap` and beside other code, and at a tie one bit is a whole level.
+Each function below says which rewrite it stops.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def compute_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which values of `dtype` are quantized: float64 for float64, else float32."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def guard(v: Array) -> Array:
+    """Returns `v` with its rounding fixed: the identity, for NaN too.
+
+    A product that feeds an addition is contracted into a fused multiply-add, also when the addition is the user's
+    own `op(x) + bias`. Neither XLA nor LLVM removes a select whose condition depends on the data, nor contracts
+    through it; `optimization_barrier`, `reduce_precision` and bitcasts are gone before the contraction happens.
+    """
+    return jnp.where(v == v, v, jnp.nan)
+
+
+def divide(a: Array, b: Array | float) -> Array:
+    """Correctly rounded `a / b` with `b` broadcast against `a`.
+
+    XLA rewrites a division by a constant, or by a broadcast value, as a multiplication by the reciprocal, and
+    `a / (b / c)` as `(a * c) / b`. A divisor selected element by element is none of these. The select hangs on `a`
+    because a condition on `b` alone would be as constant, or as broadcast, as `b` is.
+    """
+    return a / jnp.where(a == a, jnp.asarray(b, a.dtype), jnp.nan)
+
+
+def clip(x: Array, low: Array, high: Array) -> Array:
+    """Clips `x` to `[low, high]` by selects: NaN stays NaN and a tie with a bound keeps the zero sign of `x`.
+
+    `jnp.clip` differs in both.
+    """
+    x = jnp.where(high < x, high, x)
+    return jnp.where(x < low, low, x)
+
+
+def round_half_even(v: Array) -> Array:
+    return lax.round(v, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+def round_half_away(v: Array) -> Array:
+    return lax.round(v, lax.RoundingMethod.AWAY_FROM_ZERO)
+
+
+def round_half_up(v: Array) -> Array:
+    """`floor(v + 0.5)`, the sum rounded: 0.49999997 gives 1, as it does in TensorFlow."""
+    return jnp.floor(guard(v) + 0.5)
+
+
+def product(g: Array, mask: Array) -> Array:
+    """`g * mask` for a boolean mask, with a product's signs: a masked -1 gives -0 and a masked NaN stays NaN.
+
+    Of the product itself XLA makes `select(mask, g, 0)`.
+    """
+    return jnp.where(mask, g, g * 0)
+
+
+class Nudged(NamedTuple):
+    """A range moved so that real 0 falls on a level; five arrays of one shape.
+
+    `inverse` is not the rounded `1 / scale` but a quotient of its own, and `zero` is `-x_min * inverse`, rounded.
+    """
+
+    scale: Array
+    inverse: Array
+    x_min: Array
+    x_max: Array
+    zero: Array
+
+
+def nudge(x_min: Array, x_max: Array, qmin: float, qmax: float) -> Nudged:
+    """Moves the real range `[x_min, x_max]` of one tensor onto the levels `qmin .. qmax`.
+
+    Ranges that do not contain 0 are shifted, not extended: `[1, 2]` becomes `[0, 1]`.
+
+    Args:
+      x_min, x_max: scalars of one floating dtype. Nothing is checked: what an empty, reversed or non-finite range
+        gives is what the same operations give in TensorFlow's kernels.
+      qmin, qmax: static, whole numbers.
+    """
+    # Constants would be folded before the rewrites that the selects stop, and the selects with them.
+    x_min, x_max = lax.optimization_barrier((x_min, x_max))
+    steps = qmax - qmin
+    width = x_max - x_min
+    scale = divide(width, steps)
+    inverse = steps / width
+    zero_point = qmin - divide(x_min, scale)
+    zero_point = clip(round_half_away(zero_point), jnp.asarray(qmin, scale.dtype), jnp.asarray(qmax, scale.dtype))
+    zero_point = jnp.where(zero_point == zero_point, zero_point, 0)
+    low = guard((qmin - zero_point) * scale)
+    high = guard((qmax - zero_point) * scale)
+    return Nudged(scale, inverse, low, high, round_half_up(-low * inverse))
+
+
+def along_axis(v: Array, axis: int | None, ndim: int) -> Array:
+    """Reshapes a vector so that it broadcasts along `axis` of a rank-`ndim` array; a scalar stays one."""
+    if axis is None or v.ndim == 0:
+        return v
+    return lax.broadcast_in_dim(v, [v.shape[0] if i == axis else 1 for i in range(ndim)], [axis])
+
+
+def per_channel(f: Callable, axis: int | None) -> Callable:
+    """Lifts the arithmetic of one tensor's range to one range a channel; `axis=None` is one for the tensor."""
+    return f if axis is None else jax.vmap(f)
+
+
+def vary_together(x: Array, low: Array, high: Array) -> tuple[Array, Array, Array]:
+    """Casts all three to vary over every mesh axis that one of them varies over; a no-op outside `shard_map`.
+
+    Inside `shard_map` a sharded `x` varies over a mesh axis and a replicated range does not. A `custom_vjp` rule
+    must return a cotangent of the type of each argument, but the gradient of the range as the rule computes it is
+    per shard. After the cast the types agree, and JAX's own rule for the cast sums the gradient over the axis.
+    """
+    union = _varying_axes(x) | _varying_axes(low) | _varying_axes(high)
+    return _vary(x, union), _vary(low, union), _vary(high, union)
+
+
+def _varying_axes(x: Array) -> frozenset:
+    kind = jax.typeof(x)
+    if hasattr(kind, "manual_axis_type"):  # jax >= 0.10
+        return frozenset(kind.manual_axis_type.varying)
+    return frozenset(kind.vma)
+
+
+def _vary(x: Array, axes: frozenset) -> Array:
+    missing = tuple(sorted(axes - _varying_axes(x)))
+    if not missing:
+        return x
+    if hasattr(lax, "pcast"):
+        return lax.pcast(x, missing, to="varying")
+    return getattr(lax, "pvary")(x, missing)  # jax < 0.9  # noqa: B009

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of the identity in front of any function."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.custom_vjp
+def _pass_through(x: Any, y: Any) -> Any:
+    return y
+
+
+def _pass_through_fwd(x, y):
+    return _pass_through(x, y), None
+
+
+def _pass_through_bwd(_, g):
+    return g, None
+
+
+_pass_through.defvjp(_pass_through_fwd, _pass_through_bwd)
+
+
+def grad_pass_through(f: Callable) -> Callable:
+    """Returns a function with the values of `f` and the gradient of the identity.
+
+    `f` is called with its arguments; nothing inside it is differentiated, so its keyword arguments and what it
+    closes over get no gradient.
+
+    Args:
+      f: function whose result has the structure, shapes and dtypes of its positional arguments: of the argument,
+        if there is one, else of their tuple. Pytrees of arrays.
+
+    Returns:
+      A function of the signature of `f`.
+
+    Gradient: to each positional argument the cotangent of the result in its place.
+
+    Raises:
+      TypeError: if the result does not match the arguments.
+
+    Source: TensorFlow 2.21, `tf.grad_pass_through`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxquant import tf
+    >>> jax.grad(tf.grad_pass_through(jnp.round))(0.3).item()
+    1.0
+    """
+
+    @functools.wraps(f)
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        y = f(*lax.stop_gradient(args), **kwargs)
+        x = args[0] if len(args) == 1 else args
+        wanted, got = (jax.tree.map(lambda v: (jnp.shape(v), jnp.result_type(v).name), tree) for tree in (x, y))
+        if wanted != got:
+            raise TypeError(
+                f"grad_pass_through({getattr(f, '__name__', f)}) needs a result like its arguments, to hand its "
+                f"cotangent on to them: expected {wanted}, got {got}. Reshape or cast inside the function."
+            )
+        return _pass_through(x, y)
+
+    return passed
