@@ -11,7 +11,6 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from ._grad_pass_through import grad_pass_through
 
 
 class _Adjusted(NamedTuple):
@@ -53,27 +52,28 @@ def _round_trip(
 _ROUND = {"HALF_TO_EVEN": num.round_half_even, "HALF_UP": num.round_half_up}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
-def _clipped_round_trip(x, x_min, x_max, qmin, qmax, range_given, round_mode, axis):
-    return _round_trip(x, x_min, x_max, qmin, qmax, range_given, round_mode, axis)
-
-
-def _clipped_round_trip_fwd(x, x_min, x_max, *options):
-    return _clipped_round_trip(x, x_min, x_max, *options), (x, x_min, x_max)
-
-
-def _clipped_round_trip_bwd(qmin, qmax, range_given, round_mode, axis, residuals, g):
-    return _given_range_gradient(g, *residuals, axis=axis), None, None
-
-
 @functools.partial(jax.jit, static_argnames="axis")
-def _given_range_gradient(g: Array, x: Array, x_min: Array, x_max: Array, axis: int | None) -> Array:
+def _gradient(g: Array, x: Array, x_min: Array, x_max: Array, axis: int | None) -> Array:
     x_min, x_max = (num.along_axis(v, axis, x.ndim) for v in (x_min, x_max))
     x = x.astype(x_min.dtype)
     return num.product(g, (x_min <= x) & (x <= x_max))
 
 
-_clipped_round_trip.defvjp(_clipped_round_trip_fwd, _clipped_round_trip_bwd)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7, 8))
+def _op(x, x_min, x_max, qmin, qmax, range_given, round_mode, axis, bounded):
+    return _round_trip(x, x_min, x_max, qmin, qmax, range_given, round_mode, axis)
+
+
+def _op_fwd(x, x_min, x_max, *options):
+    # The op itself, not its body: else a second derivative would differentiate the bare staircase.
+    return _op(x, x_min, x_max, *options), (x, x_min, x_max)
+
+
+def _op_bwd(qmin, qmax, range_given, round_mode, axis, bounded, residuals, g):
+    return _gradient(g, *residuals, axis) if bounded else g, None, None
+
+
+_op.defvjp(_op_fwd, _op_bwd)
 
 
 class _RoundTrip(NamedTuple):
@@ -147,7 +147,7 @@ def quantize_and_dequantize(
     a = _round_trip_arguments(
         input, input_min, input_max, signed_input, num_bits, range_given, round_mode, name, narrow_range, axis
     )
-    return grad_pass_through(lambda x: _round_trip(x, *a[1:]))(a.x)
+    return _op(*a, bounded=False)
 
 
 def quantize_and_dequantize_v2(
@@ -210,4 +210,4 @@ def quantize_and_dequantize_v2(
     a = _round_trip_arguments(
         input, input_min, input_max, signed_input, num_bits, range_given, round_mode, name, narrow_range, axis
     )
-    return _clipped_round_trip(*a)
+    return _op(*a, bounded=True)
