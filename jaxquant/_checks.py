@@ -118,13 +118,11 @@ def is_concrete(*arrays: Any) -> bool:
     return not any(isinstance(a, jax.core.Tracer) for a in arrays)
 
 
-def ordered(
-    low_name: str, low: np.ndarray, high_name: str, high: np.ndarray, relation: Callable, expected: str
-) -> None:
+def ordered(names: tuple[str, str], low: np.ndarray, high: np.ndarray, relation: Callable, expected: str) -> None:
     """Checks a concrete range, with subnormals read as 0: so the kernels read them."""
     lo, hi = (np.where(np.abs(v) < np.finfo(v.dtype).tiny, 0, v) for v in (low, high))
     if not relation(lo, hi).all():
         raise ValueError(
-            f"`{low_name}` and `{high_name}` must satisfy {expected}, got {low_name}={low} and {high_name}={high}. "
+            f"`{names[0]}` and `{names[1]}` must satisfy {expected}, got {names[0]}={low} and {names[1]}={high}. "
             "Swap or widen them."
         )

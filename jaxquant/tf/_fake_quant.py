@@ -106,7 +106,7 @@ def _constant_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Arr
     lo = checks.static_float("min", x_min, -6.0, "fake_quant_with_min_max_vars")
     hi = checks.static_float("max", x_max, 6.0, "fake_quant_with_min_max_vars")
     lo, hi = (np.asarray(v).astype(num.compute_dtype(x.dtype)) for v in (lo, hi))
-    checks.ordered("min", lo, "max", hi, np.less, "min < max")
+    checks.ordered(("min", "max"), lo, hi, np.less, "min < max")
     return num.vary_together(x, jnp.asarray(lo), jnp.asarray(hi))
 
 

@@ -114,9 +114,9 @@ def _round_trip_arguments(
             checks.shape(end, v, (), "one range for the tensor. For a range a slice pass `axis`")
         elif range_given or v.ndim:
             checks.shape(end, v, (x.shape[axis],), f"one range for each slice of `input` along axis {axis}")
-    if range_given and checks.is_concrete(lo, hi):
-        ends = ("input_min", np.asarray(lo), "input_max", np.asarray(hi))
-        checks.ordered(*ends, np.less_equal, "input_min <= input_max")
+    if range_given and checks.is_concrete(x_min, x_max):
+        ends = (np.asarray(v).astype(lo.dtype) for v in (x_min, x_max))
+        checks.ordered(("input_min", "input_max"), *ends, np.less_equal, "input_min <= input_max")
     qmin, qmax = (-(2 ** (num_bits - 1)) + narrow, 2 ** (num_bits - 1) - 1) if signed else (0, 2**num_bits - 1)
     x, lo, hi = num.vary_together(x, lo, hi)
     return _RoundTrip(x, lo, hi, float(qmin), float(qmax), range_given, round_mode, axis)
@@ -137,9 +137,20 @@ def quantize_and_dequantize(
 ) -> Array:
     """Quantizes and dequantizes real values by a scale alone, with a gradient that passes through.
 
-    The values and arguments of `quantize_and_dequantize_v2`.
+    The values of `quantize_and_dequantize_v2`.
+
+    Args:
+      input: floating array of any shape, real values.
+      input_min, input_max, signed_input, num_bits, range_given, round_mode, name, narrow_range, axis: as there;
+        without `range_given` the range is checked for its shape and not used.
+
+    Returns:
+      An array of the shape and dtype of `input`.
 
     Gradient: to `input` the incoming one, everywhere; none to the range.
+
+    Raises:
+      TypeError, ValueError: as `quantize_and_dequantize_v2` does.
 
     Source: TensorFlow 2.21, `tf.quantization.quantize_and_dequantize` (the raw ops V2 and V3; the raw V1 op no
     longer exists).

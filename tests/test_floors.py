@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file listing is the architecture: a file imports only from floors below its own."""
+
+import ast
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import jaxquant
+
+ROOT = pathlib.Path(jaxquant.__file__).parent
+FLOORS = {
+    "_numerics": 0,
+    "_checks": 1,
+    "tf/_grad_pass_through": 3,
+    "tf/_fake_quant": 3,
+    "tf/_quantize_and_dequantize": 3,
+}
+OUTSIDE = {"jax", "numpy"}
+FILES = {str(p.relative_to(ROOT).with_suffix("")): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}
+
+
+def imports(path):
+    """(dots, module, names) of each import in a file, wherever it stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name, ()) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or "", [alias.name for alias in node.names]
+
+
+def inside(name, dots, module, names):
+    """The files of the package that an import reaches."""
+    folder = pathlib.PurePosixPath(name).parents[dots - 1]
+    targets = [module] if module else names
+    return [str(folder / target.replace(".", "/")).lstrip("./") for target in targets]
+
+
+def test_every_file_has_a_floor():
+    assert set(FILES) == set(FLOORS)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_go_down(name):
+    for dots, module, names in imports(FILES[name]):
+        if dots:
+            assert all(FLOORS[target] < FLOORS[name] for target in inside(name, dots, module, names)), (name, names)
+        else:
+            top = module.split(".")[0]
+            assert top in OUTSIDE or top in sys.stdlib_module_names, (name, module)
+            assert "_src" not in module
+            assert name == "_jaxpr" or not module.startswith("jax.extend")
+
+
+def test_the_check_sees_an_import_of_a_sibling():
+    assert inside("tf/_fake_quant", 2, "", ["_numerics"]) == ["_numerics"]
+    assert inside("tf/_fake_quant", 1, "_grad_pass_through", ["f"]) == ["tf/_grad_pass_through"]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda p: p.parent.name)
+def test_package_files_only_name_what_is_public(path):
+    body = ast.parse(path.read_text()).body
+    assert isinstance(body[0], ast.Expr)
+    assert all(isinstance(node, ast.ImportFrom) for node in body[1:])
+    assert all(alias.asname == alias.name for node in body[1:] for alias in node.names)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_file_names_its_licence_and_stays_short(path):
+    lines = path.read_text().splitlines()
+    assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
+    assert len(lines) <= 600
+    assert not re.search(r"config\.update|pure_callback|io_callback", path.read_text())
+
+
+def run(code):
+    env = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}  # any use of a backend raises
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+
+
+def test_import_starts_no_backend():
+    assert run("import jaxquant").returncode == 0
+    assert "no_such_platform" in run("import jaxquant, jax; jax.devices()").stderr
+
+
+def test_import_loads_nothing_but_jaxquant():
+    done = run(
+        "import sys, jax, jax.numpy; before = set(sys.modules); import jaxquant; print(*set(sys.modules) - before)"
+    )
+    assert done.returncode == 0
+    assert all(name.split(".")[0] == "jaxquant" for name in done.stdout.split())

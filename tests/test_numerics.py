@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared arithmetic, and that each guard is needed: without it XLA gives other bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from exact import assert_same_bits, differing
+from inputs import hard_ranges, hard_values
+
+from jaxquant import _numerics as num
+
+RNG = np.random.default_rng(0)
+TIES = np.concatenate([np.arange(-9, 10) + 0.5, [0.49999997, -0.49999997, 8388608.5, 8388609, 0, -0.0, 1e30]])
+NEAR = np.nextafter(TIES.astype(np.float32), np.float32(np.inf))
+V = np.concatenate([TIES.astype(np.float32), NEAR, -NEAR, [np.nan, np.inf, -np.inf]]).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [(num.round_half_even, np.rint), (num.round_half_away, oracle.half_away), (num.round_half_up, oracle.half_up)],
+)
+def test_rounding_modes(got, want):
+    with np.errstate(invalid="ignore"):
+        assert_same_bits(jax.jit(got)(V), want(V).astype(np.float32))
+
+
+def test_rounding_modes_differ_where_they_should():
+    v = jnp.asarray([2.5, -2.5, 0.49999997])
+    assert num.round_half_even(v).tolist() == [2.0, -2.0, 0.0]
+    assert num.round_half_away(v).tolist() == [3.0, -3.0, 0.0]
+    assert num.round_half_up(v).tolist() == [3.0, -2.0, 1.0]
+
+
+def test_guard_is_the_identity_and_its_own_derivative():
+    assert_same_bits(jax.jit(num.guard)(V), V)
+    assert jax.grad(num.guard)(2.0) == 1.0
+    assert jax.jvp(num.guard, (2.0,), (3.0,)) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_guard_keeps_a_product_and_a_sum_apart(guarded):
+    a, b, c = RNG.normal(size=(3, 4096)).astype(np.float32)
+    keep = num.guard if guarded else lambda v: v
+    count = differing(jax.jit(lambda a, b, c: keep(a * b) + c)(a, b, c), a * b + c)
+    assert (count == 0) == guarded
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_divide_by_a_constant_and_by_a_broadcast_value(guarded):
+    a, s = RNG.normal(size=(512, 64)).astype(np.float32), np.exp(RNG.normal(size=64)).astype(np.float32)
+    divide = num.divide if guarded else lambda a, b: a / b
+    by_constant = differing(jax.jit(lambda a: divide(a, 255.0))(a), a / np.float32(255))
+    by_vector = differing(jax.jit(lambda a, s: jnp.floor(divide(a, s[None])))(a, s), np.floor(a / s))
+    assert (by_constant == 0) == guarded
+    if guarded:
+        assert by_vector == 0
+
+
+def test_clip_keeps_nan_and_the_sign_of_zero():
+    x = jnp.asarray([np.nan, -0.0, 0.0, -2.0, 2.0])
+    got = jax.jit(num.clip)(x, jnp.float32(0.0), jnp.float32(1.0))
+    assert_same_bits(got, np.array([np.nan, -0.0, 0.0, 0.0, 1.0], np.float32))
+    assert_same_bits(num.clip(x, jnp.float32(-1), jnp.float32(0))[1:3], np.array([-0.0, 0.0], np.float32))
+
+
+@pytest.mark.parametrize("num_bits", [2, 8, 16])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_nudge_is_the_oracle(num_bits, narrow):
+    low, high = hard_ranges(np.random.default_rng(num_bits), 400, 2**num_bits - 1 - narrow)
+    nudge = lambda a, b: num.nudge(a, b, float(narrow), 2.0**num_bits - 1)
+    for got in (jax.vmap(nudge)(low, high), jax.jit(jax.vmap(nudge))(low, high)):
+        for i in range(400):
+            for value, want in zip(got, oracle.nudged(low[i], high[i], num_bits, narrow), strict=True):
+                assert_same_bits(value[i], np.float32(want))
+
+
+def test_product_has_the_signs_of_a_product():
+    g, mask = jnp.asarray([-1.0, np.nan, np.inf, -2.0]), jnp.asarray([False, False, False, True])
+    assert_same_bits(jax.jit(num.product)(g, mask), np.array([-0.0, np.nan, np.nan, -2.0], np.float32))
+
+
+def test_along_axis():
+    v = jnp.arange(3.0)
+    assert num.along_axis(v, 1, 3).shape == (1, 3, 1)
+    assert num.along_axis(v[0], 1, 3).shape == ()
+    assert num.along_axis(v[0], None, 3).shape == ()
+
+
+def test_hard_values_reach_the_ties():
+    """The inputs of these tests are what they claim: a rounding off by one ulp is seen."""
+    x = hard_values(np.random.default_rng(0), 4096, -1.0, 1.0, 255)
+    y = oracle.fake_quant(x, np.float32(-1), np.float32(1))
+    assert (y != oracle.fake_quant(np.nextafter(x, np.float32(9)), np.float32(-1), np.float32(1))).sum() > 50

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bad input gets: the class of error, the argument's name, what came; raised while tracing."""
+
+import functools
+import inspect
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits, x64
+
+from jaxquant import tf
+
+X = jnp.linspace(-1, 1, 6).reshape(2, 3)
+V3 = jnp.ones(3)
+V3_TWICE = V3 * 2
+ARGS, ARGS_G = tf.fake_quant_with_min_max_args, tf.fake_quant_with_min_max_args_gradient
+VARS, VARS_G = tf.fake_quant_with_min_max_vars, tf.fake_quant_with_min_max_vars_gradient
+PER, PER_G = tf.fake_quant_with_min_max_vars_per_channel, tf.fake_quant_with_min_max_vars_per_channel_gradient
+QDQ, QDQ2 = tf.quantize_and_dequantize, tf.quantize_and_dequantize_v2
+NAN = float("nan")
+not_floats = [
+    (np.arange(3), "int64"),
+    (jnp.arange(3), "int32"),
+    (np.ones(3, bool), "bool"),
+    (np.ones(3, complex), "complex128"),
+    ([1.0, 2.0], "list"),
+    ((1.0, 2.0), "tuple"),
+    ("text", "str"),
+    (None, "NoneType"),
+    (1, "int"),
+    (True, "bool"),
+    (jax.random.key(0), "key"),
+    (np.array(["a"]), "<U1"),
+    (np.array([object()]), "object"),
+    (jnp.ones(3, jnp.float8_e4m3fn), "float8"),
+]
+
+# (call, class, the argument's name, what came)
+TABLE = [
+    *[(functools.partial(op, value), TypeError, "`inputs`", text) for op in (ARGS,) for value, text in not_floats],
+    *[(functools.partial(VARS, v, -1.0, 1.0), TypeError, "`inputs`", text) for v, text in not_floats[:6]],
+    *[(functools.partial(PER, v, V3, V3), TypeError, "`inputs`", text) for v, text in not_floats[:6]],
+    *[(functools.partial(QDQ2, v, -1.0, 1.0), TypeError, "`input`", text) for v, text in not_floats[:6]],
+    *[(functools.partial(QDQ, v, -1.0, 1.0), TypeError, "`input`", text) for v, text in not_floats[:6]],
+    (lambda: VARS_G([1.0], X, -1.0, 1.0), TypeError, "`gradients`", "list"),
+    # Ranges.
+    (lambda: VARS(X, jnp.int32(-1), 1.0), TypeError, "`min`", "int32"),
+    (lambda: VARS(X, None, 1.0), TypeError, "`min`", "NoneType"),
+    (lambda: VARS(X, -1.0, True), TypeError, "`max`", "bool"),
+    (lambda: VARS(X, -1.0, "1"), TypeError, "`max`", "str"),
+    (lambda: VARS(X, V3, 1.0), ValueError, "`min`", "(3,)"),
+    (lambda: VARS(X, -1.0, jnp.ones((1,))), ValueError, "`max`", "(1,)"),
+    (lambda: PER(X, -1.0, V3), ValueError, "`min`", "()"),
+    (lambda: PER(X, -V3, jnp.ones(2)), ValueError, "`max`", "(2,)"),
+    (lambda: PER(X, -V3, jnp.ones((1, 3))), ValueError, "`max`", "(1, 3)"),
+    (lambda: PER(jnp.float32(0.5), -V3, V3), ValueError, "`inputs`", "()"),
+    (lambda: PER(X, [-1.0] * 3, V3), TypeError, "`min`", "list"),
+    (lambda: ARGS(X, 1.0, 1.0), ValueError, "`min`", "min=1.0 and max=1.0"),
+    (lambda: ARGS(X, 2.0, 1.0), ValueError, "`min`", "min=2.0 and max=1.0"),
+    (lambda: ARGS(X, NAN, 1.0), ValueError, "`min`", "min=nan"),
+    (lambda: ARGS(X, 0.0, 1e-40), ValueError, "`min`", "max=9.99994610111476e-41"),
+    (lambda: ARGS(X, 1.0, 1.00000001), ValueError, "`min`", "max=1.0"),
+    (lambda: ARGS(X, jnp.float32(-1), 1.0), TypeError, "`min`", "float32"),
+    (lambda: ARGS(X, -1.0, "1"), TypeError, "`max`", "str"),
+    (lambda: jax.jit(lambda x, a: ARGS(x, a, 1.0))(X, -1.0), TypeError, "`min`", "float32"),
+    (lambda: ARGS_G(X, X, 2.0, 1.0), ValueError, "`min`", "min=2.0"),
+    (lambda: QDQ2(X, 2.0, 1.0, range_given=True), ValueError, "`input_min`", "input_min=2.0 and input_max=1.0"),
+    (lambda: QDQ2(X, NAN, 1.0, range_given=True), ValueError, "`input_min`", "input_min=nan"),
+    (lambda: QDQ(X, 2.0, 1.0, range_given=True), ValueError, "`input_min`", "input_max=1.0"),
+    (lambda: QDQ2(X, V3_TWICE, V3, range_given=True, axis=1), ValueError, "`input_min`", "[2. 2. 2.]"),
+    (lambda: QDQ2(X, V3, V3, range_given=True), ValueError, "`input_min`", "(3,)"),
+    (lambda: QDQ2(X, V3, V3, range_given=True, axis=0), ValueError, "`input_min`", "(3,)"),
+    (lambda: QDQ2(X, -1.0, V3, range_given=True, axis=1), ValueError, "`input_min`", "()"),
+    (lambda: QDQ2(X, None, 1.0), TypeError, "`input_min`", "NoneType"),
+    # Static integers.
+    *[
+        (lambda op=op, v=v: op(v), kind, "`num_bits`", text)
+        for op in (
+            lambda v: ARGS(X, num_bits=v),
+            lambda v: VARS(X, -1.0, 1.0, v),
+            lambda v: PER(X, -V3, V3, v),
+            lambda v: PER_G(X, X, -V3, V3, v),
+        )
+        for v, kind, text in [
+            (1, ValueError, "1"),
+            (17, ValueError, "17"),
+            (-8, ValueError, "-8"),
+            (8.0, TypeError, "float"),
+            (True, TypeError, "bool"),
+            ("8", TypeError, "str"),
+            (None, TypeError, "NoneType"),
+            (jnp.int32(8), TypeError, "int32"),
+        ]
+    ],
+    (lambda: jax.jit(lambda x, b: VARS(x, -1.0, 1.0, b))(X, 8), TypeError, "`num_bits`", "int32"),
+    (lambda: QDQ2(X, -1.0, 1.0, num_bits=0), ValueError, "`num_bits`", "0"),
+    (lambda: QDQ2(X, -1.0, 1.0, num_bits=62), ValueError, "`num_bits`", "62"),
+    (lambda: QDQ2(X, -1.0, 1.0, num_bits=63, signed_input=False), ValueError, "`num_bits`", "63"),
+    (lambda: QDQ2(X, -1.0, 1.0, num_bits=8.0), TypeError, "`num_bits`", "float"),
+    # Axes.
+    (lambda: QDQ2(X, V3, V3, axis=2), ValueError, "`axis=2`", "rank 2"),
+    (lambda: QDQ2(X, V3, V3, axis=-3), ValueError, "`axis=-3`", "rank 2"),
+    (lambda: QDQ2(jnp.float32(1), 0.0, 1.0, axis=0), ValueError, "`axis=0`", "rank 0"),
+    (lambda: QDQ2(X, V3, V3, axis=1.0), TypeError, "`axis`", "float"),
+    (lambda: QDQ2(X, V3, V3, axis=True), TypeError, "`axis`", "bool"),
+    (lambda: QDQ2(X, V3, V3, axis=(0, 1)), TypeError, "`axis`", "tuple"),
+    (lambda: jax.jit(lambda x, a: QDQ2(x, V3, V3, axis=a))(X, 1), TypeError, "`axis`", "int32"),
+    # Flags, modes, names.
+    (lambda: VARS(X, -1.0, 1.0, narrow_range=1), TypeError, "`narrow_range`", "int"),
+    (lambda: VARS(X, -1.0, 1.0, narrow_range=None), TypeError, "`narrow_range`", "NoneType"),
+    (lambda: QDQ2(X, -1.0, 1.0, signed_input=8), TypeError, "`signed_input`", "int"),
+    (lambda: QDQ2(X, -1.0, 1.0, range_given=jnp.bool_(True)), TypeError, "`range_given`", "bool"),
+    (lambda: QDQ2(X, -1.0, 1.0, round_mode="HALF_AWAY"), ValueError, "`round_mode`", "'HALF_AWAY'"),
+    (lambda: QDQ2(X, -1.0, 1.0, round_mode=None), TypeError, "`round_mode`", "NoneType"),
+    (lambda: QDQ2(X, -1.0, 1.0, True, 8, True, "HALF_UP", True), TypeError, "`name`", "bool"),
+    (lambda: VARS(X, -1.0, 1.0, 8, False, 3), TypeError, "`name`", "int"),
+    # Shapes of cotangents.
+    (lambda: ARGS_G(jnp.ones(3), X), ValueError, "`gradients`", "(3,)"),
+    (lambda: VARS_G(jnp.ones((3, 2)), X, -1.0, 1.0), ValueError, "`gradients`", "(3, 2)"),
+    (lambda: PER_G(jnp.ones(()), X, -V3, V3), ValueError, "`gradients`", "()"),
+    (lambda: tf.grad_pass_through(jnp.sum)(X), TypeError, "grad_pass_through", "(2, 3)"),
+    (lambda: tf.grad_pass_through(lambda x: x.astype(jnp.float16))(X), TypeError, "grad_pass_through", "float16"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "argument", "came"), TABLE)
+def test_bad_input_is_refused_while_tracing(call, error, argument, came):
+    with pytest.raises(error) as info:
+        jax.eval_shape(call)
+    assert argument in str(info.value)
+    assert came in str(info.value)
+    assert str(info.value).rstrip().endswith((".", ")"))
+
+
+def test_a_range_of_more_precision_than_the_computation_is_refused():
+    with x64(), pytest.raises(TypeError, match=r"`min` is float64 and `inputs` is float32.*astype"):
+        VARS(jnp.ones(3, jnp.float32), jnp.asarray([-1.0])[0], 1.0)
+
+
+def test_traced_and_vars_ranges_are_not_checked():
+    """A check would make eager differ from jit; the values are TensorFlow's."""
+    assert jnp.isnan(VARS(X, 1.0, 1.0)).all()
+    assert jnp.isnan(VARS(X, NAN, 1.0)).all()
+    assert_same_bits(VARS(X, 1.0, -1.0), jax.jit(VARS)(X, 1.0, -1.0))
+    reversed_ = jax.jit(lambda x, a, b: QDQ2(x, a, b, range_given=True))(X, 1.0, -1.0)
+    assert reversed_.shape == X.shape
+
+
+@pytest.mark.parametrize(
+    "op", [lambda x: ARGS(x), lambda x: VARS(x, -6.0, 6.0), lambda x: QDQ2(x, -6.0, 6.0, range_given=True)]
+)
+def test_nan_stays_alone_and_infinity_saturates(op):
+    y = op(jnp.asarray([jnp.nan, jnp.inf, -jnp.inf, 1.0]))
+    assert jnp.isnan(y).tolist() == [True, False, False, False]
+    assert_same_bits(y[1:], op(jnp.asarray([1e30, -1e30, 1.0])))
+
+
+def test_nan_in_the_data_is_left_out_of_the_range():
+    x = jnp.asarray([jnp.nan, -10.0, 5.0, 0.3])
+    assert_same_bits(QDQ2(x, 0.0, 0.0)[1:], QDQ2(x[1:], 0.0, 0.0))
+    assert jnp.isnan(QDQ2(x, 0.0, 0.0)[0])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (2, 0, 3)])
+def test_rank_0_and_zero_size(shape):
+    x = jnp.ones(shape)
+    calls = [lambda x: ARGS(x), lambda x: VARS(x, -1.0, 1.0), lambda x: QDQ2(x, -1.0, 1.0), lambda x: QDQ(x, 0.0, 0.0)]
+    if shape:
+        ends = jnp.ones(shape[-1])
+        calls += [lambda x: PER(x, -ends, ends), lambda x: QDQ2(x, -ends, ends, axis=-1)]
+    for call in calls:
+        y, vjp = jax.vjp(call, x)
+        assert y.shape == vjp(y)[0].shape == shape
+    low, high = VARS_G(x, x, -1.0, 1.0)[1:]
+    assert (low, high) == (0.0, 0.0)
+
+
+def test_the_output_has_the_dtype_of_the_input_and_is_never_weak():
+    for value in (0.3, np.float32(0.3), jnp.asarray(0.3), np.full(3, 0.3)):
+        for y in (ARGS(value), VARS(value, -1, 1), QDQ2(value, -1, 1)):
+            assert (y.dtype, y.weak_type) == (jnp.float32, False)
+    with x64():
+        assert ARGS(jnp.ones(3, jnp.float32)).dtype == jnp.float32
+        assert VARS(jnp.ones(3, jnp.float64), -1.0, 1.0).dtype == jnp.float64
+        assert QDQ2(jnp.ones(3, jnp.bfloat16), -1.0, 1.0).dtype == jnp.bfloat16
+    dx, dlo = jax.grad(lambda x, lo: VARS(x, lo, 1.0).sum().astype(jnp.float32), (0, 1))(
+        jnp.ones(3, jnp.bfloat16), jnp.bfloat16(-1)
+    )
+    assert (dx.dtype, dlo.dtype) == (jnp.bfloat16, jnp.bfloat16)
+
+
+def test_arrays_of_other_libraries_convert_themselves():
+    class Parameter:
+        def __jax_array__(self):
+            return X
+
+    assert_same_bits(VARS(Parameter(), -1.0, 1.0), VARS(X, -1.0, 1.0))
+
+
+def test_equal_options_share_one_trace():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnames="num_bits")
+    def f(x, low, high, num_bits):
+        traces.append(num_bits)
+        return VARS(x, low, high, num_bits)
+
+    for i in range(1000):
+        f(X, -1.0 - i, 1.0, 8)
+    assert traces == [8]
+
+
+def test_donation_warns_of_nothing_and_keeps_the_value():
+    want = VARS(X, -1.0, 1.0)
+    assert_same_bits(jax.jit(VARS, donate_argnums=0)(X.copy(), -1.0, 1.0), want)
+
+
+def test_threads_get_the_same_bits():
+    want, got = VARS(X, -0.7, 0.9), []
+    threads = [threading.Thread(target=lambda: got.append(VARS(X, -0.7, 0.9))) for _ in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert len(got) == 8
+    for y in got:
+        assert_same_bits(y, want)
+
+
+@pytest.mark.parametrize("op", [ARGS, ARGS_G, VARS, VARS_G, PER, PER_G])
+def test_a_tensorflow_call_ports_unchanged(op):
+    """The positional order of tf.quantization, `name` last."""
+    names = list(inspect.signature(op).parameters)
+    want = ["inputs", "min", "max", "num_bits", "narrow_range", "name"]
+    assert names == (["gradients", *want] if op in (ARGS_G, VARS_G, PER_G) else want)
+
+
+@pytest.mark.parametrize("op", [QDQ, QDQ2])
+def test_a_tensorflow_call_of_quantize_and_dequantize_ports_unchanged(op):
+    parameters = inspect.signature(op).parameters
+    want = ["input", "input_min", "input_max", "signed_input", "num_bits", "range_given", "round_mode", "name"]
+    assert list(parameters) == [*want, "narrow_range", "axis"]
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ("narrow_range", "axis"))
+    assert_same_bits(op(X, -1.0, 1.0, True, 8, True, "HALF_UP", "a_name"), op(X, -1.0, 1.0, True, 8, True, "HALF_UP"))

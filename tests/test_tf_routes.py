@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One value everywhere: each op of jaxquant.tf gives the same bits on every road that JAX offers to it."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from exact import assert_same_bits
+from inputs import cast, hard_ranges, hard_values
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxquant import tf
+
+RANGES, ROWS, CHANNELS = 8, 16, 6
+
+
+class Op(NamedTuple):
+    call: Callable  # (x, low, high) -> y
+    per_channel: bool = False
+    trained: bool = False  # has gradients to the range
+    attributes: bool = False  # the range is static
+    from_data: bool = False  # the range is that of x, of a shard where x is sharded by shard_map
+    steps: int = 255
+
+
+def round_trip(op, bits, **options):
+    return lambda x, low, high: op(x, low, high, num_bits=bits, **options)
+
+
+V1, V4 = tf.quantize_and_dequantize, tf.quantize_and_dequantize_v2
+OPS = {
+    "args": Op(lambda x, a, b: tf.fake_quant_with_min_max_args(x, float(a), float(b)), attributes=True),
+    "args 4 narrow": Op(
+        lambda x, a, b: tf.fake_quant_with_min_max_args(x, float(a), float(b), 4, True), attributes=True, steps=14
+    ),
+    "vars": Op(tf.fake_quant_with_min_max_vars, trained=True),
+    "vars 3": Op(lambda *a: tf.fake_quant_with_min_max_vars(*a, num_bits=3), trained=True, steps=7),
+    "vars 16 narrow": Op(lambda *a: tf.fake_quant_with_min_max_vars(*a, 16, True), trained=True, steps=65534),
+    "per channel": Op(tf.fake_quant_with_min_max_vars_per_channel, True, True),
+    "per channel 4 narrow": Op(
+        lambda *a: tf.fake_quant_with_min_max_vars_per_channel(*a, 4, True), True, True, steps=14
+    ),
+    "V4 given": Op(round_trip(V4, 8, range_given=True)),
+    "V4 given, half up, unsigned": Op(round_trip(V4, 4, range_given=True, round_mode="HALF_UP", signed_input=False)),
+    "V4 given, axis": Op(round_trip(V4, 4, range_given=True, axis=-1, narrow_range=True), True, steps=14),
+    "V4 from data": Op(round_trip(V4, 8, round_mode="HALF_UP"), from_data=True),
+    "V4 from data, axis": Op(round_trip(V4, 3, axis=-1), True, from_data=True, steps=7),
+    "V1 given": Op(round_trip(V1, 8, range_given=True, round_mode="HALF_UP")),
+    "V1 from data": Op(round_trip(V1, 8), from_data=True),
+}
+
+
+def all_values(op: Op):
+    """(x, low, high, g) -> y and every gradient."""
+
+    def f(x, low, high, g):
+        if op.attributes:
+            y, vjp = jax.vjp(lambda x: op.call(x, low, high), x)
+        else:
+            y, vjp = jax.vjp(op.call, x, low, high)
+        return y, vjp(g)
+
+    return f
+
+
+@functools.cache
+def inputs(name, dtype="float32"):
+    """xs (RANGES, ROWS, CHANNELS), lows and highs (RANGES,) or (RANGES, CHANNELS), integer cotangents."""
+    op, rng = OPS[name], np.random.default_rng([3, *name.encode()])
+    low, high = hard_ranges(rng, RANGES * CHANNELS, op.steps)
+    if not op.per_channel:
+        low, high = (np.repeat(v[:RANGES], CHANNELS) for v in (low, high))
+    if op.attributes:  # min == max is an error there
+        high = np.where(low == high, low + 1, high)
+    x = np.stack([hard_values(rng, ROWS, a, b, op.steps) for a, b in zip(low, high, strict=True)], -1)
+    x = np.moveaxis(x.reshape(ROWS, RANGES, CHANNELS), 1, 0)
+    if op.from_data:
+        x = np.where(np.abs(x) > 1e-30, x, 0)
+    x = cast(x, oracle.FLOATS[dtype])
+    g = rng.integers(-8, 9, x.shape).astype(x.dtype)
+    low, high = (v.reshape(RANGES, CHANNELS) if op.per_channel else v[::CHANNELS] for v in (low, high))
+    return x, low, high, g
+
+
+@functools.cache
+def expected(name, dtype="float32"):
+    """Eager, one range at a time."""
+    return [jax.tree.map(np.asarray, all_values(OPS[name])(*map(to_jax(name), a))) for a in each(name, dtype)]
+
+
+def to_jax(name):
+    return (lambda v: v if np.ndim(v) == 0 else jnp.asarray(v)) if OPS[name].attributes else jnp.asarray
+
+
+def each(name, dtype="float32"):
+    return list(zip(*inputs(name, dtype), strict=True))
+
+
+def stacked(results):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
+
+
+def same(got, want):
+    jax.tree.map(lambda a, b: assert_same_bits(a, b), got, want)
+
+
+def mesh(kind):
+    return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+
+def jitted(name, f, dtype="float32"):
+    """`f` with the range traced where it can be, and constant where it is an attribute."""
+    for x, low, high, g in each(name, dtype):
+        if OPS[name].attributes:
+            yield jax.jit(functools.partial(lambda low, high, x, g: f(x, low, high, g), low, high))(x, g)
+        else:
+            yield jax.jit(f)(x, low, high, g)
+
+
+traced_range = pytest.mark.parametrize("name", [name for name, op in OPS.items() if not op.attributes])
+every_op = pytest.mark.parametrize("name", OPS)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_jit(name, dtype):
+    same(list(jitted(name, all_values(OPS[name]), dtype)), expected(name, dtype))
+
+
+@every_op
+def test_checkpoint(name):
+    op = OPS[name]
+    remat = op._replace(call=lambda x, a, b: jax.checkpoint(lambda x: op.call(x, a, b))(x))
+    got = [y_and_gradients[1][0] for y_and_gradients in jitted(name, all_values(remat))]
+    same(got, [gradients[0] for _, gradients in expected(name)])
+
+
+@traced_range
+def test_vmap_over_x_and_ranges(name):
+    same(jax.vmap(all_values(OPS[name]))(*inputs(name)), stacked(expected(name)))
+    same(jax.jit(jax.vmap(all_values(OPS[name])))(*inputs(name)), stacked(expected(name)))
+
+
+@every_op
+def test_vmap_over_x(name):
+    f = all_values(OPS[name])
+    xs, lows, highs, gs = inputs(name)
+    low, high = to_jax(name)(lows[1]), to_jax(name)(highs[1])
+    want = stacked([f(jnp.asarray(x), low, high, jnp.asarray(g)) for x, g in zip(xs, gs, strict=True)])
+    same(jax.jit(jax.vmap(lambda x, g: f(x, low, high, g)))(xs, gs), want)
+    if not OPS[name].attributes:
+        same(jax.jit(jax.vmap(f, (0, None, None, 0)))(xs, low, high, gs), want)
+
+
+@traced_range
+def test_scan(name):
+    f = all_values(OPS[name])
+    _, got = jax.lax.scan(lambda carry, a: (carry, f(*a)), 0, inputs(name))
+    same(got, stacked(expected(name)))
+
+
+@every_op
+def test_closure_constant_ranges(name):
+    f = all_values(OPS[name])
+    some = list(zip(each(name), expected(name), strict=True))[1::2]
+    got = [jax.jit(lambda x, g, a=a: f(x, a[1], a[2], g))(a[0], a[3]) for a, _ in some]
+    same(got, [want for _, want in some])
+
+
+@every_op
+def test_closure_constant_everything(name):
+    f = all_values(OPS[name])
+    some = list(zip(each(name), expected(name), strict=True))[::3]
+    got = [jax.jit(lambda a=a: f(jnp.asarray(a[0]), *a[1:3], jnp.asarray(a[3])))() for a, _ in some]
+    same(got, [want for _, want in some])
+
+
+@every_op
+def test_neighbours_in_one_jit(name):
+    """The user's own operations before and after the op are not merged into its arithmetic."""
+    op, rng = OPS[name], np.random.default_rng(4)
+    u, v, bias = (rng.normal(size=(512, CHANNELS)).astype(np.float32) for _ in range(3))
+    low, high = hard_ranges(rng, CHANNELS, op.steps)
+    low, high = (low, high) if op.per_channel else (np.float32(-1.3), np.float32(2.1))
+    y = np.asarray(op.call(jnp.asarray(u * v), low, high))
+    got = jax.jit(lambda u, v: (lambda y: (y + bias, bias - y, y * 3 - bias))(op.call(u * v, low, high)))(u, v)
+    assert_same_bits(got[0], y + bias)
+    assert_same_bits(got[1], bias - y)
+    # The last is the user's own product and sum, which XLA may contract: with one rounding or with two.
+    two, one = y * np.float32(3) - bias, (y.astype(np.float64) * 3 - bias).astype(np.float32)
+    assert ((got[2] == two) | (got[2] == one)).all()
+
+
+@every_op
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_jit(name, kind):
+    with_mesh = mesh(kind)
+    rows, whole = NamedSharding(with_mesh, P("data")), NamedSharding(with_mesh, P())
+    f = all_values(OPS[name])
+    for a, want in zip(each(name), expected(name), strict=True):
+        x, g = jax.device_put(a[0], rows), jax.device_put(a[3], rows)
+        if OPS[name].attributes:
+            got = jax.jit(lambda x, g, a=a: f(x, a[1], a[2], g))(x, g)
+        else:
+            got = jax.jit(f)(x, jax.device_put(a[1], whole), jax.device_put(a[2], whole), g)
+        assert len(got[0].sharding.device_set) == 4
+        same(got, want)
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if not op.from_data])
+def test_shard_map(name):
+    op = OPS[name]
+    f = all_values(op)
+    sharded = functools.partial(jax.shard_map, mesh=mesh("Auto"))
+    for (x, low, high, g), want in zip(each(name), expected(name), strict=True):
+        if op.attributes:
+            run = sharded(
+                lambda x, g, a=low, b=high: f(x, a, b, g), in_specs=(P("data"), P("data")), out_specs=P("data")
+            )
+            got = jax.jit(run)(x, g)
+        else:
+            specs = P("data"), P(), P(), P("data")
+            run = sharded(f, in_specs=specs, out_specs=(P("data"), (P("data"), P(), P())))
+            got = jax.jit(run)(x, low, high, g)
+        same(got, want)
+
+
+def test_per_channel_is_a_loop_over_channels():
+    x, low, high, g = inputs("per channel")
+    y, (dx, dmin, dmax) = stacked(expected("per channel"))
+    for r, c in np.ndindex(RANGES, CHANNELS):
+        one = tf.fake_quant_with_min_max_vars_per_channel
+        args = jnp.asarray(x[r, :, c, None]), jnp.asarray(low[r, c, None]), jnp.asarray(high[r, c, None])
+        y1, vjp = jax.vjp(one, *args)
+        same(
+            (y1[:, 0], *(v[..., 0] for v in vjp(jnp.asarray(g[r, :, c, None])))),
+            (y[r, :, c], dx[r, :, c], dmin[r, c], dmax[r, c]),
+        )
+        assert_same_bits(y[r, :, c], oracle.fake_quant(x[r, :, c], low[r, c], high[r, c]))
+
+
+def test_per_channel_is_args_of_each_channel():
+    """The formula with the product: `vars` divides, and differs from it on ties."""
+    x, low, high, _ = inputs("per channel")
+    y = stacked(expected("per channel"))[0]
+    divided = 0
+    for r, c in np.ndindex(RANGES, CHANNELS):
+        if low[r, c] < high[r, c]:
+            args = tf.fake_quant_with_min_max_args(x[r, :, c], float(low[r, c]), float(high[r, c]))
+            assert_same_bits(args, y[r, :, c])
+            divided += (np.asarray(tf.fake_quant_with_min_max_vars(x[r, :, c], low[r, c], high[r, c])) != args).sum()
+    assert divided > 0
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_an_axis_is_a_loop_over_slices(axis):
+    rng = np.random.default_rng(5)
+    low, high = hard_ranges(rng, 5, 15)
+    x = np.stack([hard_values(rng, 12, a, b, 15).reshape(3, 4) for a, b in zip(low, high, strict=True)], axis)
+    for given in (True, False):
+        x = x if given else np.where(np.abs(x) > 1e-30, x, 0).astype(np.float32)
+        options = {"num_bits": 4, "range_given": given}
+        whole = V4(x, low, high, axis=axis, **options)
+        slices = zip(np.moveaxis(x, axis, 0), low, high, strict=True)
+        assert_same_bits(whole, np.stack([V4(s, a, b, **options) for s, a, b in slices], axis))

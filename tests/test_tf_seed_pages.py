@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TensorFlow pages this project was born from, each sentence with a number as a test.
+
+Pages: "Fake quantization" (r0.12), QuantizeAndDequantizeV2 (raw op) and quantize_and_dequantize_v2 (r2.4). Where a
+page and TensorFlow 2.21 differ TensorFlow wins; the test's name or comment says so.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from exact import assert_same_bits, x64
+
+from jaxquant import tf
+
+G = jnp.asarray([1.0, 2.0, 4.0, 8.0, 16.0])
+
+
+def test_fake_quant_with_min_max_args_page():
+    """Defaults -6 and 6; 255 steps, 256 values; the closest of the step values; output in floating point."""
+    x = jnp.linspace(-8, 8, 4001)
+    y = tf.fake_quant_with_min_max_args(x)
+    assert_same_bits(y, tf.fake_quant_with_min_max_args(x, None, None))
+    levels = np.unique(y)
+    assert len(levels) == 256
+    # The range is nudged so that 0 is a level: half a step from the page's [-6, 6].
+    assert 0.0 in levels
+    assert abs(levels[0] + 6) <= 12 / 255
+    assert abs(levels[-1] - 6) <= 12 / 255
+    clipped = np.clip(x, levels[0], levels[-1])
+    assert (np.abs(y - clipped) <= np.abs(clipped[:, None] - levels).min(1) + 1e-6).all()
+    assert y.dtype == jnp.float32
+
+
+def test_fake_quant_with_min_max_args_gradient_page():
+    """gradients * (inputs >= min && inputs <= max), with the nudged min and max."""
+    x = jnp.asarray([-7.0, -6.0, 0.0, 5.9, 7.0])
+    low, high = oracle.nudged(np.float32(-6), np.float32(6), 8, False)[2:4]
+    want = np.asarray(G) * np.asarray((x >= low) & (x <= high))
+    assert_same_bits(tf.fake_quant_with_min_max_args_gradient(G, x), want)
+    assert (low, high) == (np.float32(-6.0235295), np.float32(5.9764705))
+
+
+def test_fake_quant_with_min_max_vars_page():
+    """Shape [b, h, w, d], global scalars min and max; allows for training them."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 5)).astype(np.float32))
+    y = tf.fake_quant_with_min_max_vars(x, jnp.float32(-1), jnp.float32(1))
+    assert y.shape == x.shape
+    loss = lambda r: ((tf.fake_quant_with_min_max_vars(x, r["min"], r["max"], num_bits=4) - x) ** 2).mean()
+    ranges = {"min": jnp.float32(-0.5), "max": jnp.float32(0.5)}
+    before = loss(ranges)
+    step = jax.jit(lambda r: jax.tree.map(lambda v, g: v - g, r, jax.grad(loss)(r)))
+    for _ in range(20):
+        ranges = step(ranges)
+    assert loss(ranges) < before / 4
+    assert ranges["min"] < -1 < 1 < ranges["max"]
+
+
+def test_fake_quant_with_min_max_vars_gradient_page():
+    """inputs: gradients * (inside); min: sum(gradients * (inputs < min)); max: sum(gradients * (inputs > max))."""
+    x = jnp.asarray([-7.0, -1.5, 0.0, 1.5, 7.0])
+    got = tf.fake_quant_with_min_max_vars_gradient(G, x, -2.0, 2.0)
+    assert got.backprops_wrt_input.tolist() == [0.0, 2.0, 4.0, 8.0, 0.0]
+    assert (got.backprop_wrt_min, got.backprop_wrt_max) == (1.0, 16.0)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 2, 3), (2, 2, 3)])
+def test_fake_quant_with_min_max_vars_per_channel_page(shape):
+    """One of the shapes [d], [b, d], [b, h, w, d] (TensorFlow 2.21: any rank from 1); min and max of shape [d]."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape).astype(np.float32))
+    low, high = jnp.asarray([-1.0, -0.5, -2.0]), jnp.asarray([1.0, 0.5, 2.0])
+    y = tf.fake_quant_with_min_max_vars_per_channel(x, low, high)
+    for c in range(3):
+        assert_same_bits(y[..., c], tf.fake_quant_with_min_max_args(x[..., c], float(low[c]), float(high[c])))
+
+
+def test_fake_quant_with_min_max_vars_per_channel_gradient_page():
+    """As for vars, with sum_per_d."""
+    x, g = jnp.asarray([[-9.0, 0.1], [9.0, 9.0], [0.1, -9.0]]), jnp.asarray([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]])
+    got = tf.fake_quant_with_min_max_vars_per_channel_gradient(g, x, jnp.full(2, -1.0), jnp.full(2, 1.0))
+    assert got.backprops_wrt_input.tolist() == [[0.0, 2.0], [0.0, 0.0], [16.0, 0.0]]
+    assert got.backprop_wrt_min.tolist() == [1.0, 32.0]
+    assert got.backprop_wrt_max.tolist() == [4.0, 8.0]
+
+
+def adjusted_ends(low, high, **options):
+    """What the op makes of values far outside the range."""
+    far = jnp.asarray([-1e6, 1e6])
+    return tf.quantize_and_dequantize_v2(far, low, high, range_given=True, **options).tolist()
+
+
+def test_quantize_and_dequantize_v2_raw_page_worked_ranges():
+    """[-10, 5] -> scale 12.8, max 127 / 12.8 = 9.921875; [-10, 10] -> 12.7, min -128 / 12.7 = -10.07874."""
+    assert adjusted_ends(-10.0, 5.0) == [-10.0, 9.921875]
+    low, high = adjusted_ends(-10.0, 10.0)
+    assert (round(low, 5), high) == (-10.07874, 10.0)
+    x = jnp.asarray([1 / 12.8, 1 / 12.7])
+    assert tf.quantize_and_dequantize_v2(x, -10.0, 5.0, range_given=True)[0] == np.float32(1 / 12.8)
+    assert tf.quantize_and_dequantize_v2(x, -10.0, 10.0, range_given=True)[1] == np.float32(10) / np.float32(127)
+
+
+def test_quantize_and_dequantize_v2_raw_page_unsigned_forces_min_to_zero():
+    low, high = adjusted_ends(-10.0, 5.0, signed_input=False)
+    assert (low, high) == (0.0, 5.0)
+
+
+def test_quantize_and_dequantize_v2_raw_page_range_from_the_input():
+    """range_given == False: the minimum and maximum of the input. 0.0 maps to 0."""
+    x = jnp.asarray([-10.0, -3.21, 0.0, 0.04, 5.0])
+    y = tf.quantize_and_dequantize_v2(x, 0.0, 0.0)
+    assert_same_bits(y, tf.quantize_and_dequantize_v2(x, -10.0, 5.0, range_given=True))
+    assert y[2] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_quantize_and_dequantize_v2_raw_page_float_types(dtype):
+    with x64(dtype == "float64"):
+        x = jnp.asarray([-10.0, 0.3, 5.0], dtype)
+        y = tf.quantize_and_dequantize_v2(x, jnp.asarray(-10.0, dtype), jnp.asarray(5.0, dtype), range_given=True)
+        assert y.dtype == x.dtype
+        assert y.tolist() == jnp.asarray([-10.0, 4 / 12.8, 5.0], dtype).tolist()
+
+
+def test_quantize_and_dequantize_v2_raw_page_round_modes():
+    """HALF_UP: 7.5 rounds up to 8 and -7.5 rounds up to -7. HALF_TO_EVEN: 8 and -8."""
+    x = jnp.asarray([7.5, -7.5, 6.5, -6.5])
+    op = functools.partial(tf.quantize_and_dequantize_v2, x, -128.0, 127.0, range_given=True)
+    assert op(round_mode="HALF_UP").tolist() == [8.0, -7.0, 7.0, -6.0]
+    assert op(round_mode="HALF_TO_EVEN").tolist() == [8.0, -8.0, 6.0, -6.0]
+
+
+def test_quantize_and_dequantize_v2_raw_page_narrow_range():
+    """-127 instead of -128."""
+    assert adjusted_ends(-127.0, 127.0, narrow_range=True) == [-127.0, 127.0]
+    assert adjusted_ends(-127.0, 127.0) == [-128.0, 127.0]
+
+
+def test_quantize_and_dequantize_v2_raw_page_axis():
+    """Each slice has its own range. The raw op writes -1 for none; here None is none and -1 is the last axis."""
+    x = jnp.asarray([[1.0, 100.0], [-0.5, 30.0]])
+    whole = tf.quantize_and_dequantize_v2(x, 0.0, 0.0, axis=None)
+    last = tf.quantize_and_dequantize_v2(x, 0.0, 0.0, axis=-1)
+    assert_same_bits(last, tf.quantize_and_dequantize_v2(x, 0.0, 0.0, axis=1))
+    for c in range(2):
+        assert_same_bits(last[:, c], tf.quantize_and_dequantize_v2(x[:, c], 0.0, 0.0))
+    assert (last != whole).any()
+
+
+def test_quantize_and_dequantize_v2_raw_page_as_a_callable():
+    """The page's formula: round(clamp(value) * scale) / scale; TensorFlow multiplies by an inverse of its own."""
+    op = functools.partial(tf.quantize_and_dequantize_v2, input_min=-10.0, input_max=5.0, range_given=True)
+    x = jnp.linspace(-12, 12, 97)
+    want = np.rint(np.clip(np.asarray(x), -10, 9.921875) * 12.8) / 12.8
+    np.testing.assert_allclose(jax.jit(jax.vmap(op))(x.reshape(97, 1))[:, 0], want, atol=1e-6)
+
+
+def test_quantize_and_dequantize_v2_r24_page_gradient_outside_the_range_is_zero():
+    op = lambda x: tf.quantize_and_dequantize_v2(x, -10.0, 5.0, range_given=True).sum()
+    assert jax.grad(op)(jnp.asarray([-11.0, -10.0, 0.0, 5.0, 5.1])).tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_quantize_and_dequantize_v2_r24_page_v1_by_grad_pass_through():
+    """tf.grad_pass_through(tf.quantization.quantize_and_dequantize_v2)(...) is quantize_and_dequantize(...)."""
+    x = jnp.asarray([[-11.0, -10.0], [0.3, 5.1]])
+    v1 = lambda x: tf.quantize_and_dequantize(x, -10.0, 5.0, range_given=True)
+    simulated = tf.grad_pass_through(lambda x: tf.quantize_and_dequantize_v2(x, -10.0, 5.0, range_given=True))
+    (y, vjp), (want, want_vjp) = jax.vjp(simulated, x), jax.vjp(v1, x)
+    assert_same_bits(y, want)
+    assert_same_bits(vjp(x)[0], x)
+    assert_same_bits(want_vjp(x)[0], x)
+
+
+def test_quantize_and_dequantize_v2_r24_page_example_has_its_range_reversed():
+    """The page's example passes input_min=5.0 and input_max=-10.0, which TensorFlow 2.21 refuses."""
+    with pytest.raises(ValueError, match=r"input_min=5\.0 and input_max=-10\.0"):
+        tf.quantize_and_dequantize_v2(jnp.ones((4, 4)), input_min=5.0, input_max=-10.0, range_given=True)
