@@ -15,6 +15,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jaxquant", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("jaxquant")
 
+collect_ignore = ["data"]  # scripts that need TensorFlow
+
 COMPARED = pytest.StashKey[collections.Counter]()
 
 

@@ -115,8 +115,8 @@ def _round_trip_arguments(
         elif range_given or v.ndim:
             checks.shape(end, v, (x.shape[axis],), f"one range for each slice of `input` along axis {axis}")
     if range_given and checks.is_concrete(x_min, x_max):
-        ends = (np.asarray(v).astype(lo.dtype) for v in (x_min, x_max))
-        checks.ordered(("input_min", "input_max"), *ends, np.less_equal, "input_min <= input_max")
+        given = np.asarray(x_min).astype(lo.dtype), np.asarray(x_max).astype(lo.dtype)
+        checks.ordered(("input_min", "input_max"), *given, np.less_equal, "input_min <= input_max")
     qmin, qmax = (-(2 ** (num_bits - 1)) + narrow, 2 ** (num_bits - 1) - 1) if signed else (0, 2**num_bits - 1)
     x, lo, hi = num.vary_together(x, lo, hi)
     return _RoundTrip(x, lo, hi, float(qmin), float(qmax), range_given, round_mode, axis)
