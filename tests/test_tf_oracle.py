@@ -86,7 +86,7 @@ def test_all_four_float_types(dtype, mode):
             got = op(x, -1.3, 2.1, num_bits=4)
             assert_same_bits(got, oracle.fake_quant(x, -1.3, 2.1, 4, divides=divides), op.__name__)
         for given_ in (False, True):
-            x = x if given_ else np.where(np.abs(x) > 1e-30, x, 0).astype(x.dtype)
+            x = x if given_ else np.where(np.abs(x) > 1e-30, x, x.dtype.type(0))
             got = tf.quantize_and_dequantize_v2(x, -1.3, 2.1, True, 4, given_, mode)
             want = oracle.quantize_and_dequantize(x, -1.3, 2.1, True, 4, given_, mode == "HALF_TO_EVEN")
             assert_same_bits(got, want, f"given={given_}")

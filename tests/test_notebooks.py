@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each notebook is a script that runs and asserts what it claims, and its .ipynb is that script, executed."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
+SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
+each_notebook = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+
+
+def code_cells(script):
+    cells = re.split(r"^# %%", script.read_text(), flags=re.M)[1:]
+    return [cell.split("\n", 1)[1].strip() for cell in cells if not cell.startswith(" [markdown]")]
+
+
+def test_there_are_notebooks_and_no_strays():
+    assert SCRIPTS
+    assert {p.stem for p in FOLDER.glob("*.ipynb")} == {p.stem for p in SCRIPTS}
+
+
+@each_notebook
+def test_the_notebook_is_the_script_executed(script):
+    notebook = json.loads(script.with_suffix(".ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert ["".join(cell["source"]).strip() for cell in cells] == code_cells(script)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert all(output["output_type"] != "error" for cell in cells for output in cell["outputs"])
+
+
+@each_notebook
+def test_the_notebook_ends_in_asserts(script):
+    assert "assert " in code_cells(script)[-1]
+
+
+@pytest.mark.slow
+@each_notebook
+def test_the_script_runs(script, tmp_path):
+    pytest.importorskip("sklearn", reason="needs the `notebooks` extra")
+    env = {**os.environ, "MPLBACKEND": "Agg"}
+    env.pop("XLA_FLAGS")  # one device, as a reader has
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
