@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ._numerics import compute_dtype
-
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -36,16 +34,25 @@ def float_array(name: str, value: Any) -> Array:
     return jax.lax.convert_element_type(array, array.dtype) if array.weak_type else array
 
 
-def range_array(name: str, value: Any, x_name: str, x: Array) -> Array:
-    """Returns one end of a range in the dtype in which `x` is quantized; plain numbers are taken as they are."""
-    dtype = compute_dtype(x.dtype)
+def integer_array(name: str, value: Any, dtypes: Sequence[str]) -> Array:
+    """Returns `value` as an array of one of the integer dtypes."""
+    if str(getattr(value, "dtype", None)) not in dtypes:
+        raise TypeError(
+            f"`{name}` must be an array of codes ({', '.join(dtypes)}), got {_kind(value)}. "
+            f"Convert it first: jnp.asarray({name}, jnp.int8)."
+        )
+    return jnp.asarray(value)
+
+
+def range_array(name: str, value: Any, dtype: jnp.dtype) -> Array:
+    """Returns one end of a range in the dtype of the computation; plain numbers are taken as they are."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return jnp.asarray(value, dtype)
     array = float_array(name, value)
     if jnp.finfo(array.dtype).bits > jnp.finfo(dtype).bits and not getattr(value, "weak_type", False):
         raise TypeError(
-            f"`{name}` is {array.dtype} and `{x_name}` is {x.dtype}, which is quantized in {dtype}: it would lose "
-            f"precision silently. Cast it yourself: {name}.astype(jnp.{dtype})."
+            f"`{name}` is {array.dtype}, expected {dtype} or narrower: it would lose precision silently. "
+            f"Cast it yourself: {name}.astype(jnp.{dtype})."
         )
     return array.astype(dtype)
 

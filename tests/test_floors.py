@@ -14,6 +14,7 @@ import jaxquant
 
 ROOT = pathlib.Path(jaxquant.__file__).parent
 FLOORS = {
+    "tf/_quantize": 3,
     "_numerics": 0,
     "_checks": 1,
     "tf/_grad_pass_through": 3,

@@ -11,6 +11,8 @@ from jaxquant import tf
 PUBLIC = {"tf"}
 PUBLIC_TF = {
     "FakeQuantGradients",
+    "QuantizeOutput",
+    "dequantize",
     "fake_quant_with_min_max_args",
     "fake_quant_with_min_max_args_gradient",
     "fake_quant_with_min_max_vars",
@@ -18,8 +20,10 @@ PUBLIC_TF = {
     "fake_quant_with_min_max_vars_per_channel",
     "fake_quant_with_min_max_vars_per_channel_gradient",
     "grad_pass_through",
+    "quantize",
     "quantize_and_dequantize",
     "quantize_and_dequantize_v2",
+    "quantize_v2",
 }
 
 

@@ -4,6 +4,7 @@
 import functools
 import inspect
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ ARGS, ARGS_G = tf.fake_quant_with_min_max_args, tf.fake_quant_with_min_max_args_
 VARS, VARS_G = tf.fake_quant_with_min_max_vars, tf.fake_quant_with_min_max_vars_gradient
 PER, PER_G = tf.fake_quant_with_min_max_vars_per_channel, tf.fake_quant_with_min_max_vars_per_channel_gradient
 QDQ, QDQ2 = tf.quantize_and_dequantize, tf.quantize_and_dequantize_v2
+Q, DQ, CODES = tf.quantize, tf.dequantize, jnp.ones((2, 3), jnp.int8)
 NAN = float("nan")
 not_floats = [
     (np.arange(3), "int64"),
@@ -45,7 +47,37 @@ TABLE = [
     *[(functools.partial(PER, v, V3, V3), TypeError, "`inputs`", text) for v, text in not_floats[:6]],
     *[(functools.partial(QDQ2, v, -1.0, 1.0), TypeError, "`input`", text) for v, text in not_floats[:6]],
     *[(functools.partial(QDQ, v, -1.0, 1.0), TypeError, "`input`", text) for v, text in not_floats[:6]],
+    *[(functools.partial(Q, v, -1.0, 1.0, "int8"), TypeError, "`input`", text) for v, text in not_floats[:6]],
     (lambda: VARS_G([1.0], X, -1.0, 1.0), TypeError, "`gradients`", "list"),
+    # Integers and their modes.
+    (lambda: Q(X, -1.0, 1.0, "int4"), ValueError, "`T`", "'int4'"),
+    (lambda: Q(X, -1.0, 1.0, jnp.float32), ValueError, "`T`", "'float32'"),
+    (lambda: Q(X, -1.0, 1.0, jnp.uint32), ValueError, "`T`", "'uint32'"),
+    (lambda: Q(X, -1.0, 1.0, None), TypeError, "`T`", "NoneType"),
+    (lambda: Q(X, -1.0, 1.0, 8), TypeError, "`T`", "int"),
+    (lambda: Q(X, -1.0, 1.0, "int8", "MIN"), ValueError, "`mode`", "'MIN'"),
+    (lambda: Q(X, -1.0, 1.0, "int8", "SCALED", "HALF_UP"), ValueError, "`round_mode`", "'HALF_UP'"),
+    (lambda: Q(X, -1.0, 1.0, "int8", "MIN_FIRST", "HALF_TO_EVEN"), ValueError, "`round_mode`", "'MIN_FIRST'"),
+    (lambda: Q(X, -1.0, 1.0, "int8", "SCALED", "HALF_TO_EVEN", True), TypeError, "`name`", "bool"),
+    (lambda: Q(X, 1.0, -1.0, "int8"), ValueError, "`min_range`", "min_range=1.0 and max_range=-1.0"),
+    (lambda: Q(X, V3_TWICE, V3, "int8", axis=1), ValueError, "`min_range`", "[2. 2. 2.]"),
+    (lambda: Q(X, V3, V3, "int8"), ValueError, "`min_range`", "(3,)"),
+    (lambda: Q(X, -V3, 1.0, "int8", axis=1), ValueError, "`max_range`", "()"),
+    (lambda: Q(X, -V3, V3, "int8", axis=0), ValueError, "`min_range`", "(3,)"),
+    (lambda: Q(X, -V3, V3, "int8", axis=2), ValueError, "`axis=2`", "rank 2"),
+    (lambda: Q(X, -V3, V3, "int8", axis=1.0), TypeError, "`axis`", "float"),
+    (lambda: Q(X, -1.0, None, "int8"), TypeError, "`max_range`", "NoneType"),
+    (lambda: Q(X, -1.0, 1.0, "int8", narrow_range=1), TypeError, "`narrow_range`", "int"),
+    (lambda: Q(X, -1.0, 1.0, "int8", ensure_minimum_range=V3), TypeError, "`ensure_minimum_range`", "float32"),
+    (lambda: jax.jit(lambda x, t: Q(x, -1.0, 1.0, t))(X, 8), TypeError, "`T`", "int32"),
+    (lambda: DQ(X, -1.0, 1.0), TypeError, "`input`", "float32"),
+    (lambda: DQ(jnp.ones(3, jnp.uint32), -1.0, 1.0), TypeError, "`input`", "uint32"),
+    (lambda: DQ([1, 2], -1.0, 1.0), TypeError, "`input`", "list"),
+    (lambda: DQ(3, -1.0, 1.0), TypeError, "`input`", "int"),
+    (lambda: DQ(CODES, -1.0, 1.0, "SCALE"), ValueError, "`mode`", "'SCALE'"),
+    (lambda: DQ(CODES, -1.0, 1.0, dtype=jnp.float16), ValueError, "`dtype`", "'float16'"),
+    (lambda: DQ(CODES, -1.0, V3), ValueError, "`max_range`", "(3,)"),
+    (lambda: DQ(CODES, -V3, V3, axis=3), ValueError, "`axis=3`", "rank 2"),
     # Ranges.
     (lambda: VARS(X, jnp.int32(-1), 1.0), TypeError, "`min`", "int32"),
     (lambda: VARS(X, None, 1.0), TypeError, "`min`", "NoneType"),
@@ -136,7 +168,9 @@ def test_bad_input_is_refused_while_tracing(call, error, argument, came):
 
 
 def test_a_range_of_more_precision_than_the_computation_is_refused():
-    with x64(), pytest.raises(TypeError, match=r"`min` is float64 and `inputs` is float32.*astype"):
+    with x64(), pytest.raises(TypeError, match=r"`max_range` is float64, expected float32.*astype"):
+        DQ(CODES, -1.0, jnp.asarray([1.0])[0])
+    with x64(), pytest.raises(TypeError, match=r"`min` is float64, expected float32.*astype"):
         VARS(jnp.ones(3, jnp.float32), jnp.asarray([-1.0])[0], 1.0)
 
 
@@ -167,9 +201,17 @@ def test_nan_in_the_data_is_left_out_of_the_range():
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (2, 0, 3)])
 def test_rank_0_and_zero_size(shape):
     x = jnp.ones(shape)
-    calls = [lambda x: ARGS(x), lambda x: VARS(x, -1.0, 1.0), lambda x: QDQ2(x, -1.0, 1.0), lambda x: QDQ(x, 0.0, 0.0)]
+    back = lambda x: DQ(Q(x, -1.0, 1.0, "int8").output, -1.0, 1.0)
+    calls = [
+        back,
+        lambda x: ARGS(x),
+        lambda x: VARS(x, -1.0, 1.0),
+        lambda x: QDQ2(x, -1.0, 1.0),
+        lambda x: QDQ(x, 0.0, 0.0),
+    ]
     if shape:
         ends = jnp.ones(shape[-1])
+        calls += [lambda x: DQ(Q(x, -ends, ends, "int8", axis=-1).output, -ends, ends, axis=-1)]
         calls += [lambda x: PER(x, -ends, ends), lambda x: QDQ2(x, -ends, ends, axis=-1)]
     for call in calls:
         y, vjp = jax.vjp(call, x)
@@ -243,3 +285,39 @@ def test_a_tensorflow_call_of_quantize_and_dequantize_ports_unchanged(op):
     assert list(parameters) == [*want, "narrow_range", "axis"]
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ("narrow_range", "axis"))
     assert_same_bits(op(X, -1.0, 1.0, True, 8, True, "HALF_UP", "a_name"), op(X, -1.0, 1.0, True, 8, True, "HALF_UP"))
+
+
+@pytest.mark.parametrize(
+    ("op", "first"), [(Q, ["T", "mode", "round_mode", "name"]), (tf.quantize_v2, ["T", "mode"]), (DQ, ["mode", "name"])]
+)
+def test_a_tensorflow_call_of_quantize_and_dequantize_alone_ports_unchanged(op, first):
+    names = list(inspect.signature(op).parameters)
+    assert names[: 3 + len(first)] == ["input", "min_range", "max_range", *first]
+
+
+@pytest.mark.parametrize(
+    "T", ["int8", "qint8", jnp.int8, np.int8, np.dtype("int8"), types.SimpleNamespace(name="qint8")]
+)
+def test_a_type_has_many_names(T):
+    assert Q(X, -1.0, 1.0, T).output.dtype == jnp.int8
+
+
+def test_what_cannot_be_an_integer():
+    """NaN is the lowest code, infinities saturate, and so does int32, which TensorFlow's cast wraps."""
+    x = jnp.asarray([jnp.nan, jnp.inf, -jnp.inf])
+    for mode in ("MIN_COMBINED", "MIN_FIRST", "SCALED"):
+        assert Q(x, -1.0, 1.0, "int8", mode).output.tolist() == [-128, 127, -128]
+    assert Q(x, -1.0, 1.0, "int32").output.tolist() == [-(2**31), 2**31 - 1, -(2**31)]
+
+
+def test_traced_ranges_of_quantize_are_not_checked_and_one_element_is_a_scalar():
+    q = jax.jit(lambda a, b: Q(X, a, b, "int8"))(1.0, -1.0)
+    assert q.output.shape == X.shape
+    one = Q(X, jnp.full(1, -1.0), jnp.full(1, 1.0), "int8")
+    jax.tree.map(assert_same_bits, one, Q(X, -1.0, 1.0, "int8"))
+    assert one.output_min.shape == ()
+
+
+def test_integers_have_no_gradient():
+    f = lambda x, a, b: DQ(Q(x, a, b, "int8", "SCALED").output, a, b, "SCALED").sum()
+    assert [np.abs(g).max() for g in jax.grad(f, (0, 1, 2))(X, -1.0, 1.0)] == [0.0, 0.0, 0.0]

@@ -76,3 +76,45 @@ def test_every_case_gives_the_bits_of_tensorflow(archive, op, compared):
     count(compared, "TensorFlow 2.21, recorded", op, total, sum(sum(d.values()) for *_, d in failed))
     assert number >= 150
     assert not failed, f"{len(failed)} of {number} cases, the first:\n" + "\n".join(map(str, failed[:10]))
+
+
+def integer_call(op, options, a):
+    """What the op gives, under the names of the archive."""
+    inputs = [jnp.asarray(a[name]) for name in ("x", "min", "max")]
+    if op == "dequantize":
+        return {"y": tf.dequantize(*inputs, **options).astype(jnp.float32)}
+    got = tf.quantize(*inputs, **options)
+    defined = jnp.asarray(a["defined"])
+    codes = jnp.where(defined, got.output, jnp.asarray(a["y"]))
+    return {"y": codes, "output_min": got.output_min, "output_max": got.output_max}
+
+
+def far(got, want) -> int:
+    """How many values are further off than the scale of an int32 is without x64: 1e-6."""
+    span = 2.0**32 if want.dtype == np.int32 else np.abs(want)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(np.float64(got) - want) <= 1e-6 * span
+    return int((~near & ~np.isclose(got, want, 0, 0, equal_nan=True)).sum())
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["x64", "x32"])
+@pytest.mark.parametrize("op", ["quantize", "dequantize"])
+def test_every_integer_case_gives_the_bits_of_tensorflow(op, wide, compared):
+    """Codes and ranges to the bit; those of int32 without x64, whose scale needs float64, to 1e-6."""
+    failed, total, number = [], 0, 0
+    for options, tags, a in cases(op):
+        is_int32 = "qint32" in (options.get("T"), tags[0])
+        if wide and not is_int32:
+            continue
+        with x64(wide):
+            got = integer_call(op, options, a)
+        measure = far if is_int32 and not wide else differing
+        differ = {name: measure(value, a[name]) for name, value in got.items()}
+        number += 1
+        total += sum(np.size(v) for v in got.values()) * (measure is differing)
+        if any(differ.values()):
+            failed.append((number - 1, options, tags, differ))
+    name = f"{op} (int32 under x64)" if wide else op
+    count(compared, "TensorFlow 2.21, recorded", name, total, sum(sum(d.values()) for *_, d in failed))
+    assert number >= (60 if wide else 150)
+    assert not failed, f"{len(failed)} of {number} cases, the first:\n" + "\n".join(map(str, failed[:10]))

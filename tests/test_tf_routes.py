@@ -33,6 +33,21 @@ def round_trip(op, bits, **options):
     return lambda x, low, high: op(x, low, high, num_bits=bits, **options)
 
 
+def integers(T, mode, axis=None, **options):
+    """To codes and back: another code or another reported range gives another value."""
+
+    def call(x, low, high):
+        q = tf.quantize(x, low, high, T, mode, axis=axis, **options)
+        narrow = options.get("narrow_range", False)
+        return tf.dequantize(q.output, q.output_min, q.output_max, mode, axis=axis, narrow_range=narrow).astype(x.dtype)
+
+    return Op(call, per_channel=axis is not None, steps=2 ** np.iinfo(T).bits - 1)
+
+
+def codes(T, mode):
+    return Op(lambda x, *r: tf.quantize(x, *r, T, mode).output.astype(x.dtype), steps=2 ** np.iinfo(T).bits - 1)
+
+
 V1, V4 = tf.quantize_and_dequantize, tf.quantize_and_dequantize_v2
 OPS = {
     "args": Op(lambda x, a, b: tf.fake_quant_with_min_max_args(x, float(a), float(b)), attributes=True),
@@ -53,6 +68,16 @@ OPS = {
     "V4 from data, axis": Op(round_trip(V4, 3, axis=-1), True, from_data=True, steps=7),
     "V1 given": Op(round_trip(V1, 8, range_given=True, round_mode="HALF_UP")),
     "V1 from data": Op(round_trip(V1, 8), from_data=True),
+    "codes, combined": codes("int8", "MIN_COMBINED"),
+    "codes, first": codes("uint8", "MIN_FIRST"),
+    "codes, scaled": codes("int16", "SCALED"),
+    "integers, combined": integers("uint8", "MIN_COMBINED"),
+    "integers, combined, axis": integers("int8", "MIN_COMBINED", -1),
+    "integers, first": integers("int8", "MIN_FIRST"),
+    "integers, first, axis": integers("uint16", "MIN_FIRST", 1),
+    "integers, scaled": integers("int8", "SCALED", narrow_range=True),
+    "integers, scaled, axis": integers("uint8", "SCALED", -1),
+    "integers, scaled, half even": integers("int16", "SCALED", round_mode="HALF_TO_EVEN"),
 }
 
 

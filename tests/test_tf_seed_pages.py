@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TensorFlow pages this project was born from, each sentence with a number as a test.
 
-Pages: "Fake quantization" (r0.12), QuantizeAndDequantizeV2 (raw op) and quantize_and_dequantize_v2 (r2.4). Where a
-page and TensorFlow 2.21 differ TensorFlow wins; the test's name or comment says so.
+Pages: "Fake quantization" (r0.12), quantize_v2 (r1.4), QuantizeAndDequantizeV2 (raw op) and
+quantize_and_dequantize_v2 (r2.4). Where a page and TensorFlow 2.21 differ TensorFlow wins; the test's name or comment
+says so.
 """
 
 import functools
@@ -177,3 +178,76 @@ def test_quantize_and_dequantize_v2_r24_page_example_has_its_range_reversed():
     """The page's example passes input_min=5.0 and input_max=-10.0, which TensorFlow 2.21 refuses."""
     with pytest.raises(ValueError, match=r"input_min=5\.0 and input_max=-10\.0"):
         tf.quantize_and_dequantize_v2(jnp.ones((4, 4)), input_min=5.0, input_max=-10.0, range_given=True)
+
+
+def codes(*args, **kwargs):
+    return np.asarray(tf.quantize_v2(*args, **kwargs).output).astype(np.float64)
+
+
+def test_quantize_v2_page_min_combined():
+    """out = (in - min_range) * range(T) / (max_range - min_range); if T == qint8, minus (range(T) + 1) / 2."""
+    x = np.linspace(0, 6, 101).astype(np.float32)
+    scaled = x.astype(np.float64) * 255 / 6
+    assert np.abs(codes(x, 0.0, 6.0, "quint8") - scaled).max() <= 0.5 + 1e-5
+    assert np.abs(codes(x, 0.0, 6.0, "qint8") - (scaled - 128)).max() <= 0.5 + 1e-5
+    assert tf.quantize_v2(np.float32([0, 6]), 0.0, 6.0, "quint8").output.tolist() == [0, 255]
+    assert tf.quantize_v2(np.float32([0, 6]), 0.0, 6.0, "qint8").output.tolist() == [-128, 127]
+
+
+def test_quantize_v2_page_min_combined_every_signed_type_is_moved():
+    """The page moves qint8 only; TensorFlow 2.21 every signed type, by half its codes."""
+    for T, low in (("qint8", -128), ("qint16", -32768)):
+        assert tf.quantize_v2(np.float32([0.0]), 0.0, 6.0, T).output[0] == low
+
+
+@pytest.mark.parametrize(("T", "bits"), [("qint8", 8), ("quint8", 8), ("qint16", 16), ("quint16", 16)])
+def test_quantize_v2_page_min_first(T, bits):
+    """round(input * range_scale) - round(range_min * range_scale) + lowest, clipped to T."""
+    low, high, lowest = -2.0, 3.0, np.iinfo(T[1:]).min
+    x = np.linspace(-4, 5, 333).astype(np.float32)
+    steps = 1 << bits
+    scale = steps / ((high - low) * (steps / (steps - 1)))
+    want = np.round(x * scale) - np.round(low * scale) + lowest
+    want = np.clip(want, lowest, np.iinfo(T[1:]).max)
+    got = codes(x, low, high, T, "MIN_FIRST")
+    assert np.abs(got - want).max() <= 1
+    assert (got == want).mean() > 0.99
+
+
+def test_quantize_v2_page_scaled_elides_the_lowest_code():
+    """Output -127 to 127, m = max(|min|, |max|), 0.0 to 0: narrow_range=True for a signed T and a symmetric range."""
+    x, m = np.linspace(-5, 5, 201).astype(np.float32), 5.0
+    q = tf.quantize_v2(x, -m, m, "qint8", "SCALED", narrow_range=True)
+    s = (127 - -127) / (2 * m)
+    assert np.abs(np.asarray(q.output).astype(np.float64) - x * s).max() <= 0.5 + 1e-5
+    assert (q.output.min(), q.output.max(), q.output[100]) == (-127, 127, 0)
+    assert (q.output_min, q.output_max) == (-5.0, 5.0)
+
+
+def test_quantize_v2_page_scaled_is_not_centred_in_tensorflow_2_21():
+    """The page centres the range on 0; 2.21 takes the end that limits the scale and adjusts the other."""
+    q = tf.quantize_v2(np.float32([-10, 5]), -10.0, 5.0, "qint8", "SCALED")
+    assert (q.output_min, q.output_max) == (-10.0, 9.921875)
+    unsigned = tf.quantize_v2(np.float32([-10, 5]), -10.0, 5.0, "quint8", "SCALED")
+    assert unsigned.output.tolist() == [0, 255]
+    assert (unsigned.output_min, unsigned.output_max) == (0.0, 5.0)
+
+
+def test_quantize_v2_page_adjusts_a_range_without_width():
+    """Close to equal values are separated by a small epsilon: ensure_minimum_range times the magnitude or 1."""
+    q = tf.quantize_v2(np.float32([0.0]), 0.0, 0.0, "quint8")
+    assert (q.output_min, q.output_max) == (0.0, np.float32(0.01))
+    q = tf.quantize_v2(np.float32([0.0]), 5.0, 5.0, "quint8", ensure_minimum_range=2.0)
+    assert (q.output_min, q.output_max) == (0.0, 10.0)
+    # 2.21 also makes every range contain 0.
+    q = tf.quantize_v2(np.float32([0.0]), 5.0, 6.0, "quint8")
+    assert (q.output_min, q.output_max) == (0.0, 6.0)
+
+
+def test_quantize_v2_page_the_way_back():
+    for mode in ("MIN_COMBINED", "MIN_FIRST", "SCALED"):
+        x = np.linspace(-2, 3, 200).astype(np.float32)
+        q = tf.quantize_v2(x, -2.0, 3.0, "qint8", mode)
+        y = tf.dequantize(q.output, q.output_min, q.output_max, mode)
+        step = (q.output_max - q.output_min) / 255
+        assert np.abs(y - x).max() <= step * 0.51 + (step / 2 if mode == "MIN_FIRST" else 0)

@@ -19,5 +19,9 @@ from ._fake_quant import (
     fake_quant_with_min_max_vars_per_channel_gradient as fake_quant_with_min_max_vars_per_channel_gradient,
 )
 from ._grad_pass_through import grad_pass_through as grad_pass_through
+from ._quantize import QuantizeOutput as QuantizeOutput
+from ._quantize import dequantize as dequantize
+from ._quantize import quantize as quantize
+from ._quantize import quantize_v2 as quantize_v2
 from ._quantize_and_dequantize import quantize_and_dequantize as quantize_and_dequantize
 from ._quantize_and_dequantize import quantize_and_dequantize_v2 as quantize_and_dequantize_v2

@@ -195,7 +195,8 @@ def fake_quant_with_min_max_args_gradient(
 
 
 def _scalar_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Array]:
-    lo, hi = checks.range_array("min", x_min, "inputs", x), checks.range_array("max", x_max, "inputs", x)
+    dtype = num.compute_dtype(x.dtype)
+    lo, hi = checks.range_array("min", x_min, dtype), checks.range_array("max", x_max, dtype)
     for name, v in (("min", lo), ("max", hi)):
         checks.shape(name, v, (), f"one range for the tensor. For one a channel use {_PER_CHANNEL}")
     return num.vary_together(x, lo, hi)
@@ -284,7 +285,8 @@ def _channel_ranges(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Arr
             "`inputs` must have rank >= 1, its last axis the channels, got shape (). "
             "For a scalar use fake_quant_with_min_max_vars."
         )
-    lo, hi = checks.range_array("min", x_min, "inputs", x), checks.range_array("max", x_max, "inputs", x)
+    dtype = num.compute_dtype(x.dtype)
+    lo, hi = checks.range_array("min", x_min, dtype), checks.range_array("max", x_max, dtype)
     for name, v in (("min", lo), ("max", hi)):
         checks.shape(name, v, x.shape[-1:], f"one range for each channel of `inputs`, whose shape is {x.shape}")
     return num.vary_together(x, lo, hi)

@@ -108,14 +108,15 @@ def _round_trip_arguments(
     num_bits = checks.static_int("num_bits", num_bits, 1, 61 if signed else 62)
     checks.one_of("round_mode", round_mode, tuple(_ROUND))
     axis = checks.optional_axis("axis", axis, x.ndim)
-    lo, hi = checks.range_array("input_min", x_min, "input", x), checks.range_array("input_max", x_max, "input", x)
+    dtype = num.compute_dtype(x.dtype)
+    lo, hi = checks.range_array("input_min", x_min, dtype), checks.range_array("input_max", x_max, dtype)
     for end, v in (("input_min", lo), ("input_max", hi)):
         if axis is None:
             checks.shape(end, v, (), "one range for the tensor. For a range a slice pass `axis`")
         elif range_given or v.ndim:
             checks.shape(end, v, (x.shape[axis],), f"one range for each slice of `input` along axis {axis}")
     if range_given and checks.is_concrete(x_min, x_max):
-        given = np.asarray(x_min).astype(lo.dtype), np.asarray(x_max).astype(lo.dtype)
+        given = np.asarray(x_min).astype(dtype), np.asarray(x_max).astype(dtype)
         checks.ordered(("input_min", "input_max"), *given, np.less_equal, "input_min <= input_max")
     qmin, qmax = (-(2 ** (num_bits - 1)) + narrow, 2 ** (num_bits - 1) - 1) if signed else (0, 2**num_bits - 1)
     x, lo, hi = num.vary_together(x, lo, hi)

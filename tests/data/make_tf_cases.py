@@ -217,6 +217,82 @@ def round_trip_case(rng, i):
     )
 
 
+TYPES = ("qint8", "quint8", "qint16", "quint16", "qint32")
+MODES = ("MIN_COMBINED", "MIN_FIRST", "SCALED")
+
+
+def integer_options(k):
+    """Type, mode, narrow_range, axis and shape of configuration `k`."""
+    name, mode = TYPES[k % 5], MODES[k // 5 % 3]
+    axis = None if mode == "MIN_FIRST" else (None, None, 0, 1)[k // 3 % 4]
+    shape = (96,) if axis is None else (6, 16)
+    return name, mode, bool(k // 2 % 2), axis, shape
+
+
+def quantize_case(rng, i):
+    name, mode, narrow, axis, shape = integer_options(i % 60)
+    if i % 16 == 15:
+        axis, shape = None, ((), (0,), (2, 3, 4))[i % 3]
+    info = np.iinfo(name[1:])
+    even = mode == "SCALED" and i % 60 % 4 == 3
+    least = (0.01, 0.01, 0.5, 1e-4)[i % 4]
+    count = 1 if axis is None else shape[axis]
+    kinds = [kind for kind in RANGES if kind not in ("reversed", "nan", "inf", "overflow")]
+    kind = [str(k) for k in rng.choice(kinds, count)]
+    ends = np.array([make_range(rng, k, info.max - info.min, np.float32) for k in kind], np.float32)
+    low, high = ends.min(1), ends.max(1)
+
+    def inputs(shape, low, high):
+        low, high = np.minimum(0.0, low), np.maximum(0.0, high)
+        levels = (int(info.min), int(info.max))
+        with np.errstate(all="ignore"):
+            scale = (high - low) / (levels[1] - levels[0])
+            if mode == "SCALED":
+                scale = np.max([e / q for e, q in zip((low, high), levels, strict=True) if q])
+            else:
+                lowest = round(low / scale) if abs(low / scale) < 1e15 else 0
+                levels = (lowest, lowest + levels[1] - levels[0])
+        return make_inputs(rng, shape, low, high, scale, levels, np.float32)
+
+    if axis is None:
+        low, high = low[0], high[0]
+        x = inputs(shape, low, high)
+    else:
+        x = np.stack([inputs(np.delete(shape, axis), a, b) for a, b in zip(low, high, strict=True)], axis)
+    options = dict(mode=mode, round_mode="HALF_TO_EVEN" if even else "HALF_AWAY_FROM_ZERO", narrow_range=narrow)
+    options |= dict(axis=axis, ensure_minimum_range=least)
+    got = tf.quantization.quantize(tf.constant(x), low, high, getattr(tf, name), **options)
+    output = tf.bitcast(got.output, name[1:]).numpy()
+    reported = {"output_min": got.output_min, "output_max": got.output_max}
+    reported = {key: np.reshape(v, () if axis is None else (-1,)) for key, v in reported.items()}
+    # Undefined: a NaN, and an int32 at the top of the range, which TensorFlow's cast wraps to the lowest.
+    middle = (reported["output_min"] + reported["output_max"]) / 2
+    middle = middle if axis is None else np.expand_dims(middle, 1 - axis)
+    defined = ~np.isnan(x) & ~((name == "qint32") & (x > middle) & (output == info.min))
+    arrays = {"x": x, "min": low, "max": high, "y": output, "defined": defined, **reported}
+    return options | {"T": name}, kind, arrays
+
+
+def dequantize_case(rng, i):
+    name, mode, narrow, axis, shape = integer_options(i % 60)
+    if i % 16 == 15:
+        axis, shape = None, ((), (0,), (2, 3, 4))[i % 3]
+    half = mode == "MIN_COMBINED" and i % 60 % 4 == 3
+    count = 1 if axis is None else shape[axis]
+    kind = [str(k) for k in rng.choice(RANGES, count)]
+    low, high = np.array([make_range(rng, k, 255, np.float32) for k in kind], np.float32).T
+    if axis is None:
+        low, high = low[0], high[0]
+    info = np.iinfo(name[1:])
+    # SCALED turns the sign of the largest int32 round: not a case.
+    q = rng.integers(info.min, info.max - 200 * (name == "qint32"), shape, info.dtype, endpoint=True)
+    q = np.where(rng.random(shape) < 0.1, info.min, q).astype(info.dtype)
+    options = dict(mode=mode, axis=axis, narrow_range=narrow, dtype=tf.bfloat16 if half else tf.float32)
+    y = tf.quantization.dequantize(tf.bitcast(tf.constant(q), getattr(tf, name)), low, high, **options)
+    arrays = {"x": q, "min": low, "max": high, "y": tf.cast(y, tf.float32)}
+    return options | {"dtype": "bfloat16" if half else "float32"}, [name, *kind], arrays
+
+
 def write(name, count, make):
     rng = np.random.default_rng(list(name.encode()))
     cases, arrays = [], {}
@@ -234,3 +310,5 @@ if __name__ == "__main__":
         op = f"fake_quant_with_min_max_{op}"
         write(op, 240, lambda rng, i, op=op: fake_quant_case(rng, i, op))
     write("quantize_and_dequantize_v2", 320, round_trip_case)
+    write("quantize", 360, quantize_case)
+    write("dequantize", 360, dequantize_case)

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quantize` to integers and `dequantize` back, in TensorFlow's three modes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .. import _checks as checks
+from .. import _numerics as num
+
+_NAMES = ("int8", "uint8", "int16", "uint16", "int32")
+_DTYPES = {prefix + name: np.dtype(name) for prefix in ("", "q") for name in _NAMES}
+_MODES = ("MIN_COMBINED", "MIN_FIRST", "SCALED")
+_ROUND = {"HALF_AWAY_FROM_ZERO": num.round_half_away, "HALF_TO_EVEN": num.round_half_even}
+
+
+class QuantizeOutput(NamedTuple):
+    """The codes, and the real range that they span: to be handed to `dequantize`."""
+
+    output: Array
+    output_min: Array
+    output_max: Array
+
+
+class _Ends(NamedTuple):
+    """The lowest and highest code as TensorFlow's kernels see them, in the dtype of the computation."""
+
+    low: float
+    high: float
+    steps: float  # high - low, exact where the dtype of the computation holds it
+    half: float  # what moves unsigned codes onto the signed ones; 0 for unsigned codes
+    signed: bool
+
+
+def _ends(dtype: np.dtype) -> _Ends:
+    info = np.iinfo(dtype)
+    low, high, steps = float(info.min), float(info.max), float(info.max - info.min)
+    return _Ends(low, high, steps, (steps + 1) / 2 if info.min else 0.0, info.min < 0)
+
+
+def _wide_quotient(a: float, b: Array) -> Array:
+    """`a / b` in double precision, rounded once to the dtype of `b`.
+
+    Up to 16 bits the one division in float32 has the same bits. `a` of 32 bits does not fit a float32: without x64
+    the quotient is then right to 1e-7.
+    """
+    wide = jax.dtypes.canonicalize_dtype(jnp.float64)
+    return num.guard((a / b.astype(wide)).astype(b.dtype))
+
+
+# ---- The range of one tensor. Selects stand where C++'s std::min and std::max drop a NaN.
+
+
+class _Plan(NamedTuple):
+    """What the element-wise pass needs, and the range to report."""
+
+    low: Array
+    high: Array
+    scale: Array
+    offset: Array  # of the codes; MIN_FIRST only
+    reported: tuple[Array, Array]
+
+
+def _larger(a: Array | float, b: Array) -> Array:
+    return jnp.where(a < b, b, a)
+
+
+def _widen(x_min: Array, x_max: Array, least: float) -> tuple[Array, Array]:
+    """Makes the range contain 0 and be no narrower than `least` times its largest magnitude, or 1."""
+    low = jnp.where(x_min < 0, x_min, 0)
+    margin = num.guard(_larger(_larger(jnp.ones_like(x_min), jnp.abs(x_min)), jnp.abs(x_max)) * least)
+    return low, _larger(jnp.zeros_like(x_max), _larger(x_max, low + margin))
+
+
+def _plan(x_min: Array, x_max: Array, ends: _Ends, mode: str, narrow_range: bool, least: float) -> _Plan:
+    x_min, x_max = lax.optimization_barrier((x_min, x_max))  # see num.nudge
+    low, high = _widen(x_min, x_max, least)
+    if mode == "SCALED":
+        qmin = ends.low + narrow_range
+        unbounded = jnp.finfo(low.dtype).max
+        of_low = jnp.where(qmin * low > 0, qmin / low, unbounded)
+        of_high = jnp.where(ends.high * high > 0, ends.high / high, unbounded)
+        scale = num.guard(jnp.where(of_high < of_low, of_high, of_low))
+        low, high = qmin / scale, ends.high / scale
+        return _Plan(low, high, scale, jnp.zeros_like(scale), (low, high))
+    scale = _wide_quotient(ends.steps, high - low)
+    if mode == "MIN_COMBINED":
+        return _Plan(low, high, scale, jnp.zeros_like(scale), (low, high))
+    scale = jnp.where(low == high, 0, scale)
+    return _Plan(low, high, scale, num.round_half_away(low * scale) - ends.low, (low, high))
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "mode", "round_mode", "narrow_range", "axis", "least"))
+def _quantize(
+    x: Array,
+    x_min: Array,
+    x_max: Array,
+    dtype: np.dtype,
+    mode: str,
+    round_mode: str,
+    narrow_range: bool,
+    axis: int | None,
+    least: float,
+) -> QuantizeOutput:
+    ends, x = _ends(dtype), x.astype(x_min.dtype)
+    plan = functools.partial(_plan, ends=ends, mode=mode, narrow_range=narrow_range, least=least)
+    plan = num.per_channel(plan, axis)(x_min, x_max)
+    low, high, scale, offset = (num.along_axis(v, axis, x.ndim) for v in plan[:4])
+    if mode == "MIN_COMBINED":
+        level = (num.clip(x, low, high) - low) * scale
+        codes = num.round_half_away(num.guard(level) - ends.half) if ends.signed else num.round_half_up(level)
+    elif mode == "MIN_FIRST":
+        # TensorFlow's kernel ends at the largest float32 below 2 ** 31.
+        codes = num.round_half_away(x * scale) - offset
+        codes = num.clip(codes, jnp.asarray(ends.low, x.dtype), jnp.asarray(min(ends.high, 2.0**31 - 128), x.dtype))
+    else:
+        codes = _ROUND[round_mode](num.clip(x, low, high) * scale)
+    codes = jnp.where(codes == codes, codes, ends.low)
+    return QuantizeOutput(codes.astype(dtype), *plan.reported)
+
+
+# ---- Back to real values.
+
+
+def _combined(q: Array, x_min: Array, x_max: Array, ends: _Ends, narrow_range: bool) -> Array:
+    scale = num.divide(x_max - x_min, float(np.float32(ends.high) - np.float32(ends.low)))
+    return num.guard((q + ends.half) * scale) + x_min
+
+
+def _first(q: Array, x_min: Array, x_max: Array, ends: _Ends, narrow_range: bool) -> Array:
+    wide = jax.dtypes.canonicalize_dtype(jnp.float64)
+    scale = num.divide((x_max - x_min).astype(wide), ends.steps).astype(x_min.dtype)
+    rounded = num.guard(num.round_half_away(num.divide(x_min, scale)) * scale)
+    rounded = jnp.where(x_max == x_min, x_min, rounded)
+    return (rounded - num.guard(ends.low * scale)) + num.guard(q * scale)
+
+
+def _scaled(q: Array, x_min: Array, x_max: Array, ends: _Ends, narrow_range: bool) -> Array:
+    scale = num.divide(x_max, ends.high)
+    if ends.signed:
+        scale = _larger(num.divide(x_min, ends.low + narrow_range), scale)
+    return num.guard(q * scale)
+
+
+_DEQUANTIZE: dict[str, Callable] = {"MIN_COMBINED": _combined, "MIN_FIRST": _first, "SCALED": _scaled}
+
+
+@functools.partial(jax.jit, static_argnames=("mode", "narrow_range", "axis", "dtype"))
+def _dequantize(
+    q: Array, x_min: Array, x_max: Array, mode: str, narrow_range: bool, axis: int | None, dtype: np.dtype
+) -> Array:
+    x_min, x_max = (num.along_axis(v, axis, q.ndim) for v in lax.optimization_barrier((x_min, x_max)))
+    return _DEQUANTIZE[mode](q.astype(x_min.dtype), x_min, x_max, _ends(q.dtype), narrow_range).astype(dtype)
+
+
+# ---- What is public.
+
+
+def _range(name: str, value: Any, dtype: np.dtype, x: Array, axis: int | None) -> Array:
+    """One end of the range: one value, of rank 0 or 1, or one for each slice along `axis`."""
+    v = checks.range_array(name, value, dtype)
+    if axis is None:
+        v = v.reshape(()) if v.shape == (1,) else v
+        checks.shape(name, v, (), "one range for the tensor. For a range a slice pass `axis`")
+    else:
+        checks.shape(name, v, (x.shape[axis],), f"one range for each slice of `input` along axis {axis}")
+    return lax.stop_gradient(v)
+
+
+def quantize(
+    input: Any,
+    min_range: Any,
+    max_range: Any,
+    T: Any,
+    mode: str = "MIN_COMBINED",
+    round_mode: str = "HALF_AWAY_FROM_ZERO",
+    name: str | None = None,
+    *,
+    narrow_range: bool = False,
+    axis: int | None = None,
+    ensure_minimum_range: float = 0.01,
+) -> QuantizeOutput:
+    """Quantizes real values to integers, and says which real range the integers span.
+
+    The range is widened first: it always contains 0, and is no narrower than `ensure_minimum_range` times the largest
+    of 1, |min_range| and |max_range|. With `lowest` and `highest` the ends of `T` and [low, high] the widened range:
+
+        MIN_COMBINED  scale = (highest - lowest) / (high - low); (clip(input) - low) * scale, moved down by half the
+                      codes if T is signed; rounded half up if T is unsigned and half away from 0 if it is signed
+        MIN_FIRST     scale likewise; round(input * scale) - (round(low * scale) - lowest), clipped to T
+        SCALED        scale = min((lowest + narrow_range) / low, highest / high); round(clip(input) * scale), so that
+                      0 maps to 0; the range is adjusted to [(lowest + narrow_range) / scale, highest / scale]
+
+    Args:
+      input: floating array of any shape, real values.
+      min_range, max_range: numbers or floating arrays, traced or not: the ends of the real range. Of one element, or
+        of shape (input.shape[axis],) with an `axis`.
+      T: static; the dtype of the codes: int8, uint8, int16, uint16 or int32, as a dtype, or a name with or without
+        TensorFlow's "q" ("qint8"), or TensorFlow's own dtype.
+      mode: static, "MIN_COMBINED", "MIN_FIRST" or "SCALED".
+      round_mode: static, "HALF_AWAY_FROM_ZERO", or "HALF_TO_EVEN" in SCALED mode only.
+      name: ignored.
+      narrow_range: static bool; in SCALED mode drops the lowest code. With an unsigned T 0 then maps to code 0, below
+        the lowest code of every other value: TensorFlow's result.
+      axis: static int or None, the axis along which each slice has its own range. Negatives count from the end.
+      ensure_minimum_range: static number.
+
+    Returns:
+      `(output, output_min, output_max)`: the codes in dtype T with the shape of `input`, and the real range that they
+      span, scalars or of shape (input.shape[axis],), in the dtype of the computation.
+
+    Gradient: none; it is zero to everything, as in TensorFlow. To train through quantization use a fake-quant op.
+
+    Raises:
+      TypeError: for an argument of the wrong kind, or a range of higher precision than the computation.
+      ValueError: for T, mode, round_mode, axis or a shape that does not fit; and for max_range < min_range, if they
+        are concrete. A traced range is not checked.
+
+    Source: TensorFlow 2.21, `tf.quantization.quantize`, without oneDNN. What differs from it:
+
+    - int32 saturates where TensorFlow's cast wraps: the top of the range is 2 ** 31 - 1 here and -2 ** 31 there.
+    - NaN gives the lowest code; TensorFlow leaves it undefined.
+    - MIN_FIRST takes an `axis`, where TensorFlow has none. An axis of size 1 gives ranges of shape (1,), not ().
+    - int32 scales are right to 1e-7 without x64, and exact with it.
+
+    The r1.4 page of `quantize_v2` differs from both. It has no `narrow_range`: its SCALED mode always elides the lowest
+    code, which is narrow_range=True for a signed T, and uses max(|min|, |max|) for both ends. It subtracts half the
+    codes only for qint8, where every signed T needs it, and does not say that the range is made to contain 0.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import tf
+    >>> q = tf.quantize(jnp.array([0.0, 3.0, 6.0, 9.0]), 0.0, 6.0, "quint8")
+    >>> q.output.tolist(), q.output_min.item(), q.output_max.item()
+    ([0, 128, 255, 255], 0.0, 6.0)
+    """
+    checks.ignored_name(name)
+    x = checks.float_array("input", input)
+    dtype = _DTYPES[checks.one_of("T", _name_of(T), tuple(_DTYPES))]
+    mode = checks.one_of("mode", mode, _MODES)
+    round_mode = checks.one_of("round_mode", round_mode, tuple(_ROUND))
+    if round_mode == "HALF_TO_EVEN" and mode != "SCALED":
+        raise ValueError(
+            f"`round_mode` 'HALF_TO_EVEN' exists in SCALED mode only, got `mode` {mode!r}. Leave it at "
+            "'HALF_AWAY_FROM_ZERO', or use mode='SCALED'."
+        )
+    narrow_range = checks.static_bool("narrow_range", narrow_range)
+    axis = checks.optional_axis("axis", axis, x.ndim)
+    least = checks.static_float("ensure_minimum_range", ensure_minimum_range, 0.01, "a Python number")
+    wide = num.compute_dtype(x.dtype)
+    low, high = _range("min_range", min_range, wide, x, axis), _range("max_range", max_range, wide, x, axis)
+    if checks.is_concrete(min_range, max_range):
+        given = np.asarray(min_range).astype(wide), np.asarray(max_range).astype(wide)
+        checks.ordered(("min_range", "max_range"), *given, _not_greater, "min_range <= max_range")
+    least = float(np.asarray(least).astype(wide))
+    return _quantize(lax.stop_gradient(x), low, high, dtype, mode, round_mode, narrow_range, axis, least)
+
+
+def _not_greater(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return ~(high < low)  # a NaN passes, as it does in TensorFlow
+
+
+def _name_of(T: Any) -> Any:
+    """The name of a dtype, however it is given; what is none comes back as it is."""
+    if T is None or isinstance(T, str | Array | np.ndarray | np.generic):
+        return T
+    try:
+        return np.dtype(T).name
+    except TypeError:
+        return getattr(T, "name", T)
+
+
+quantize_v2 = quantize
+
+
+def dequantize(
+    input: Any,
+    min_range: Any,
+    max_range: Any,
+    mode: str = "MIN_COMBINED",
+    name: str | None = None,
+    *,
+    axis: int | None = None,
+    narrow_range: bool = False,
+    dtype: Any = jnp.float32,
+) -> Array:
+    """Real values of the integers that `quantize` made, given the range that it reported.
+
+    With `lowest` and `highest` the ends of the integer dtype:
+
+        MIN_COMBINED  scale = (max_range - min_range) / (highest - lowest); (input - lowest) * scale + min_range
+        MIN_FIRST     the same scale, and min_range rounded to a multiple of it
+        SCALED        scale = max(min_range / (lowest + narrow_range), max_range / highest), for an unsigned input
+                      max_range / highest; input * scale
+
+    Args:
+      input: array of dtype int8, uint8, int16, uint16 or int32, any shape: codes.
+      min_range, max_range: numbers or floating arrays, traced or not: the real range, as reported by `quantize`. Of
+        one element, or of shape (input.shape[axis],) with an `axis`. Not checked.
+      mode: static, "MIN_COMBINED", "MIN_FIRST" or "SCALED".
+      name: ignored.
+      axis: static int or None, the axis along which each slice has its own range. Negatives count from the end.
+      narrow_range: static bool; in SCALED mode, as given to `quantize`.
+      dtype: static; float32 or bfloat16. Computed in float32 and cast once.
+
+    Returns:
+      An array of the shape of `input` in `dtype`.
+
+    Gradient: none; it is zero to the range, as in TensorFlow.
+
+    Raises:
+      TypeError: for an argument of the wrong kind, or a range of higher precision than float32.
+      ValueError: for dtype, mode, axis or a shape that does not fit.
+
+    Source: TensorFlow 2.21, `tf.quantization.dequantize`, without oneDNN. It has bfloat16 in MIN_COMBINED mode only
+    and MIN_FIRST without an axis only. For int32 in SCALED mode without an axis it gives the code 2 ** 31 - 1 the
+    wrong sign; here it has the right one.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import tf
+    >>> tf.dequantize(jnp.array([0, 128, 255], jnp.uint8), 0.0, 6.0).tolist()
+    [0.0, 3.0117647647857666, 6.0]
+    """
+    checks.ignored_name(name)
+    q = checks.integer_array("input", input, _NAMES)
+    mode = checks.one_of("mode", mode, _MODES)
+    narrow_range = checks.static_bool("narrow_range", narrow_range)
+    axis = checks.optional_axis("axis", axis, q.ndim)
+    out = np.dtype(checks.one_of("dtype", _name_of(dtype), ("float32", "bfloat16")))
+    wide = np.dtype(np.float32)
+    low, high = _range("min_range", min_range, wide, q, axis), _range("max_range", max_range, wide, q, axis)
+    return _dequantize(q, low, high, mode, narrow_range, axis, out)
