@@ -41,8 +41,9 @@ def half_up(v):
 def half_away(v):
     """C's round: exact, where floor(|v| + 0.5) is not."""
     magnitude = np.abs(v)
-    whole = np.floor(magnitude)
-    return np.copysign(whole + (magnitude - whole >= 0.5).astype(v.dtype), v)
+    with np.errstate(invalid="ignore"):
+        whole = np.floor(magnitude)
+        return np.copysign(whole + (magnitude - whole >= 0.5).astype(v.dtype), v)
 
 
 def clip(x, low, high):
@@ -116,3 +117,61 @@ def quantize_and_dequantize(x, low, high, signed=True, num_bits=8, given=True, h
 
 
 FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
+
+
+def larger(a, b):
+    """C++'s std::max: a NaN in `b` is dropped, one in `a` stays."""
+    return b if a < b else a
+
+
+def quotient(a, b):
+    """In float64, rounded once."""
+    with np.errstate(all="ignore"):
+        return flush(np.asarray(np.float64(a) / np.float64(flush(b)), b.dtype))
+
+
+def quantize(x, low, high, T, mode="MIN_COMBINED", half_even=False, narrow_range=False, least=0.01):
+    """One tensor, one range -> codes as floats, output_min, output_max. NaN gives the lowest code."""
+    dtype = computed_in(x)
+    t, info, x = dtype.type, np.iinfo(T), x.astype(dtype)
+    low, high = np.asarray(low, dtype), np.asarray(high, dtype)
+    magnitude = larger(larger(t(1), abs(flush(low))), abs(flush(high)))
+    low = flush(low) if flush(low) < 0 else np.zeros((), dtype)
+    high = larger(t(0), larger(flush(high), add(low, mul(magnitude, t(least)))))
+    high = np.asarray(high, dtype)
+    lowest, highest, count = t(info.min), t(info.max), float(info.max) - info.min
+    if mode == "SCALED":
+        lowest = lowest + t(narrow_range)
+        by_low = div(lowest, low) if mul(lowest, low) > 0 else np.finfo(dtype).max
+        by_high = div(highest, high) if mul(highest, high) > 0 else np.finfo(dtype).max
+        scale = np.minimum(by_low, by_high)
+        low, high = div(lowest, scale), div(highest, scale)
+        level = mul(clip(x, low, high), scale)
+        codes = np.rint(level) if half_even else half_away(level)
+    elif mode == "MIN_COMBINED":
+        level = mul(sub(clip(x, low, high), low), quotient(count, sub(high, low)))
+        codes = half_away(sub(level, t((count + 1) / 2))) if info.min else np.trunc(add(level, t(0.5)))
+    else:
+        scale = quotient(count, sub(high, low)) if low != high else t(0)
+        codes = sub(half_away(mul(x, scale)), sub(half_away(mul(low, scale)), lowest))
+        codes = np.clip(codes, lowest, np.minimum(highest, t(2**31 - 128)))
+    return np.where(np.isnan(codes), t(info.min), codes), low, high
+
+
+def dequantize(q, low, high, mode="MIN_COMBINED", narrow_range=False):
+    """One tensor, one range -> float32."""
+    t, info = np.float32, np.iinfo(q.dtype)
+    low, high, codes = t(low), t(high), q.astype(t)
+    count = float(info.max) - info.min
+    if mode == "SCALED":
+        scale = div(high, t(info.max))
+        scale = larger(div(low, t(info.min + narrow_range)), scale) if info.min else scale
+        return mul(codes, scale)
+    if mode == "MIN_COMBINED":
+        scale = div(sub(high, low), t(info.max) - t(info.min))
+        half = t((count + 1) / 2) if info.min else t(0)
+        return add(mul(add(codes, half), scale), low)
+    with np.errstate(all="ignore"):
+        scale = flush(t(np.float64(sub(high, low)) / count))
+    start = flush(low) if flush(low) == flush(high) else mul(half_away(div(low, scale)), scale)
+    return add(sub(start, mul(t(info.min), scale)), mul(codes, scale))

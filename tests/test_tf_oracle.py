@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """jaxquant.tf against the NumPy oracle, and properties that no oracle is needed for."""
 
+import functools
+
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import jax
@@ -120,3 +122,99 @@ def test_properties_of_the_levels(x, a, b, num_bits):
     assert np.rint(steps).max() - np.rint(steps).min() <= 2**num_bits - 1, "at most 2 ** num_bits levels"
     inside = (x >= nudged_low) & (x <= nudged_high)
     assert (np.abs(y - x)[inside] <= scale * 0.501 + np.abs(x[inside]) * 1e-6).all(), "error of half a step"
+
+
+types = st.sampled_from(["int8", "uint8", "int16", "uint16"])
+modes = st.sampled_from(["MIN_COMBINED", "MIN_FIRST", "SCALED"])
+
+
+@given(x=arrays, a=finite, b=finite, T=types, mode=modes, narrow=st.booleans())
+def test_quantize_is_the_oracle_on_any_bits(x, a, b, T, mode, narrow):
+    low, high = sorted((np.float32(a), np.float32(b)))
+    got = tf.quantize(x, low, high, T, mode, narrow_range=narrow)
+    codes, *reported = oracle.quantize(x, low, high, T, mode, narrow_range=narrow)
+    assert_same_bits(got.output, codes.astype(T), "codes")
+    for value, want in zip(got[1:], reported, strict=True):
+        assert_same_bits(value, np.float32(want), "range")
+
+
+@given(a=st.floats(width=32), b=st.floats(width=32), T=types, mode=modes, narrow=st.booleans(), seed=st.integers(0, 99))
+def test_dequantize_is_the_oracle_on_any_range(a, b, T, mode, narrow, seed):
+    info = np.iinfo(T)
+    q = np.random.default_rng(seed).integers(info.min, info.max, N, T, endpoint=True)
+    got = tf.dequantize(q, np.float32(a), np.float32(b), mode, narrow_range=narrow)
+    assert_same_bits(got, oracle.dequantize(q, a, b, mode, narrow))
+
+
+def every_pattern(dtype):
+    return np.arange(2**16, dtype=np.uint16).view(oracle.FLOATS[dtype])
+
+
+FOUR_RANGES = [(-1.3, 2.1), (-1.0, 1.0), (0.0, 6.0), (-40.0, 700.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_every_half_precision_pattern_fake_quant(dtype, narrow, compared):
+    x = every_pattern(dtype)
+    total = differ = 0
+    for num_bits in range(2, 17):
+        options = {"num_bits": num_bits, "narrow_range": narrow}
+        for low, high in FOUR_RANGES:
+            g = jnp.ones_like(jnp.asarray(x))
+            ends = {"min": low, "max": high, **options}
+            args, args_vjp = jax.vjp(functools.partial(tf.fake_quant_with_min_max_args, **ends), x)
+            divided, vjp = jax.vjp(functools.partial(tf.fake_quant_with_min_max_vars, **ends), x)
+            mask = oracle.fake_quant_masks(x, low, high, **options)[0].astype(x.dtype)
+            pairs = [
+                (args, oracle.fake_quant(x, low, high, **options)),
+                (divided, oracle.fake_quant(x, low, high, divides=True, **options)),
+                (args_vjp(g)[0], mask),
+                (vjp(g)[0], mask),
+            ]
+            total += sum(want.size for _, want in pairs)
+            differ += sum(differing(got, want) for got, want in pairs)
+        low, high = (np.float32(v) for v in np.transpose(FOUR_RANGES))
+        channels = tf.fake_quant_with_min_max_vars_per_channel(x[:, None].repeat(4, 1), low, high, **options)
+        want = np.stack([oracle.fake_quant(x, a, b, **options) for a, b in FOUR_RANGES], -1)
+        total, differ = total + want.size, differ + differing(channels, want)
+    count(compared, "NumPy oracle, exhaustive", f"fake_quant_with_min_max_*, {dtype}", total, differ)
+    assert differ == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_every_half_precision_pattern_quantize_and_dequantize(dtype, narrow, compared):
+    x = every_pattern(dtype)
+    total = differ = 0
+    for num_bits in range(2, 17):
+        for signed, mode in ((True, "HALF_TO_EVEN"), (True, "HALF_UP"), (False, "HALF_UP")):
+            for low, high in FOUR_RANGES:
+                got = tf.quantize_and_dequantize_v2(x, low, high, signed, num_bits, True, mode, narrow_range=narrow)
+                even = mode == "HALF_TO_EVEN"
+                want = oracle.quantize_and_dequantize(x, low, high, signed, num_bits, True, even, narrow)
+                total, differ = total + want.size, differ + differing(got, want)
+    count(compared, "NumPy oracle, exhaustive", f"quantize_and_dequantize_v2, {dtype}", total, differ)
+    assert differ == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_half_precision_pattern_quantize(dtype, compared):
+    x = every_pattern(dtype)
+    total = differ = 0
+    for T in ("int8", "uint8", "int16", "uint16"):
+        q = np.arange(np.iinfo(T).min, np.iinfo(T).max + 1).astype(T)
+        for mode in ("MIN_COMBINED", "MIN_FIRST", "SCALED"):
+            for narrow in (False, True) if mode == "SCALED" else (False,):
+                for low, high in FOUR_RANGES:
+                    got = tf.quantize(x, low, high, T, mode, narrow_range=narrow)
+                    codes, *_ = oracle.quantize(x, low, high, T, mode, narrow_range=narrow)
+                    back = tf.dequantize(q, low, high, mode, narrow_range=narrow)
+                    want = oracle.dequantize(q, low, high, mode, narrow)
+                    total += x.size + q.size
+                    differ += differing(got.output, codes.astype(T)) + differing(back, want)
+    count(compared, "NumPy oracle, exhaustive", f"quantize, dequantize, {dtype}", total, differ)
+    assert differ == 0
