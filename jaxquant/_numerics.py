@@ -8,8 +8,9 @@ formula gives other bits under `jit`, under `vmap` and beside other code, and at
 Each function below says which rewrite it stops.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +60,8 @@ def round_half_away(v: Array) -> Array:
 
 
 def round_half_up(v: Array) -> Array:
-    """`floor(v + 0.5)`, the sum rounded: 0.49999997 gives 1, as it does in TensorFlow."""
-    return jnp.floor(guard(v) + 0.5)
+    """`floor(v + 0.5)`, the sum rounded: 0.49999997 gives 1, as it does in TensorFlow. Guard a product first."""
+    return jnp.floor(v + 0.5)
 
 
 def product(g: Array, mask: Array) -> Array:
@@ -74,7 +75,8 @@ def product(g: Array, mask: Array) -> Array:
 class Nudged(NamedTuple):
     """A range moved so that real 0 falls on a level; five arrays of one shape.
 
-    `inverse` is not the rounded `1 / scale` but a quotient of its own, and `zero` is `-x_min * inverse`, rounded.
+    `inverse` is not the rounded `1 / scale` but a quotient of its own. `zero` is `-x_min * inverse`, rounded, which is
+    never negative: -1 marks a range that is not set, `x_min == x_max == 0`.
     """
 
     scale: Array
@@ -105,7 +107,8 @@ def nudge(x_min: Array, x_max: Array, qmin: float, qmax: float) -> Nudged:
     zero_point = jnp.where(zero_point == zero_point, zero_point, 0)
     low = guard((qmin - zero_point) * scale)
     high = guard((qmax - zero_point) * scale)
-    return Nudged(scale, inverse, low, high, round_half_up(-low * inverse))
+    zero = jnp.where((x_min == 0) & (x_max == 0), -1, round_half_up(guard(-low * inverse)))
+    return Nudged(scale, inverse, low, high, zero)
 
 
 def along_axis(v: Array, axis: int | None, ndim: int) -> Array:
@@ -116,8 +119,19 @@ def along_axis(v: Array, axis: int | None, ndim: int) -> Array:
 
 
 def per_channel(f: Callable, axis: int | None) -> Callable:
-    """Lifts the arithmetic of one tensor's range to one range a channel; `axis=None` is one for the tensor."""
-    return f if axis is None else jax.vmap(f)
+    """Lifts the arithmetic of one tensor's range, `f(x_min, x_max)`, to one range a channel; None: one range."""
+    return f if axis is None else functools.partial(_once, jax.vmap(f))
+
+
+def _once(f: Callable, x_min: Array, x_max: Array) -> Any:
+    """`f(x_min, x_max)`, computed once for each channel.
+
+    XLA:CPU fuses the arithmetic of a channel into the element-wise pass that uses it, and so does it again for every
+    element: divisions and all, twice the time of the pass. The result of a conditional stands alone. The branches
+    are the same.
+    """
+    branched = lambda *ends: lax.cond((ends[0] < ends[1]).any(), f, f, *ends)
+    return lax.platform_dependent(x_min, x_max, cpu=branched, default=f)
 
 
 def vary_together(x: Array, low: Array, high: Array) -> tuple[Array, Array, Array]:

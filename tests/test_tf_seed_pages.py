@@ -251,3 +251,23 @@ def test_quantize_v2_page_the_way_back():
         y = tf.dequantize(q.output, q.output_min, q.output_max, mode)
         step = (q.output_max - q.output_min) / 255
         assert np.abs(y - x).max() <= step * 0.51 + (step / 2 if mode == "MIN_FIRST" else 0)
+
+
+def after_trips(mode, trips, low=-1.0, high=1.0):
+    """How far quantizing and dequantizing `trips` times has moved values, on average, in steps."""
+    x = start = jnp.linspace(-0.5, 0.5, 101)
+    for _ in range(trips):
+        q = tf.quantize_v2(x, low, high, "quint8", mode)
+        x = tf.dequantize(q.output, q.output_min, q.output_max, mode)
+    return float((x - start).mean() * 255 / (high - low))
+
+
+def test_quantize_v2_page_repeated_trips():
+    """The page: MIN_COMBINED drifts and MIN_FIRST does not. In TensorFlow 2.21 MIN_COMBINED moves once and stays.
+
+    MIN_FIRST drifts, where the two roundings of the lower end disagree: on [-1, 1], by a step a trip.
+    """
+    assert after_trips("MIN_COMBINED", 1) == after_trips("MIN_COMBINED", 10)
+    assert abs(after_trips("MIN_COMBINED", 10)) < 0.1
+    assert after_trips("MIN_FIRST", 10) > 9
+    assert abs(after_trips("MIN_FIRST", 10, -1.0, 2.0)) < 0.1

@@ -29,12 +29,12 @@ def _levels(num_bits: Any, narrow_range: Any) -> tuple[float, float]:
 
 
 def _nudged(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> tuple[num.Nudged, Array]:
-    """The nudged range, broadcastable against `x`, and where it is unset: min == max == 0 means "no range yet"."""
+    """The nudged range, broadcastable against `x`, and where there is none: min == max == 0 means "not set yet"."""
     x_min, x_max = lax.stop_gradient((x_min, x_max))
     axis = x.ndim - 1 if x_min.ndim else None
     nudged = num.per_channel(functools.partial(num.nudge, qmin=qmin, qmax=qmax), axis)(x_min, x_max)
-    unset = (x_min == 0) & (x_max == 0)
-    return jax.tree.map(lambda v: num.along_axis(v, axis, x.ndim), (nudged, unset))
+    nudged = jax.tree.map(lambda v: num.along_axis(v, axis, x.ndim), nudged)
+    return nudged, nudged.zero < 0
 
 
 @functools.partial(jax.jit, static_argnames=("qmin", "qmax", "divides"))
@@ -137,7 +137,8 @@ def fake_quant_with_min_max_args(
       inputs: floating array of any shape, real values.
       min, max: static numbers, the ends of the real range; None means -6 and 6.
       num_bits: static int, 2 to 16.
-      narrow_range: static bool; drops the lowest level.
+      narrow_range: static bool; drops the lowest level, so that a symmetric range stays where it is. Use it for
+        weights.
       name: ignored.
 
     Returns:
@@ -216,7 +217,8 @@ def fake_quant_with_min_max_vars(
         min == max == 0 (no range yet) gives 0 everywhere, NaN and infinite inputs included, and passes gradients;
         other equal, non-finite or subnormal ranges give NaN, and a reversed range what TensorFlow gives.
       num_bits: static int, 2 to 16.
-      narrow_range: static bool; drops the lowest level.
+      narrow_range: static bool; drops the lowest level, so that a symmetric range stays where it is. Use it for
+        weights.
       name: ignored.
 
     Returns:
@@ -305,7 +307,8 @@ def fake_quant_with_min_max_vars_per_channel(
       min, max: floating arrays of shape (channels,), traced or not: the ends of the real ranges, unchecked as in
         `fake_quant_with_min_max_vars`.
       num_bits: static int, 2 to 16.
-      narrow_range: static bool; drops the lowest level.
+      narrow_range: static bool; drops the lowest level, so that a symmetric range stays where it is. Use it for
+        weights.
       name: ignored.
 
     Returns:

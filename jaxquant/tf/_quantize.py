@@ -112,8 +112,8 @@ def _quantize(
     plan = num.per_channel(plan, axis)(x_min, x_max)
     low, high, scale, offset = (num.along_axis(v, axis, x.ndim) for v in plan[:4])
     if mode == "MIN_COMBINED":
-        level = (num.clip(x, low, high) - low) * scale
-        codes = num.round_half_away(num.guard(level) - ends.half) if ends.signed else num.round_half_up(level)
+        level = num.guard((num.clip(x, low, high) - low) * scale)
+        codes = num.round_half_away(level - ends.half) if ends.signed else num.round_half_up(level)
     elif mode == "MIN_FIRST":
         # TensorFlow's kernel ends at the largest float32 below 2 ** 31.
         codes = num.round_half_away(x * scale) - offset
@@ -205,8 +205,8 @@ def quantize(
       mode: static, "MIN_COMBINED", "MIN_FIRST" or "SCALED".
       round_mode: static, "HALF_AWAY_FROM_ZERO", or "HALF_TO_EVEN" in SCALED mode only.
       name: ignored.
-      narrow_range: static bool; in SCALED mode drops the lowest code. With an unsigned T 0 then maps to code 0, below
-        the lowest code of every other value: TensorFlow's result.
+      narrow_range: static bool; in SCALED mode drops the lowest code. With an unsigned T 0 then maps to code 1, which is
+        not 0 again after `dequantize`: TensorFlow's result.
       axis: static int or None, the axis along which each slice has its own range. Negatives count from the end.
       ensure_minimum_range: static number.
 
@@ -228,9 +228,16 @@ def quantize(
     - MIN_FIRST takes an `axis`, where TensorFlow has none. An axis of size 1 gives ranges of shape (1,), not ().
     - int32 scales are right to 1e-7 without x64, and exact with it.
 
-    The r1.4 page of `quantize_v2` differs from both. It has no `narrow_range`: its SCALED mode always elides the lowest
-    code, which is narrow_range=True for a signed T, and uses max(|min|, |max|) for both ends. It subtracts half the
-    codes only for qint8, where every signed T needs it, and does not say that the range is made to contain 0.
+    The r1.4 page of `quantize_v2` differs from both:
+
+    - It has no `narrow_range`: its SCALED mode always elides the lowest code, which is narrow_range=True for a signed
+      T, and uses max(|min|, |max|) for both ends.
+    - It subtracts half the codes only for qint8, where every signed T needs it, and its text casts where the kernels
+      round. It does not say that the range is made to contain 0.
+    - It says that MIN_COMBINED drifts when repeated, and MIN_FIRST not. In 2.21 MIN_COMBINED moves once and stays;
+      MIN_FIRST moves a step each time on symmetric ranges where `quantize` rounds low * scale and `dequantize` rounds
+      low / step to different sides of a tie, as on [-1, 1].
+    - Its sixth positional argument is `name`; `quantize_v2` here is `quantize`, whose sixth is `round_mode`.
 
     >>> import jax.numpy as jnp
     >>> from jaxquant import tf
@@ -304,7 +311,7 @@ def dequantize(
       mode: static, "MIN_COMBINED", "MIN_FIRST" or "SCALED".
       name: ignored.
       axis: static int or None, the axis along which each slice has its own range. Negatives count from the end.
-      narrow_range: static bool; in SCALED mode, as given to `quantize`.
+      narrow_range: static bool; in SCALED mode, as given to `quantize`. No effect on an unsigned input.
       dtype: static; float32 or bfloat16. Computed in float32 and cast once.
 
     Returns:

@@ -45,7 +45,7 @@ def _round_trip(
     adjusted = num.per_channel(functools.partial(_adjust, qmin=qmin, qmax=qmax), axis)(x_min, x_max)
     adjusted = jax.tree.map(lambda v: num.along_axis(v, axis, x.ndim), adjusted)
     clipped = num.clip(x, adjusted.x_min, adjusted.x_max) if range_given else x
-    level = _ROUND[round_mode](clipped * adjusted.scale)
+    level = _ROUND[round_mode](num.guard(clipped * adjusted.scale))
     return num.guard(level * adjusted.inverse).astype(dtype)
 
 

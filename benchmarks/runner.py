@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures functions against each other in one process: interleaved, medians, with the spread of the quartiles."""
+
+import os
+import pathlib
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+
+class Ratio(NamedTuple):
+    median: float
+    low: float
+    high: float
+
+    def __str__(self):
+        return f"{self.median:.2f} ({self.low:.2f} - {self.high:.2f})"
+
+
+def seconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
+    """The times of each run, one of each in every round, so that what slows the machine slows all of them."""
+    for run in runs.values():
+        for _ in range(3):
+            run()
+    times = {name: [] for name in runs}
+    for i in range(rounds):
+        names = list(runs) if i % 2 else list(runs)[::-1]
+        for name in names:
+            start = time.perf_counter()
+            runs[name]()
+            times[name].append(time.perf_counter() - start)
+    return {name: np.array(t) for name, t in times.items()}
+
+
+def ratios(runs: dict[str, Callable[[], object]], base: str, rounds: int = 61) -> dict[str, Ratio]:
+    """Time of each run over that of `base` in the same round: the median and the quartiles."""
+    times = seconds(runs, rounds)
+    quartiles = {name: np.quantile(t / times[base], [0.5, 0.25, 0.75]) for name, t in times.items() if name != base}
+    return {name: Ratio(*q) for name, q in quartiles.items()}
+
+
+def donated(f: Callable, x: jax.Array, *others: jax.Array) -> Callable[[], object]:
+    """A run of `f(x, *others)` that writes into the memory of `x`, and feeds the next run with its result."""
+    jitted, held = jax.jit(f, donate_argnums=0), [x.copy()]
+
+    def run():
+        held[0] = jax.block_until_ready(jitted(held[0], *others))
+
+    return run
+
+
+def kept(f: Callable, *arrays: jax.Array) -> Callable[[], object]:
+    """A run of `f(*arrays)` whose result is new memory."""
+    jitted = jax.jit(f)
+    return lambda: jax.block_until_ready(jitted(*arrays))
+
+
+def machine(*packages: str) -> str:
+    """What was measured on, in a line."""
+    with open("/proc/cpuinfo") as file:
+        names = {line.split(":")[1].strip() for line in file if line.startswith("model name")}
+    device = jax.devices()[0]
+    parts = [", ".join(sorted(names)), f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
+    parts += [f"jax device {device.device_kind}"]
+    return "; ".join(parts + [f"{name} {version(name)}" for name in ("jax", "jaxlib", *packages)])
+
+
+def publish(name: str, text: str) -> None:
+    """Prints a table and puts it between its marks in docs/benchmarks.md."""
+    print(text)
+    path = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks.md"
+    before, rest = path.read_text().split(f"<!-- {name} -->\n")
+    _, after = rest.split(f"<!-- /{name} -->\n")
+    path.write_text(f"{before}<!-- {name} -->\n{text}\n<!-- /{name} -->\n{after}")
