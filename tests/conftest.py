@@ -17,18 +17,23 @@ hypothesis.settings.load_profile("jaxquant")
 
 collect_ignore = ["data"]  # scripts that need TensorFlow
 
-COMPARED = pytest.StashKey[collections.Counter]()
-
 
 @pytest.fixture
-def compared(request):
-    """Counts `(judge, op) -> [values compared, values that differ]`, printed at the end of the run."""
-    return request.config.stash.setdefault(COMPARED, {})
+def compared(record_property):
+    """Call it with (judge, op, values compared, values that differ); the sums are printed at the end of the run."""
+    return lambda judge, op, values, differ: record_property("compared", (judge, op, values, differ))
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    counts = config.stash.get(COMPARED, {})
-    if counts:
+def pytest_terminal_summary(terminalreporter):
+    totals = collections.Counter(), collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", []):
+                if name == "compared" and report.when == "call":
+                    judge, op, values, differ = value
+                    totals[0][judge, op] += values
+                    totals[1][judge, op] += differ
+    if totals[0]:
         terminalreporter.section("values compared bit for bit")
-    for (judge, op), (values, differ) in sorted(counts.items()):
-        terminalreporter.write_line(f"{judge:24} {op:44} {values:12,} values {differ:6,} differ")
+    for (judge, op), values in sorted(totals[0].items()):
+        terminalreporter.write_line(f"{judge:27} {op:50} {values:12,} values {totals[1][judge, op]:6,} differ")

@@ -19,13 +19,6 @@ def assert_same_bits(got, want, what="") -> None:
     assert count == 0, f"{what}: {count} of {np.size(want)} differ\n{got}\n{want}"
 
 
-def count(compared, judge, op, values, differ) -> None:
-    """Adds to the table printed at the end of the run."""
-    total = compared.setdefault((judge, op), [0, 0])
-    total[0] += values
-    total[1] += differ
-
-
 def x64(enabled: bool = True):
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(enabled)

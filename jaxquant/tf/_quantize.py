@@ -205,8 +205,8 @@ def quantize(
       mode: static, "MIN_COMBINED", "MIN_FIRST" or "SCALED".
       round_mode: static, "HALF_AWAY_FROM_ZERO", or "HALF_TO_EVEN" in SCALED mode only.
       name: ignored.
-      narrow_range: static bool; in SCALED mode drops the lowest code. With an unsigned T 0 then maps to code 1, which is
-        not 0 again after `dequantize`: TensorFlow's result.
+      narrow_range: static bool; in SCALED mode drops the lowest code. With an unsigned T 0 then maps to code 1, which
+        is not 0 again after `dequantize`: TensorFlow's result.
       axis: static int or None, the axis along which each slice has its own range. Negatives count from the end.
       ensure_minimum_range: static number.
 
