@@ -20,15 +20,19 @@ def _kind(value: Any) -> str:
     return type(value).__name__ if dtype is None else f"an array of dtype {dtype}"
 
 
+def unwrapped(value: Any) -> Any:
+    """The array inside an object that converts itself, such as a framework's parameter; else the value."""
+    return value.__jax_array__() if not isinstance(value, Array) and hasattr(value, "__jax_array__") else value
+
+
 def float_array(name: str, value: Any) -> Array:
     """Returns `value` as an array of one of the four floating dtypes, never weakly typed."""
-    if not isinstance(value, Array) and hasattr(value, "__jax_array__"):
-        value = value.__jax_array__()
+    value = unwrapped(value)
     dtype = getattr(value, "dtype", None)
     if str(dtype) not in _FLOATS and not (dtype is None and isinstance(value, float)):
         raise TypeError(
             f"`{name}` must be a floating array ({', '.join(_FLOATS)}), got {_kind(value)}. "
-            f"Convert it first: jnp.asarray({name}, jnp.float32)."
+            f"Numbers, lists and other dtypes convert by jnp.asarray(..., jnp.float32)."
         )
     array = jnp.asarray(value)
     return jax.lax.convert_element_type(array, array.dtype) if array.weak_type else array
@@ -36,18 +40,17 @@ def float_array(name: str, value: Any) -> Array:
 
 def integer_array(name: str, value: Any, dtypes: Sequence[str]) -> Array:
     """Returns `value` as an array of one of the integer dtypes."""
+    value = unwrapped(value)
     if str(getattr(value, "dtype", None)) not in dtypes:
         raise TypeError(
             f"`{name}` must be an array of codes ({', '.join(dtypes)}), got {_kind(value)}. "
-            f"Convert it first: jnp.asarray({name}, jnp.int8)."
+            f"Real values are quantized first; whole numbers convert by jnp.asarray(..., jnp.int8)."
         )
     return jnp.asarray(value)
 
 
-def range_array(name: str, value: Any, dtype: jnp.dtype) -> Array:
-    """Returns one end of a range in the dtype of the computation; plain numbers are taken as they are."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return jnp.asarray(value, dtype)
+def float_array_in(name: str, value: Any, dtype: jnp.dtype) -> Array:
+    """Returns `value` in the dtype of the computation, which must hold it."""
     array = float_array(name, value)
     if jnp.finfo(array.dtype).bits > jnp.finfo(dtype).bits and not getattr(value, "weak_type", False):
         raise TypeError(
@@ -57,46 +60,75 @@ def range_array(name: str, value: Any, dtype: jnp.dtype) -> Array:
     return array.astype(dtype)
 
 
+def _number(name: str, value: Any, dtype: jnp.dtype) -> np.ndarray:
+    try:
+        value = float(value)
+    except OverflowError:
+        raise ValueError(f"`{name}` must fit a {dtype}, got an integer beyond float64. Pass a smaller one.") from None
+    with np.errstate(over="ignore"):  # infinite, as TensorFlow takes it
+        return np.asarray(value).astype(dtype)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def ends(names: tuple[str, str], values: tuple[Any, Any], dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Returns both ends of a range in the dtype of the computation; plain numbers are taken as they are."""
+    low, high = (
+        jnp.asarray(_number(name, v, dtype)) if _is_number(v) else float_array_in(name, v, dtype)
+        for name, v in zip(names, values, strict=True)
+    )
+    return low, high
+
+
 def shape(name: str, array: Array, expected: tuple[int, ...], why: str) -> None:
     if array.shape != expected:
         raise ValueError(f"`{name}` must have shape {expected}, got {array.shape}: {why}.")
 
 
-def static_int(name: str, value: Any, low: int, high: int) -> int:
-    """Returns `value` as an int in `[low, high]`."""
+def static_int(name: str, value: Any) -> int:
     if isinstance(value, bool | np.bool_ | Array | np.ndarray) or not hasattr(value, "__index__"):
         raise TypeError(
             f"`{name}` must be a static int, got {_kind(value)}. It fixes the compiled program, so it cannot be a "
             f"traced value: pass a Python int, or mark it in jax.jit(..., static_argnames={name!r})."
         )
-    value = operator.index(value)
+    return operator.index(value)
+
+
+def static_int_between(name: str, value: Any, low: int, high: int) -> int:
+    value = static_int(name, value)
     if not low <= value <= high:
-        raise ValueError(f"`{name}` must be between {low} and {high}, inclusive, got {value}.")
+        raise ValueError(f"`{name}` must be between {low} and {high}, inclusive, got {value}. Choose another width.")
     return value
 
 
 def static_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"`{name}` must be a static bool, got {_kind(value)}. Pass True or False.")
+        raise TypeError(
+            f"`{name}` must be a static bool, got {_kind(value)}. Pass True or False, or mark it in "
+            f"jax.jit(..., static_argnames={name!r})."
+        )
     return bool(value)
 
 
-def static_float(name: str, value: Any, default: float, instead: str) -> float:
-    """Returns `value`, or `default` for None, as a Python float."""
-    if value is None:
-        return default
+def static_float(name: str, value: Any, instead: str) -> float:
+    """Returns `value` as a Python float."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(
             f"`{name}` must be a static number, got {_kind(value)}. For an array or a traced value use {instead}."
         )
-    return float(value)
+    return float(_number(name, value, np.dtype(np.float64)))
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"`{name}` must be one of {', '.join(choices)}, got {_kind(value)}.")
+        raise TypeError(
+            f"`{name}` must be one of {', '.join(choices)}, got {_kind(value)}. Pass one of them, or mark it in "
+            f"jax.jit(..., static_argnames={name!r})."
+        )
     if value not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}.")
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}. Pass one of them.")
     return value
 
 
@@ -104,12 +136,13 @@ def optional_axis(name: str, value: Any, ndim: int) -> int | None:
     """Returns an axis counted from the front; None means no axis."""
     if value is None:
         return None
-    if isinstance(value, int) and not isinstance(value, bool) and not -ndim <= value < ndim:
+    value = static_int(name, value)
+    if not -ndim <= value < ndim:
         raise ValueError(
             f"`{name}={value}` is out of range for an array of rank {ndim}. "
             "Pass one of its axes, or None for one range."
         )
-    return static_int(name, value, -ndim, ndim - 1) % ndim
+    return value % ndim
 
 
 def ignored_name(value: Any) -> None:
@@ -120,15 +153,19 @@ def ignored_name(value: Any) -> None:
         )
 
 
-def is_concrete(*arrays: Any) -> bool:
-    """Whether every value can be read while tracing."""
-    return not any(isinstance(a, jax.core.Tracer) for a in arrays)
-
-
-def ordered(names: tuple[str, str], low: np.ndarray, high: np.ndarray, relation: Callable, expected: str) -> None:
-    """Checks a concrete range, with subnormals read as 0: so the kernels read them."""
-    lo, hi = (np.where(np.abs(v) < np.finfo(v.dtype).tiny, 0, v) for v in (low, high))
-    if not relation(lo, hi).all():
+def ordered(
+    names: tuple[str, str], values: tuple[Any, Any], dtype: jnp.dtype, relation: Callable, expected: str
+) -> None:
+    """Checks a range if it is concrete, with subnormals read as 0: so the kernels read them."""
+    values = unwrapped(values[0]), unwrapped(values[1])
+    if any(isinstance(v, jax.core.Tracer) for v in values):
+        return
+    low, high = (
+        _number(name, v, dtype) if _is_number(v) else np.asarray(v).astype(dtype)
+        for name, v in zip(names, values, strict=True)
+    )
+    tiny = np.finfo(dtype).tiny
+    if not relation(*(np.where(np.abs(v) < tiny, 0, v) for v in (low, high))).all():
         raise ValueError(
             f"`{names[0]}` and `{names[1]}` must satisfy {expected}, got {names[0]}={low} and {names[1]}={high}. "
             "Swap or widen them."

@@ -32,6 +32,15 @@ def guard(v: Array) -> Array:
     return jnp.where(v == v, v, jnp.nan)
 
 
+def upcast(x: Array, dtype: jnp.dtype) -> Array:
+    """`x` in the dtype of the computation.
+
+    XLA keeps what the user computed in bfloat16 in float32 where a cast to float32 follows, and so drops a rounding
+    that the eager call has.
+    """
+    return x if x.dtype == dtype else guard(x).astype(dtype)
+
+
 def divide(a: Array, b: Array | float) -> Array:
     """Correctly rounded `a / b` with `b` broadcast against `a`.
 
@@ -69,6 +78,7 @@ def product(g: Array, mask: Array) -> Array:
 
     Of the product itself XLA makes `select(mask, g, 0)`.
     """
+    g = shard_like(g, mask)
     return jnp.where(mask, g, g * 0)
 
 
@@ -105,10 +115,24 @@ def nudge(x_min: Array, x_max: Array, qmin: float, qmax: float) -> Nudged:
     zero_point = qmin - divide(x_min, scale)
     zero_point = clip(round_half_away(zero_point), jnp.asarray(qmin, scale.dtype), jnp.asarray(qmax, scale.dtype))
     zero_point = jnp.where(zero_point == zero_point, zero_point, 0)
+    # Guarded although x86 contracts no product that is used twice: other processors do.
     low = guard((qmin - zero_point) * scale)
     high = guard((qmax - zero_point) * scale)
     zero = jnp.where((x_min == 0) & (x_max == 0), -1, round_half_up(guard(-low * inverse)))
     return Nudged(scale, inverse, low, high, zero)
+
+
+def largest_scale(x_min: Array, x_max: Array, qmin: float, qmax: float) -> tuple[Array, Array]:
+    """The largest scale, levels per real value, that maps a range into `qmin .. qmax`; and whether `x_min` limits it.
+
+    An end of the range on the other side of 0 than its level limits nothing. If neither does, the scale is the largest
+    finite number.
+    """
+    unbounded = jnp.finfo(x_min.dtype).max
+    of_min = jnp.where(qmin * x_min > 0, qmin / x_min, unbounded)
+    of_max = jnp.where(qmax * x_max > 0, qmax / x_max, unbounded)
+    by_min = of_min < of_max
+    return guard(jnp.where(by_min, of_min, of_max)), by_min
 
 
 def along_axis(v: Array, axis: int | None, ndim: int) -> Array:
@@ -159,3 +183,13 @@ def _vary(x: Array, axes: frozenset) -> Array:
     if hasattr(lax, "pcast"):
         return lax.pcast(x, missing, to="varying")
     return getattr(lax, "pvary")(x, missing)  # jax < 0.9  # noqa: B009
+
+
+def shard_like(v: Array, like: Array) -> Array:
+    """`v` with the sharding of `like` on a mesh with explicit axes, where it is part of the type; else `v` itself.
+
+    A cotangent must have the type of its argument, and comes out with that of the computation: sharded channels
+    give sharded gradients also to ranges that are replicated.
+    """
+    wanted = jax.typeof(like).sharding
+    return v if jax.typeof(v).sharding == wanted else jax.sharding.reshard(v, wanted)

@@ -207,19 +207,28 @@ def test_closure_constant_everything(name):
 
 
 @every_op
-def test_neighbours_in_one_jit(name):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_neighbours_in_one_jit(name, dtype):
     """The user's own operations before and after the op are not merged into its arithmetic."""
     op, rng = OPS[name], np.random.default_rng(4)
-    u, v, bias = (rng.normal(size=(512, CHANNELS)).astype(np.float32) for _ in range(3))
+    u, v, bias = (jnp.asarray(cast(rng.normal(size=(512, CHANNELS)), oracle.FLOATS[dtype])) for _ in range(3))
     low, high = hard_ranges(rng, CHANNELS, op.steps)
     low, high = (low, high) if op.per_channel else (np.float32(-1.3), np.float32(2.1))
-    y = np.asarray(op.call(jnp.asarray(u * v), low, high))
-    got = jax.jit(lambda u, v: (lambda y: (y + bias, bias - y, y * 3 - bias))(op.call(u * v, low, high)))(u, v)
-    assert_same_bits(got[0], y + bias)
-    assert_same_bits(got[1], bias - y)
-    # The last is the user's own product and sum, which XLA may contract: with one rounding or with two.
-    two, one = y * np.float32(3) - bias, (y.astype(np.float64) * 3 - bias).astype(np.float32)
-    assert ((got[2] == two) | (got[2] == one)).all()
+    y, s = op.call(u * v, low, high), op.call(u + v, low, high)
+    after = lambda y: (y + bias, bias - y)
+    got = jax.jit(lambda u, v: (after(op.call(u * v, low, high)), after(op.call(u + v, low, high))))(u, v)
+    same(got, ((y + bias, bias - y), (s + bias, bias - s)))
+
+
+@every_op
+def test_gradients_beside_half_precision_neighbours(name):
+    op, rng = OPS[name], np.random.default_rng(6)
+    u, v = (jnp.asarray(cast(rng.normal(size=(512, CHANNELS)), oracle.FLOATS["bfloat16"])) for _ in range(2))
+    g = jnp.asarray(cast(rng.integers(-8, 9, u.shape), oracle.FLOATS["bfloat16"]))
+    shape = CHANNELS if op.per_channel else ()
+    low, high = np.full(shape, -0.7, np.float32), np.full(shape, 0.9, np.float32)
+    f = all_values(op)
+    same(jax.jit(lambda u, v, g: f(u * v, low, high, g)[1])(u, v, g), f(u * v, low, high, g)[1])
 
 
 @every_op
@@ -236,6 +245,24 @@ def test_sharded_jit(name, kind):
             got = jax.jit(f)(x, jax.device_put(a[1], whole), jax.device_put(a[2], whole), g)
         assert len(got[0].sharding.device_set) == 4
         same(got, want)
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.per_channel])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("what", ["x", "ranges", "both"])
+def test_channels_sharded(name, kind, what):
+    """Tensor parallel: the channels of x, of the ranges or of both are sharded."""
+    x, low, high, g = (np.concatenate([v, v], -1)[..., :8] for v in each(name)[0])
+    f = all_values(OPS[name])
+    want = f(*map(jnp.asarray, (x, low, high, g)))
+    with_mesh = mesh(kind)
+    columns = NamedSharding(with_mesh, P(None, "data") if what != "ranges" else P())
+    ranges = NamedSharding(with_mesh, P("data") if what != "x" else P())
+    args = [jax.device_put(v, s) for v, s in zip((x, low, high, g), (columns, ranges, ranges, columns), strict=True)]
+    with jax.set_mesh(with_mesh):
+        y, vjp = jax.vjp(OPS[name].call, *args[:3])
+        same((y, vjp(jax.device_put(args[3], y.sharding))), want)
+        same(jax.jit(OPS[name].call)(*args[:3]), want[0])
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if not op.from_data])

@@ -24,7 +24,7 @@ class FakeQuantGradients(NamedTuple):
 
 
 def _levels(num_bits: Any, narrow_range: Any) -> tuple[float, float]:
-    num_bits = checks.static_int("num_bits", num_bits, 2, 16)
+    num_bits = checks.static_int_between("num_bits", num_bits, 2, 16)
     return float(checks.static_bool("narrow_range", narrow_range)), 2.0**num_bits - 1
 
 
@@ -40,24 +40,27 @@ def _nudged(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> t
 @functools.partial(jax.jit, static_argnames=("qmin", "qmax", "divides"))
 def _fake_quant(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float, divides: bool) -> Array:
     nudged, unset = _nudged(x, x_min, x_max, qmin, qmax)
-    shifted = num.clip(x.astype(x_min.dtype), nudged.x_min, nudged.x_max) - nudged.x_min
+    shifted = num.clip(num.upcast(x, x_min.dtype), nudged.x_min, nudged.x_max) - nudged.x_min
     level = num.divide(shifted, nudged.scale) if divides else num.guard(shifted * nudged.inverse)
     y = num.round_half_up(level - nudged.zero) * nudged.scale
     return num.guard(jnp.where(unset, 0, y)).astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("qmin", "qmax"))
-def _input_gradient(g: Array, x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> Array:
-    nudged, unset = _nudged(x, x_min, x_max, qmin, qmax)
-    x = x.astype(x_min.dtype)
+def _inside(g: Array, x: Array, nudged: num.Nudged, unset: Array) -> Array:
     return num.product(g, (nudged.x_min <= x) & (x <= nudged.x_max) | unset)
 
 
 @functools.partial(jax.jit, static_argnames=("qmin", "qmax"))
+def _input_gradient(g: Array, x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> Array:
+    nudged = _nudged(x, x_min, x_max, qmin, qmax)
+    return _inside(g, num.upcast(x, x_min.dtype), *nudged).astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("qmin", "qmax"))
 def _gradients(g: Array, x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> FakeQuantGradients:
-    dx = _input_gradient(g, x, x_min, x_max, qmin, qmax)
     nudged, unset = _nudged(x, x_min, x_max, qmin, qmax)
-    x, g = x.astype(x_min.dtype), g.astype(x_min.dtype)
+    dtype, x = x.dtype, num.upcast(x, x_min.dtype)
+    g = num.upcast(g, x.dtype)
     leading = tuple(range(x.ndim - x_min.ndim))
 
     def total(outside: Array) -> Array:
@@ -65,6 +68,7 @@ def _gradients(g: Array, x: Array, x_min: Array, x_max: Array, qmin: float, qmax
         # TensorFlow's sums start at +0, so a lone -0 gives +0. A plain `+ 0` XLA drops.
         return sums + jnp.where(sums == sums, 0, jnp.nan)
 
+    dx = _inside(g, x, nudged, unset).astype(dtype)
     return FakeQuantGradients(dx, total(x < nudged.x_min), total(x > nudged.x_max))
 
 
@@ -79,7 +83,7 @@ def _args_fwd(x, x_min, x_max, qmin, qmax):
 
 
 def _args_bwd(qmin, qmax, residuals, g):
-    return _input_gradient(g, *residuals, qmin, qmax), None, None
+    return num.shard_like(_input_gradient(g, *residuals, qmin, qmax), residuals[0]), None, None
 
 
 _args.defvjp(_args_fwd, _args_bwd)
@@ -95,7 +99,7 @@ def _vars_fwd(x, x_min, x_max, qmin, qmax, divides):
 
 
 def _vars_bwd(qmin, qmax, divides, residuals, g):
-    return tuple(_gradients(g, *residuals, qmin, qmax))
+    return tuple(map(num.shard_like, _gradients(g, *residuals, qmin, qmax), residuals))
 
 
 _vars.defvjp(_vars_fwd, _vars_bwd)
@@ -103,17 +107,19 @@ _vars.defvjp(_vars_fwd, _vars_bwd)
 
 def _constant_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Array]:
     """The attributes `min` and `max` of the `args` ops, checked as TensorFlow checks them."""
-    lo = checks.static_float("min", x_min, -6.0, "fake_quant_with_min_max_vars")
-    hi = checks.static_float("max", x_max, 6.0, "fake_quant_with_min_max_vars")
-    lo, hi = (np.asarray(v).astype(num.compute_dtype(x.dtype)) for v in (lo, hi))
-    checks.ordered(("min", "max"), lo, hi, np.less, "min < max")
-    return num.vary_together(x, jnp.asarray(lo), jnp.asarray(hi))
+    values = (
+        -6.0 if x_min is None else checks.static_float("min", x_min, "fake_quant_with_min_max_vars"),
+        6.0 if x_max is None else checks.static_float("max", x_max, "fake_quant_with_min_max_vars"),
+    )
+    dtype = num.compute_dtype(x.dtype)
+    checks.ordered(("min", "max"), values, dtype, np.less, "min < max")
+    return num.vary_together(x, *checks.ends(("min", "max"), values, dtype))
 
 
-def _same_shape(gradients: Any, inputs: Array) -> Array:
-    g = checks.float_array("gradients", gradients)
+def _cotangent(gradients: Any, inputs: Array) -> Array:
+    g = checks.float_array_in("gradients", gradients, num.compute_dtype(inputs.dtype))
     checks.shape("gradients", g, inputs.shape, "it is the cotangent of an output shaped like `inputs`")
-    return g.astype(inputs.dtype)
+    return g
 
 
 def fake_quant_with_min_max_args(
@@ -177,7 +183,8 @@ def fake_quant_with_min_max_args_gradient(
     The bounds are the NUDGED ones and both inclusive. It is a product: a masked -1 gives -0, a masked NaN NaN.
 
     Args:
-      gradients: floating array of the shape of `inputs`, the cotangent of the output.
+      gradients: floating array of the shape of `inputs`, the cotangent of the output; of no more precision than the
+        computation.
       inputs, min, max, num_bits, narrow_range, name: as given to the op.
 
     Returns:
@@ -189,17 +196,25 @@ def fake_quant_with_min_max_args_gradient(
       TypeError, ValueError: as the op does; ValueError if the shapes of `gradients` and `inputs` differ.
 
     Source: TensorFlow 2.21, `tf.quantization.fake_quant_with_min_max_args_gradient`. Its page writes the raw range.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import tf
+    >>> tf.fake_quant_with_min_max_args_gradient(jnp.ones(3), jnp.array([-9.0, 0.3, 2.0]), -1.0, 2.0, 2).tolist()
+    [0.0, 1.0, 1.0]
     """
     checks.ignored_name(name)
     x, (qmin, qmax) = checks.float_array("inputs", inputs), _levels(num_bits, narrow_range)
-    return _input_gradient(_same_shape(gradients, x), *_constant_range(x, min, max), qmin, qmax)
+    return _input_gradient(_cotangent(gradients, x), *_constant_range(x, min, max), qmin, qmax)
 
 
 def _scalar_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Array]:
-    dtype = num.compute_dtype(x.dtype)
-    lo, hi = checks.range_array("min", x_min, dtype), checks.range_array("max", x_max, dtype)
-    for name, v in (("min", lo), ("max", hi)):
-        checks.shape(name, v, (), f"one range for the tensor. For one a channel use {_PER_CHANNEL}")
+    return _range(x, x_min, x_max, (), f"one range for the tensor. For one a channel use {_PER_CHANNEL}")
+
+
+def _range(x: Array, x_min: Any, x_max: Any, shape: tuple[int, ...], why: str) -> tuple[Array, Array, Array]:
+    lo, hi = checks.ends(("min", "max"), (x_min, x_max), num.compute_dtype(x.dtype))
+    checks.shape("min", lo, shape, why)
+    checks.shape("max", hi, shape, why)
     return num.vary_together(x, lo, hi)
 
 
@@ -214,8 +229,9 @@ def fake_quant_with_min_max_vars(
     Args:
       inputs: floating array of any shape, real values.
       min, max: numbers or floating scalars, traced or not: the ends of the real range. They are not checked:
-        min == max == 0 (no range yet) gives 0 everywhere, NaN and infinite inputs included, and passes gradients;
-        other equal, non-finite or subnormal ranges give NaN, and a reversed range what TensorFlow gives.
+        min == max == 0 (no range yet; subnormals are 0) gives 0 everywhere, NaN and infinite inputs included, and
+        passes gradients; other equal and non-finite ranges, and ranges with a subnormal step, give NaN, and a
+        reversed range what TensorFlow gives.
       num_bits: static int, 2 to 16.
       narrow_range: static bool; drops the lowest level, so that a symmetric range stays where it is. Use it for
         weights.
@@ -262,7 +278,8 @@ def fake_quant_with_min_max_vars_gradient(
     `inputs` is in no mask. An unset range, min == max == 0, gives `gradients`, 0, 0.
 
     Args:
-      gradients: floating array of the shape of `inputs`, the cotangent of the output.
+      gradients: floating array of the shape of `inputs`, the cotangent of the output; of no more precision than the
+        computation.
       inputs, min, max, num_bits, narrow_range, name: as given to the op.
 
     Returns:
@@ -275,10 +292,16 @@ def fake_quant_with_min_max_vars_gradient(
       TypeError, ValueError: as the op does; ValueError if the shapes of `gradients` and `inputs` differ.
 
     Source: TensorFlow 2.21, `tf.quantization.fake_quant_with_min_max_vars_gradient`. Its page writes the raw range.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import tf
+    >>> got = tf.fake_quant_with_min_max_vars_gradient(jnp.ones(3), jnp.array([-9.0, 0.3, 4.0]), -1.0, 2.0, 2)
+    >>> [v.tolist() for v in got]
+    [[0.0, 1.0, 0.0], 1.0, 1.0]
     """
     checks.ignored_name(name)
     x, (qmin, qmax) = checks.float_array("inputs", inputs), _levels(num_bits, narrow_range)
-    return _gradients(_same_shape(gradients, x), *_scalar_range(x, min, max), qmin, qmax)
+    return _gradients(_cotangent(gradients, x), *_scalar_range(x, min, max), qmin, qmax)
 
 
 def _channel_ranges(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Array]:
@@ -287,11 +310,8 @@ def _channel_ranges(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Arr
             "`inputs` must have rank >= 1, its last axis the channels, got shape (). "
             "For a scalar use fake_quant_with_min_max_vars."
         )
-    dtype = num.compute_dtype(x.dtype)
-    lo, hi = checks.range_array("min", x_min, dtype), checks.range_array("max", x_max, dtype)
-    for name, v in (("min", lo), ("max", hi)):
-        checks.shape(name, v, x.shape[-1:], f"one range for each channel of `inputs`, whose shape is {x.shape}")
-    return num.vary_together(x, lo, hi)
+    why = f"one range for each channel of `inputs`, whose shape is {x.shape}"
+    return _range(x, x_min, x_max, x.shape[-1:], why)
 
 
 def fake_quant_with_min_max_vars_per_channel(
@@ -322,6 +342,12 @@ def fake_quant_with_min_max_vars_per_channel(
 
     Source: TensorFlow 2.21, `tf.quantization.fake_quant_with_min_max_vars_per_channel`. Its page allows rank 1, 2
     and 4; its kernel and this op take any rank from 1.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import tf
+    >>> x, top = jnp.array([[0.3, 3.0], [9.0, 9.0]]), jnp.array([1.0, 6.0])
+    >>> tf.fake_quant_with_min_max_vars_per_channel(x, -top, top, num_bits=2, narrow_range=True).tolist()
+    [[0.0, 6.0], [1.0, 6.0]]
     """
     checks.ignored_name(name)
     x, (qmin, qmax) = checks.float_array("inputs", inputs), _levels(num_bits, narrow_range)
@@ -342,7 +368,8 @@ def fake_quant_with_min_max_vars_per_channel_gradient(
     Those of `fake_quant_with_min_max_vars_gradient` for each channel, the sums over all axes but the last.
 
     Args:
-      gradients: floating array of the shape of `inputs`, the cotangent of the output.
+      gradients: floating array of the shape of `inputs`, the cotangent of the output; of no more precision than the
+        computation.
       inputs, min, max, num_bits, narrow_range, name: as given to the op.
 
     Returns:
@@ -355,7 +382,14 @@ def fake_quant_with_min_max_vars_per_channel_gradient(
       TypeError, ValueError: as the op does; ValueError if the shapes of `gradients` and `inputs` differ.
 
     Source: TensorFlow 2.21, `tf.quantization.fake_quant_with_min_max_vars_per_channel_gradient`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import tf
+    >>> x, top = jnp.array([[0.3, 3.0], [9.0, 9.0]]), jnp.array([1.0, 6.0])
+    >>> got = tf.fake_quant_with_min_max_vars_per_channel_gradient(jnp.ones((2, 2)), x, -top, top)
+    >>> got.backprop_wrt_max.tolist()
+    [1.0, 1.0]
     """
     checks.ignored_name(name)
     x, (qmin, qmax) = checks.float_array("inputs", inputs), _levels(num_bits, narrow_range)
-    return _gradients(_same_shape(gradients, x), *_channel_ranges(x, min, max), qmin, qmax)
+    return _gradients(_cotangent(gradients, x), *_channel_ranges(x, min, max), qmin, qmax)

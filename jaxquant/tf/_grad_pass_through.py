@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import _checks as checks
+from .. import _numerics as num
+
 
 @jax.custom_vjp
 def _pass_through(x: Any, y: Any) -> Any:
@@ -26,6 +29,12 @@ def _pass_through_bwd(_, g):
 _pass_through.defvjp(_pass_through_fwd, _pass_through_bwd)
 
 
+def _described(tree: Any) -> tuple:
+    """The structure of a tree with the shapes and dtypes of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return [(jnp.shape(v), jnp.result_type(v).name) for v in leaves], structure
+
+
 def grad_pass_through(f: Callable) -> Callable:
     """Returns a function with the values of `f` and the gradient of the identity.
 
@@ -34,7 +43,7 @@ def grad_pass_through(f: Callable) -> Callable:
 
     Args:
       f: function whose result has the structure, shapes and dtypes of its positional arguments: of the argument,
-        if there is one, else of their tuple. Pytrees of arrays.
+        if there is one, else of their tuple. Floating arrays, or pytrees of them.
 
     Returns:
       A function of the signature of `f`.
@@ -44,7 +53,7 @@ def grad_pass_through(f: Callable) -> Callable:
     Raises:
       TypeError: if the result does not match the arguments.
 
-    Source: TensorFlow 2.21, `tf.grad_pass_through`.
+    Source: TensorFlow 2.21, `tf.grad_pass_through`, which also takes a function whose result is not like its arguments.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxquant import tf
@@ -54,14 +63,16 @@ def grad_pass_through(f: Callable) -> Callable:
 
     @functools.wraps(f)
     def passed(*args: Any, **kwargs: Any) -> Any:
-        y = f(*lax.stop_gradient(args), **kwargs)
         x = args[0] if len(args) == 1 else args
-        wanted, got = (jax.tree.map(lambda v: (jnp.shape(v), jnp.result_type(v).name), tree) for tree in (x, y))
-        if wanted != got:
+        x = jax.tree.map(lambda v: checks.float_array("an argument of grad_pass_through", v), x)
+        y = f(*lax.stop_gradient((x,) if len(args) == 1 else x), **kwargs)
+        if _described(x) != _described(y):
             raise TypeError(
                 f"grad_pass_through({getattr(f, '__name__', f)}) needs a result like its arguments, to hand its "
-                f"cotangent on to them: expected {wanted}, got {got}. Reshape or cast inside the function."
+                f"cotangent on to them: expected {_described(x)}, got {_described(y)}. Reshape or cast inside the "
+                "function."
             )
+        y = jax.tree.map(num.shard_like, y, x)
         return _pass_through(x, y)
 
     return passed

@@ -47,7 +47,7 @@ def _wide_quotient(a: float, b: Array) -> Array:
     """`a / b` in double precision, rounded once to the dtype of `b`.
 
     Up to 16 bits the one division in float32 has the same bits. `a` of 32 bits does not fit a float32: without x64
-    the quotient is then right to 1e-7.
+    the quotient is then right to 2e-7.
     """
     wide = jax.dtypes.canonicalize_dtype(jnp.float64)
     return num.guard((a / b.astype(wide)).astype(b.dtype))
@@ -57,13 +57,12 @@ def _wide_quotient(a: float, b: Array) -> Array:
 
 
 class _Plan(NamedTuple):
-    """What the element-wise pass needs, and the range to report."""
+    """What the element-wise pass needs. The range is the one that is reported."""
 
     low: Array
     high: Array
     scale: Array
     offset: Array  # of the codes; MIN_FIRST only
-    reported: tuple[Array, Array]
 
 
 def _larger(a: Array | float, b: Array) -> Array:
@@ -82,17 +81,13 @@ def _plan(x_min: Array, x_max: Array, ends: _Ends, mode: str, narrow_range: bool
     low, high = _widen(x_min, x_max, least)
     if mode == "SCALED":
         qmin = ends.low + narrow_range
-        unbounded = jnp.finfo(low.dtype).max
-        of_low = jnp.where(qmin * low > 0, qmin / low, unbounded)
-        of_high = jnp.where(ends.high * high > 0, ends.high / high, unbounded)
-        scale = num.guard(jnp.where(of_high < of_low, of_high, of_low))
-        low, high = qmin / scale, ends.high / scale
-        return _Plan(low, high, scale, jnp.zeros_like(scale), (low, high))
+        scale, _ = num.largest_scale(low, high, qmin, ends.high)
+        return _Plan(qmin / scale, ends.high / scale, scale, jnp.zeros_like(scale))
     scale = _wide_quotient(ends.steps, high - low)
     if mode == "MIN_COMBINED":
-        return _Plan(low, high, scale, jnp.zeros_like(scale), (low, high))
+        return _Plan(low, high, scale, jnp.zeros_like(scale))
     scale = jnp.where(low == high, 0, scale)
-    return _Plan(low, high, scale, num.round_half_away(low * scale) - ends.low, (low, high))
+    return _Plan(low, high, scale, num.round_half_away(low * scale) - ends.low)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "mode", "round_mode", "narrow_range", "axis", "least"))
@@ -107,10 +102,10 @@ def _quantize(
     axis: int | None,
     least: float,
 ) -> QuantizeOutput:
-    ends, x = _ends(dtype), x.astype(x_min.dtype)
+    ends, x = _ends(dtype), num.upcast(x, x_min.dtype)
     plan = functools.partial(_plan, ends=ends, mode=mode, narrow_range=narrow_range, least=least)
     plan = num.per_channel(plan, axis)(x_min, x_max)
-    low, high, scale, offset = (num.along_axis(v, axis, x.ndim) for v in plan[:4])
+    low, high, scale, offset = (num.along_axis(v, axis, x.ndim) for v in plan)
     if mode == "MIN_COMBINED":
         level = num.guard((num.clip(x, low, high) - low) * scale)
         codes = num.round_half_away(level - ends.half) if ends.signed else num.round_half_up(level)
@@ -121,7 +116,7 @@ def _quantize(
     else:
         codes = _ROUND[round_mode](num.clip(x, low, high) * scale)
     codes = jnp.where(codes == codes, codes, ends.low)
-    return QuantizeOutput(codes.astype(dtype), *plan.reported)
+    return QuantizeOutput(codes.astype(dtype), plan.low, plan.high)
 
 
 # ---- Back to real values.
@@ -161,15 +156,20 @@ def _dequantize(
 # ---- What is public.
 
 
-def _range(name: str, value: Any, dtype: np.dtype, x: Array, axis: int | None) -> Array:
-    """One end of the range: one value, of rank 0 or 1, or one for each slice along `axis`."""
-    v = checks.range_array(name, value, dtype)
+_RANGE = ("min_range", "max_range")
+
+
+def _range(values: tuple[Any, Any], dtype: np.dtype, x: Array, axis: int | None) -> tuple[Array, Array]:
+    """The range: one value an end, of rank 0 or 1, or one for each slice along `axis`."""
+    low, high = checks.ends(_RANGE, values, dtype)
     if axis is None:
-        v = v.reshape(()) if v.shape == (1,) else v
-        checks.shape(name, v, (), "one range for the tensor. For a range a slice pass `axis`")
-    else:
-        checks.shape(name, v, (x.shape[axis],), f"one range for each slice of `input` along axis {axis}")
-    return lax.stop_gradient(v)
+        low, high = (v.reshape(()) if v.shape == (1,) else v for v in (low, high))
+    expected = () if axis is None else (x.shape[axis],)
+    why = "one range for the tensor. For a range a slice pass `axis`"
+    why = why if axis is None else f"one range for each slice of `input` along axis {axis}"
+    checks.shape(_RANGE[0], low, expected, why)
+    checks.shape(_RANGE[1], high, expected, why)
+    return lax.stop_gradient((low, high))
 
 
 def quantize(
@@ -208,7 +208,7 @@ def quantize(
       narrow_range: static bool; in SCALED mode drops the lowest code. With an unsigned T 0 then maps to code 1, which
         is not 0 again after `dequantize`: TensorFlow's result.
       axis: static int or None, the axis along which each slice has its own range. Negatives count from the end.
-      ensure_minimum_range: static number.
+      ensure_minimum_range: static number, finite and not negative.
 
     Returns:
       `(output, output_min, output_max)`: the codes in dtype T with the shape of `input`, and the real range that they
@@ -226,7 +226,7 @@ def quantize(
     - int32 saturates where TensorFlow's cast wraps: the top of the range is 2 ** 31 - 1 here and -2 ** 31 there.
     - NaN gives the lowest code; TensorFlow leaves it undefined.
     - MIN_FIRST takes an `axis`, where TensorFlow has none. An axis of size 1 gives ranges of shape (1,), not ().
-    - int32 scales are right to 1e-7 without x64, and exact with it.
+    - int32 scales are right to 2e-7 without x64, and exact with it.
 
     The r1.4 page of `quantize_v2` differs from both:
 
@@ -257,12 +257,12 @@ def quantize(
         )
     narrow_range = checks.static_bool("narrow_range", narrow_range)
     axis = checks.optional_axis("axis", axis, x.ndim)
-    least = checks.static_float("ensure_minimum_range", ensure_minimum_range, 0.01, "a Python number")
+    least = checks.static_float("ensure_minimum_range", ensure_minimum_range, "a Python number")
+    if not 0 <= least < np.inf:
+        raise ValueError(f"`ensure_minimum_range` must be finite and not negative, got {least}. TensorFlow's is 0.01.")
     wide = num.compute_dtype(x.dtype)
-    low, high = _range("min_range", min_range, wide, x, axis), _range("max_range", max_range, wide, x, axis)
-    if checks.is_concrete(min_range, max_range):
-        given = np.asarray(min_range).astype(wide), np.asarray(max_range).astype(wide)
-        checks.ordered(("min_range", "max_range"), *given, _not_greater, "min_range <= max_range")
+    low, high = _range((min_range, max_range), wide, x, axis)
+    checks.ordered(_RANGE, (min_range, max_range), wide, _not_greater, "min_range <= max_range")
     least = float(np.asarray(least).astype(wide))
     return _quantize(lax.stop_gradient(x), low, high, dtype, mode, round_mode, narrow_range, axis, least)
 
@@ -312,7 +312,7 @@ def dequantize(
       name: ignored.
       axis: static int or None, the axis along which each slice has its own range. Negatives count from the end.
       narrow_range: static bool; in SCALED mode, as given to `quantize`. No effect on an unsigned input.
-      dtype: static; float32 or bfloat16. Computed in float32 and cast once.
+      dtype: static; float32 or bfloat16. Computed in float32, or in float64 for a float64 range, and cast once.
 
     Returns:
       An array of the shape of `input` in `dtype`.
@@ -320,7 +320,7 @@ def dequantize(
     Gradient: none; it is zero to the range, as in TensorFlow.
 
     Raises:
-      TypeError: for an argument of the wrong kind, or a range of higher precision than float32.
+      TypeError: for an argument of the wrong kind.
       ValueError: for dtype, mode, axis or a shape that does not fit.
 
     Source: TensorFlow 2.21, `tf.quantization.dequantize`, without oneDNN. It has bfloat16 in MIN_COMBINED mode only
@@ -338,6 +338,7 @@ def dequantize(
     narrow_range = checks.static_bool("narrow_range", narrow_range)
     axis = checks.optional_axis("axis", axis, q.ndim)
     out = np.dtype(checks.one_of("dtype", _name_of(dtype), ("float32", "bfloat16")))
-    wide = np.dtype(np.float32)
-    low, high = _range("min_range", min_range, wide, q, axis), _range("max_range", max_range, wide, q, axis)
+    is_double = jnp.float64 in (getattr(checks.unwrapped(v), "dtype", None) for v in (min_range, max_range))
+    wide = jax.dtypes.canonicalize_dtype(jnp.float64 if is_double else jnp.float32)
+    low, high = _range((min_range, max_range), wide, q, axis)
     return _dequantize(q, low, high, mode, narrow_range, axis, out)
