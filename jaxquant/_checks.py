@@ -83,11 +83,13 @@ def ends(names: tuple[str, str], values: tuple[Any, Any], dtype: jnp.dtype) -> t
 
 
 def shape(name: str, array: Array, expected: tuple[int, ...], why: str) -> None:
+    """Refuses an array of another shape; `why` says what the shape stands for."""
     if array.shape != expected:
         raise ValueError(f"`{name}` must have shape {expected}, got {array.shape}: {why}.")
 
 
 def static_int(name: str, value: Any) -> int:
+    """Returns `value` as an int; arrays, traced ones too, and bools are refused."""
     if isinstance(value, bool | np.bool_ | Array | np.ndarray) or not hasattr(value, "__index__"):
         raise TypeError(
             f"`{name}` must be a static int, got {_kind(value)}. It fixes the compiled program, so it cannot be a "
@@ -97,6 +99,7 @@ def static_int(name: str, value: Any) -> int:
 
 
 def static_int_between(name: str, value: Any, low: int, high: int) -> int:
+    """Returns `value` as an int in `[low, high]`."""
     value = static_int(name, value)
     if not low <= value <= high:
         raise ValueError(f"`{name}` must be between {low} and {high}, inclusive, got {value}. Choose another width.")
@@ -104,6 +107,7 @@ def static_int_between(name: str, value: Any, low: int, high: int) -> int:
 
 
 def static_bool(name: str, value: Any) -> bool:
+    """Returns `value` as a bool; nothing else is taken for one."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(
             f"`{name}` must be a static bool, got {_kind(value)}. Pass True or False, or mark it in "
@@ -122,6 +126,7 @@ def static_float(name: str, value: Any, instead: str) -> float:
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Returns `value`, which must be one of the strings `choices`."""
     if not isinstance(value, str):
         raise TypeError(
             f"`{name}` must be one of {', '.join(choices)}, got {_kind(value)}. Pass one of them, or mark it in "

@@ -61,10 +61,12 @@ def clip(x: Array, low: Array, high: Array) -> Array:
 
 
 def round_half_even(v: Array) -> Array:
+    """To the nearest whole number, 2.5 to 2: NumPy's rint."""
     return lax.round(v, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
 def round_half_away(v: Array) -> Array:
+    """To the nearest whole number, 2.5 to 3 and -2.5 to -3: C's round."""
     return lax.round(v, lax.RoundingMethod.AWAY_FROM_ZERO)
 
 
