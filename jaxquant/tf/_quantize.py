@@ -218,8 +218,8 @@ def quantize(
 
     Raises:
       TypeError: for an argument of the wrong kind, or a range of higher precision than the computation.
-      ValueError: for T, mode, round_mode, axis or a shape that does not fit; and for max_range < min_range, if they
-        are concrete. A traced range is not checked.
+      ValueError: for T, mode, round_mode, axis, ensure_minimum_range or a shape that does not fit; and for max_range <
+        min_range, if they are concrete. A traced range is not checked.
 
     Source: TensorFlow 2.21, `tf.quantization.quantize`, without oneDNN. What differs from it:
 
