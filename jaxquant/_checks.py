@@ -14,7 +14,7 @@ from jax import Array
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     """What came, in words: the dtype of an array, the type of anything else."""
     dtype = getattr(value, "dtype", None)
     return type(value).__name__ if dtype is None else f"an array of dtype {dtype}"
@@ -31,7 +31,7 @@ def float_array(name: str, value: Any) -> Array:
     dtype = getattr(value, "dtype", None)
     if str(dtype) not in _FLOATS and not (dtype is None and isinstance(value, float)):
         raise TypeError(
-            f"`{name}` must be a floating array ({', '.join(_FLOATS)}), got {_kind(value)}. "
+            f"`{name}` must be a floating array ({', '.join(_FLOATS)}), got {kind(value)}. "
             f"Numbers, lists and other dtypes convert by jnp.asarray(..., jnp.float32)."
         )
     array = jnp.asarray(value)
@@ -43,7 +43,7 @@ def integer_array(name: str, value: Any, dtypes: Sequence[str]) -> Array:
     value = unwrapped(value)
     if str(getattr(value, "dtype", None)) not in dtypes:
         raise TypeError(
-            f"`{name}` must be an array of codes ({', '.join(dtypes)}), got {_kind(value)}. "
+            f"`{name}` must be an array of codes ({', '.join(dtypes)}), got {kind(value)}. "
             f"Real values are quantized first; whole numbers convert by jnp.asarray(..., jnp.int8)."
         )
     return jnp.asarray(value)
@@ -92,7 +92,7 @@ def static_int(name: str, value: Any) -> int:
     """Returns `value` as an int; arrays, traced ones too, and bools are refused."""
     if isinstance(value, bool | np.bool_ | Array | np.ndarray) or not hasattr(value, "__index__"):
         raise TypeError(
-            f"`{name}` must be a static int, got {_kind(value)}. It fixes the compiled program, so it cannot be a "
+            f"`{name}` must be a static int, got {kind(value)}. It fixes the compiled program, so it cannot be a "
             f"traced value: pass a Python int, or mark it in jax.jit(..., static_argnames={name!r})."
         )
     return operator.index(value)
@@ -110,7 +110,7 @@ def static_bool(name: str, value: Any) -> bool:
     """Returns `value` as a bool; nothing else is taken for one."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(
-            f"`{name}` must be a static bool, got {_kind(value)}. Pass True or False, or mark it in "
+            f"`{name}` must be a static bool, got {kind(value)}. Pass True or False, or mark it in "
             f"jax.jit(..., static_argnames={name!r})."
         )
     return bool(value)
@@ -120,16 +120,34 @@ def static_float(name: str, value: Any, instead: str) -> float:
     """Returns `value` as a Python float."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(
-            f"`{name}` must be a static number, got {_kind(value)}. For an array or a traced value use {instead}."
+            f"`{name}` must be a static number, got {kind(value)}. For an array or a traced value use {instead}."
         )
     return float(_number(name, value, np.dtype(np.float64)))
+
+
+def percentage(name: str, value: Any) -> float:
+    """Returns `value` as a Python float in (0, 100]."""
+    value = static_float(name, value, "a histogram for each value")
+    if not 0 < value <= 100:
+        raise ValueError(f"`{name}` must be in (0, 100], got {value}. Pass percent: 99.9.")
+    return value
+
+
+def fraction(name: str, value: Any) -> Array:
+    """Returns a number or a scalar, traced or not, as float32; a concrete one must be in [0, 1]."""
+    value = unwrapped(value)
+    array, _ = ends((name, name), (value, 0.0), jnp.dtype(jnp.float32))
+    shape(name, array, (), "one for all ranges")
+    if not isinstance(array, jax.core.Tracer) and not 0 <= array <= 1:
+        raise ValueError(f"`{name}` must be in [0, 1], got {array}. Pass the weight of what is there: 0.99.")
+    return array
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
     """Returns `value`, which must be one of the strings `choices`."""
     if not isinstance(value, str):
         raise TypeError(
-            f"`{name}` must be one of {', '.join(choices)}, got {_kind(value)}. Pass one of them, or mark it in "
+            f"`{name}` must be one of {', '.join(choices)}, got {kind(value)}. Pass one of them, or mark it in "
             f"jax.jit(..., static_argnames={name!r})."
         )
     if value not in choices:
@@ -154,7 +172,7 @@ def ignored_name(value: Any) -> None:
     """TensorFlow's `name` is accepted, so that calls port unchanged; anything else in its place is a slip."""
     if value is not None and not isinstance(value, str):
         raise TypeError(
-            f"`name` must be None or a str, and is ignored, got {_kind(value)}. What follows is keyword-only."
+            f"`name` must be None or a str, and is ignored, got {kind(value)}. What follows is keyword-only."
         )
 
 

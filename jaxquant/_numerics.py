@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic that every quantizer shares: rounding, guards, exact division, clipping, nudging.
+"""The arithmetic that every quantizer shares: rounding, guards, exact division, clipping, nudging, the affine form.
 
 "Exact" means the bits of IEEE arithmetic evaluated one operation at a time, as NumPy and TensorFlow's CPU
 kernels do. XLA keeps real-number identities rather than those bits: it turns divisions into multiplications by a
@@ -73,6 +73,34 @@ def round_half_away(v: Array) -> Array:
 def round_half_up(v: Array) -> Array:
     """`floor(v + 0.5)`, the sum rounded: 0.49999997 gives 1, as it does in TensorFlow. Guard a product first."""
     return jnp.floor(v + 0.5)
+
+
+def round_stochastic(v: Array, noise: Array) -> Array:
+    """Up with the probability of the fraction, for `noise` uniform in [0, 1); a whole number stays.
+
+    `floor(v + noise)` is not this: the sum is rounded, and half of that goes up.
+    """
+    below = jnp.floor(v)
+    return below + (noise < v - below).astype(v.dtype)
+
+
+ROUND = {"half_even": round_half_even, "half_up": round_half_up, "half_away": round_half_away}
+
+
+def affine_level(x: Array, scale: Array, zero_point: Array, rounding: str, noise: Array | None) -> Array:
+    """The whole number of each real value on the affine grid, not yet clipped: `round(x / scale) + zero_point`."""
+    v = divide(x, scale)
+    return (round_stochastic(v, noise) if noise is not None else ROUND[rounding](v)) + zero_point
+
+
+def affine_value(level: Array, scale: Array, zero_point: Array) -> Array:
+    """The real value of each level, `(level - zero_point) * scale`; the product is last, so that zero is exactly 0.
+
+    The difference is selected where it is 0: XLA drops an addition of a constant zero point 0, and then the zero that
+    a small negative value rounds to would be -0 in one program and 0 in another.
+    """
+    steps = level - zero_point
+    return guard(jnp.where(steps == 0, 0, steps) * scale)
 
 
 def product(g: Array, mask: Array) -> Array:
@@ -160,15 +188,45 @@ def _once(f: Callable, x_min: Array, x_max: Array) -> Any:
     return lax.platform_dependent(x_min, x_max, cpu=branched, default=f)
 
 
-def vary_together(x: Array, low: Array, high: Array) -> tuple[Array, Array, Array]:
-    """Casts all three to vary over every mesh axis that one of them varies over; a no-op outside `shard_map`.
+def spread(v: Array, shape: tuple[int, ...]) -> Array:
+    """One value for each group of a tensor, reshaped to broadcast against its `shape`.
+
+    The sizes of `v`, counted from the end, divide those of `shape`: 1 for a shared axis, the length for a separate
+    one, between them the number of blocks. Scalars stay scalars; only blocks are repeated.
+    """
+    if v.ndim == 0:
+        return v
+    groups = (1,) * (len(shape) - v.ndim) + v.shape
+    if v.ndim < len(shape):
+        v = lax.reshape(v, groups)
+    repeats = [1 if g <= 1 else n // g for g, n in zip(groups, shape, strict=True)]
+    if all(r == 1 for r in repeats):
+        return v
+    parts = [part for pair in zip(groups, repeats, strict=True) for part in pair]
+    v = lax.broadcast_in_dim(v, parts, range(0, len(parts), 2))
+    return lax.reshape(v, [g * r for g, r in zip(groups, repeats, strict=True)])
+
+
+def gather(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
+    """`reduce(x, axes)` over each group of a tensor, in the shape `groups`: the values that `spread` spreads."""
+    padded = (1,) * (x.ndim - len(groups)) + tuple(groups)
+    if all(g in (1, n) for g, n in zip(padded, x.shape, strict=True)):
+        axes = [i for i, g in enumerate(padded) if g == 1]
+    else:
+        parts = [part for g, n in zip(padded, x.shape, strict=True) for part in (g, n // max(g, 1))]
+        x, axes = lax.reshape(x, parts), range(1, len(parts), 2)
+    return lax.reshape(reduce(x, tuple(axes)), groups)
+
+
+def vary_together(*arrays: Array) -> Any:
+    """Casts all to vary over every mesh axis that one of them varies over; a no-op outside `shard_map`.
 
     Inside `shard_map` a sharded `x` varies over a mesh axis and a replicated range does not. A `custom_vjp` rule
     must return a cotangent of the type of each argument, but the gradient of the range as the rule computes it is
     per shard. After the cast the types agree, and JAX's own rule for the cast sums the gradient over the axis.
     """
-    union = _varying_axes(x) | _varying_axes(low) | _varying_axes(high)
-    return _vary(x, union), _vary(low, union), _vary(high, union)
+    union = frozenset().union(*map(_varying_axes, arrays))
+    return tuple(_vary(x, union) for x in arrays)
 
 
 def _varying_axes(x: Array) -> frozenset:

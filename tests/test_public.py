@@ -9,7 +9,35 @@ import pytest
 import jaxquant
 from jaxquant import tf
 
-PUBLIC = {"tf"}
+PUBLIC = {
+    "Histogram",
+    "PerBlock",
+    "PerChannel",
+    "PerTensor",
+    "QArray",
+    "QParams",
+    "QuantSpec",
+    "Range",
+    "activation_spec",
+    "calibrate",
+    "conv_general_dilated",
+    "dequantize",
+    "dot_general",
+    "ema_ranges",
+    "fake_quant",
+    "fit_qparams",
+    "histogram",
+    "merge_histograms",
+    "merge_ranges",
+    "pack",
+    "qparams_from_range",
+    "quantize",
+    "range_from_histogram",
+    "scale_gradient",
+    "tf",
+    "unpack",
+    "weight_spec",
+}
 PUBLIC_TF = {
     "FakeQuantGradients",
     "QuantizeOutput",
@@ -37,11 +65,21 @@ def test_public_names():
     assert names(tf) == PUBLIC_TF
 
 
-@pytest.mark.parametrize("name", sorted(name for name in PUBLIC_TF if name[0].islower()))
-def test_docstrings_are_complete(name):
-    text = inspect.getdoc(getattr(tf, name))
-    for part in ("Args:", "Returns:", "Gradient:", "Raises:", "Source: TensorFlow 2.21", ">>> "):
+functions = [(tf, name) for name in PUBLIC_TF if name[0].islower()]
+functions += [(jaxquant, name) for name in PUBLIC - {"tf", "activation_spec", "weight_spec"} if name[0].islower()]
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(functions, key=str))
+def test_docstrings_of_ops_are_complete(module, name):
+    text = inspect.getdoc(getattr(module, name))
+    source = "Source: TensorFlow 2.21" if module is tf else "Source: "
+    for part in ("Args:", "Returns:", "Gradient:", "Raises:", source, ">>> "):
         assert part in text
-    described = re.findall(r"^  (\w[\w, ]*):", text.split("Args:")[1].split("Returns:")[0], re.M)
-    described = {parameter for line in described for parameter in line.split(", ")}
-    assert described == set(inspect.signature(getattr(tf, name)).parameters)
+    described = re.findall(r"^  ((?:\w+,\s+)*\w+):", text.split("Args:")[1].split("Returns:")[0], re.M)
+    described = {parameter for line in described for parameter in re.split(r",\s+", line)}
+    assert described == set(inspect.signature(getattr(module, name)).parameters)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in PUBLIC if name[0].isupper()))
+def test_types_say_what_they_hold(name):
+    assert len(inspect.getdoc(getattr(jaxquant, name))) > 40

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantize, dequantize, and both in float with a gradient; integers as a pytree, and packed."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from . import _checks as checks
+from . import _numerics as num
+from ._ranges._fit import fit_qparams
+from ._ranges._range import TINY, QParams
+from ._spec import QuantSpec, checked, grid, qparams_shape
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scale", "zero_point"],
+    meta_fields=["spec", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class QArray:
+    """A quantized array: `real = (values - zero_point) * scale`. A pytree of three arrays.
+
+    Attributes:
+      values: int8 or uint8 up to 8 bits, int16 or uint16 above; the shape of the array.
+      scale: float32, shaped as in QParams.
+      zero_point: of the shape of scale and the dtype of values, so that integers compare with it as real values
+        compare with 0: relu in integers is `jnp.maximum(values, zero_point)`.
+      spec: QuantSpec, static.
+      dtype: of the array that was quantized, static; `dequantize` returns it.
+
+    A stack (L, ...) is scanned and vmapped along its first axis like any pytree, if its granularity keeps that axis:
+    PerChannel((0, -1)).
+    """
+
+    values: Array
+    scale: Array
+    zero_point: Array
+    spec: QuantSpec
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        """The rank of the array."""
+        return self.values.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.values.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three arrays; `pack` makes values of 4 bits and fewer smaller."""
+        return sum(math.prod(v.shape) * v.dtype.itemsize for v in (self.values, self.scale, self.zero_point))
+
+
+def _on_grid(scale: Array, zero_point: Array, qmin: Array, qmax: Array, spec: QuantSpec) -> tuple[Array, Array]:
+    """Qparams as they are used, wherever an optimizer left them: a scale that is not tiny, a zero point on the grid."""
+    scale = jnp.where(scale < TINY, TINY, scale)
+    if spec.symmetric:
+        return scale, jnp.zeros_like(scale)
+    # NaN becomes a NaN scale: integers cannot hold it, and it must not look like a number.
+    scale = jnp.where(zero_point == zero_point, scale, jnp.nan)
+    return scale, num.clip(num.round_half_even(zero_point), qmin, qmax)
+
+
+def _level(x: Array, scale: Array, zero_point: Array, noise: Array | None, spec: QuantSpec) -> Array:
+    return num.affine_level(x, num.spread(scale, x.shape), num.spread(zero_point, x.shape), spec.rounding, noise)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _round_trip(x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
+    dtype, x = x.dtype, num.upcast(x, num.compute_dtype(x.dtype))
+    scale, zero_point = (v.astype(x.dtype) for v in _on_grid(scale, zero_point, qmin, qmax, spec))
+    level = num.clip(_level(x, scale, zero_point, noise, spec), qmin.astype(x.dtype), qmax.astype(x.dtype))
+    return num.affine_value(level, num.spread(scale, x.shape), num.spread(zero_point, x.shape)).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array, Array, Array]:
+    x = num.upcast(x, num.compute_dtype(x.dtype))
+    shape = scale.shape
+    scale, zero_point, qmin, qmax = (
+        v.astype(x.dtype) for v in (*_on_grid(scale, zero_point, qmin, qmax, spec), qmin, qmax)
+    )
+    zero, g = num.spread(zero_point, x.shape), num.shard_like(g, x)
+    # The mask is of the level after rounding: the largest weight over its own scale can be 127.00001 levels.
+    level = _level(x, scale, zero_point, noise, spec)
+    below, above = level < qmin, level > qmax
+    inside = (qmin <= level) & (level <= qmax)
+    wide = num.upcast(g, x.dtype)
+    total = lambda v: num.gather(jnp.sum, v, shape)
+    v = num.divide(x, num.spread(scale, x.shape))
+    steps = jnp.where(below, qmin - zero, jnp.where(above, qmax - zero, jnp.where(inside, level - zero - v, 0)))
+    dscale = total(wide * steps).astype(jnp.float32)
+    if spec.symmetric:
+        dzero = jnp.zeros_like(dscale)
+    else:
+        dzero = num.guard(-scale * total(jnp.where(below | above, wide, 0))).astype(jnp.float32)
+    return jnp.where(inside, g, 0), dscale, dzero
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _fake_quant(x, scale, zero_point, qmin, qmax, noise, spec):
+    return _round_trip(x, scale, zero_point, qmin, qmax, noise, spec)
+
+
+def _fake_quant_fwd(x, scale, zero_point, qmin, qmax, noise, spec):
+    # The op itself, not its body: else a second derivative would differentiate the bare staircase.
+    residuals = x, scale, zero_point, qmin, qmax, noise
+    return _fake_quant(*residuals, spec), residuals
+
+
+def _fake_quant_bwd(spec, residuals, g):
+    gradients = _gradients(g, *residuals, spec)
+    return *(num.shard_like(d, v) for d, v in zip(gradients, residuals[:3], strict=True)), None, None, None
+
+
+_fake_quant.defvjp(_fake_quant_fwd, _fake_quant_bwd)
+
+
+def _noise(x: Array, spec: QuantSpec, key: Any) -> Array | None:
+    """One uniform number for each element if the spec rounds stochastically."""
+    if spec.rounding != "stochastic":
+        if key is not None:
+            raise ValueError(
+                f"`key` is for stochastic rounding alone, got one with {spec}. Drop it, or set rounding='stochastic'."
+            )
+        return None
+    if key is None:
+        raise ValueError(f"`key` must be a PRNG key, got None: {spec} rounds stochastically. Pass jax.random.key(...).")
+    return jax.random.uniform(key, x.shape, jnp.float32).astype(num.compute_dtype(x.dtype))
+
+
+def _qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QParams:
+    """The qparams of `x`, from the data or as passed, in float32."""
+    expected = qparams_shape(spec, x.shape)
+    if qparams is None:
+        return fit_qparams(lax.stop_gradient(x), spec, bits=bits)
+    if not isinstance(qparams, QParams):
+        raise TypeError(
+            f"`qparams` must be QParams or None, got {checks.kind(qparams)}. Build them by QParams(scale, zero_point), "
+            "fit_qparams or qparams_from_range."
+        )
+    arrays = []
+    for name, value in zip(("scale", "zero_point"), qparams, strict=True):
+        value = checks.unwrapped(value)
+        if name == "zero_point" and jnp.issubdtype(getattr(value, "dtype", jnp.float32), jnp.integer):
+            value = jnp.asarray(value).astype(jnp.float32)
+        array, _ = checks.ends((f"qparams.{name}", ""), (value, 0.0), jnp.dtype(jnp.float32))
+        padded = (1,) * (len(expected) - array.ndim) + array.shape
+        if array.ndim > x.ndim or (padded != expected and (expected or math.prod(array.shape) != 1)):
+            raise ValueError(
+                f"`qparams.{name}` must have shape {expected}, got {array.shape}: one for each group of {spec} in an "
+                f"array of shape {x.shape}. Reshape them, or fit them by fit_qparams(x, spec)."
+            )
+        arrays.append(array)
+    checks.shape("qparams.zero_point", arrays[1], arrays[0].shape, "the shape of `qparams.scale`")
+    return QParams(*arrays)
+
+
+def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None, bits: Any = None) -> Array:
+    """Quantizes and dequantizes real values in float, with a straight-through gradient that trains the qparams too.
+
+        y = (clip(round(x / scale) + zero_point, qmin, qmax) - zero_point) * scale
+
+    bit for bit `dequantize(quantize(x, spec, qparams))`, but that NaN stays NaN. The scale is used as at least
+    2 ** -126 and the zero point rounded into [qmin, qmax], so that an optimizer step cannot leave the grid.
+
+    Args:
+      x: floating array of any shape, real values. float16 and bfloat16 are computed in float32 and rounded once.
+      spec: QuantSpec, static.
+      qparams: QParams, traced or not. None fits them to x by min-max. The zero point of a symmetric spec is 0,
+        whatever is passed for it.
+      key: PRNG key, for stochastic rounding alone. One key makes the same noise on every shard of `shard_map` and for
+        every example under `vmap`: split it there.
+      bits: integer, traced or not, at most spec.bits: a schedule of widths without a recompile. Fit the qparams for
+        the same bits.
+
+    Returns:
+      An array of the shape and dtype of `x`.
+
+    Gradient: to x the incoming `g` where the level is not clipped, tested after rounding, and 0 elsewhere and at NaN.
+    To scale the sum of `g * (round(x / scale) - x / scale)` where not clipped and `g * (qmin or qmax - zero_point)`
+    where clipped. To zero_point the sum of `-scale * g` where clipped; 0 if symmetric. Rounding and limits of the
+    qparams are passed straight through; qparams fitted here have no gradient. `jax.jvp` and `jax.hessian` raise.
+
+    Raises:
+      TypeError: for an argument of another kind.
+      ValueError: for a granularity, qparams or bits that do not fit, or a key that is missing or not used.
+
+    Source: scale: Esser et al., 2020, "Learned Step Size Quantization"; zero point: Bhalgat et al., 2020, "LSQ+".
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxquant import QParams, QuantSpec, fake_quant
+    >>> x, spec, qparams = jnp.array([0.26, -9.0]), QuantSpec(bits=4), QParams(0.5, 0.0)
+    >>> fake_quant(x, spec, qparams).tolist()
+    [0.5, -3.5]
+    >>> jax.grad(lambda x: fake_quant(x, spec, qparams).sum())(x).tolist()
+    [1.0, 0.0]
+    """
+    x, spec = checks.float_array("x", x), checked(spec)
+    qmin, qmax = grid(spec, bits, jnp.float32)
+    scale, zero_point = _qparams(x, spec, qparams, bits)
+    noise = _noise(x, spec, key)
+    if noise is None:
+        return _fake_quant(*num.vary_together(x, scale, zero_point), qmin, qmax, None, spec)
+    x, scale, zero_point, noise = num.vary_together(x, scale, zero_point, noise)
+    return _fake_quant(x, scale, zero_point, qmin, qmax, noise, spec)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _quantize(x, scale, zero_point, qmin, qmax, noise, spec) -> QArray:
+    dtype, x = x.dtype, num.upcast(x, num.compute_dtype(x.dtype))
+    scale, zero_point = _on_grid(scale, zero_point, qmin, qmax, spec)
+    level = _level(x, scale.astype(x.dtype), zero_point.astype(x.dtype), noise, spec)
+    level = num.clip(level, qmin.astype(x.dtype), qmax.astype(x.dtype))
+    to_integer = lambda v: jnp.where(v == v, v, spec.qmin).astype(spec.dtype)
+    return QArray(to_integer(level), scale, to_integer(zero_point), spec, dtype)
+
+
+def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None) -> QArray:
+    """Real values to whole numbers: `clip(round(x / scale) + zero_point, qmin, qmax)`.
+
+    Args:
+      x: floating array of any shape, real values.
+      spec: QuantSpec, static.
+      qparams: QParams, traced or not. None fits them to x by min-max.
+      key: PRNG key, for stochastic rounding alone.
+
+    Returns:
+      QArray; its scale and zero point are those used, limited as in `fake_quant`. Infinities saturate; NaN becomes
+      qmin, as in ONNX Runtime, because integers have none.
+
+    Gradient: none to x; quantized values are integers. Train through `fake_quant`.
+
+    Raises:
+      TypeError, ValueError: as `fake_quant`.
+
+    Source: ONNX QuantizeLinear (half to even, true division).
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import QParams, QuantSpec, quantize
+    >>> quantize(jnp.array([500.0, 2000.0]), QuantSpec(signed=False), QParams(1000 / 255, 0)).values.tolist()
+    [128, 255]
+    """
+    x, spec = checks.float_array("x", x), checked(spec)
+    qmin, qmax = grid(spec, None, jnp.float32)
+    scale, zero_point = _qparams(x, spec, qparams, None)
+    noise = _noise(x, spec, key)
+    return _quantize(x, scale, zero_point, qmin, qmax, noise, spec)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def real_values(q: QArray, dtype: jnp.dtype) -> Array:
+    """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
+    scale, zero_point = (num.spread(v.astype(num.compute_dtype(dtype)), q.shape) for v in (q.scale, q.zero_point))
+    return num.affine_value(q.values.astype(scale.dtype), scale, zero_point).astype(dtype)
+
+
+def dequantize(q: QArray) -> Array:
+    """Whole numbers to real values: `(values - zero_point) * scale`.
+
+    Args:
+      q: QArray.
+
+    Returns:
+      An array of the shape of `q` and the dtype that was quantized.
+
+    Gradient: to the scale, that of the product; none to integers.
+
+    Raises:
+      TypeError: for anything but a QArray.
+
+    Source: ONNX DequantizeLinear.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import QParams, QuantSpec, dequantize, quantize
+    >>> dequantize(quantize(jnp.array([0.26, -9.0]), QuantSpec(bits=4), QParams(0.5, 0.0))).tolist()
+    [0.5, -3.5]
+    """
+    return real_values(checked_qarray("q", q), q.dtype)
+
+
+def checked_qarray(name: str, q: Any) -> QArray:
+    """Returns `q`, which must be a QArray."""
+    if not isinstance(q, QArray):
+        raise TypeError(f"`{name}` must be a QArray, got {checks.kind(q)}. Make one by quantize(x, spec).")
+    return q
+
+
+@jax.custom_vjp
+def _scale_gradient(x, factor):
+    return x
+
+
+def _scale_gradient_bwd(factor, g):
+    return g * factor.astype(g.dtype), None
+
+
+_scale_gradient.defvjp(lambda x, factor: (_scale_gradient(x, factor), factor), _scale_gradient_bwd)
+
+
+def scale_gradient(x: Any, factor: Any) -> Array:
+    """`x` itself, with its gradient multiplied: LSQ's 1 / sqrt(n * qmax) for a scale that n weights share.
+
+    Args:
+      x: floating array of any shape.
+      factor: number or floating scalar, traced or not.
+
+    Returns:
+      `x`.
+
+    Gradient: to x, `g * factor`; none to factor.
+
+    Raises:
+      TypeError: for an argument of another kind.
+      ValueError: for a factor that is no scalar.
+
+    Source: Esser et al., 2020, "Learned Step Size Quantization", section 2.2.
+
+    >>> import jax
+    >>> from jaxquant import scale_gradient
+    >>> jax.grad(lambda s: scale_gradient(s, 0.25) * 2)(1.0).item()
+    0.5
+    """
+    x = checks.float_array("x", x)
+    factor, _ = checks.ends(("factor", ""), (checks.unwrapped(factor), 0.0), num.compute_dtype(x.dtype))
+    checks.shape("factor", factor, (), "one for the array")
+    return _scale_gradient(*num.vary_together(x, factor))
+
+
+def _packable(bits: Any, values: Any) -> tuple[int, Array]:
+    bits = checks.static_int_between("bits", bits, 2, 4)
+    return bits, checks.integer_array("values", values, ("int8", "uint8"))
+
+
+@functools.partial(jax.jit, static_argnames="bits")
+def _pack(values: Array, bits: int) -> Array:
+    as_bits = (values.ravel().astype(jnp.uint8)[:, None] >> jnp.arange(bits, dtype=jnp.uint8)[None]) & 1
+    return jnp.packbits(as_bits.ravel(), bitorder="little")
+
+
+def pack(values: Any, bits: int) -> Array:
+    """Integers of 2 to 4 bits side by side in bytes, the first in the lowest bits of the first byte.
+
+    Args:
+      values: int8 or uint8 array of any shape, such as those of a QArray; each must fit `bits` bits.
+      bits: static int, 2 to 4.
+
+    Returns:
+      uint8 of shape (ceil(size * bits / 8),); signed values in two's complement.
+
+    Gradient: none; integers.
+
+    Raises:
+      TypeError: for values of another dtype.
+      ValueError: for bits outside 2..4, or concrete values that do not fit. Of traced ones the low bits are kept.
+
+    Source: the usual little-endian layout.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import pack
+    >>> pack(jnp.array([1, -1, 2], jnp.int8), 4).tolist()
+    [241, 2]
+    """
+    bits, values = _packable(bits, values)
+    if not isinstance(values, jax.core.Tracer) and values.size:
+        signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
+        low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+        least, most = int(values.min()), int(values.max())
+        if least < low or most > high:
+            raise ValueError(
+                f"`values` must be in [{low}, {high}] to pack them in {bits} bits, got [{least}, {most}]. "
+                "Quantize them with a spec of these bits."
+            )
+    return _pack(values, bits)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "shape", "dtype"))
+def _unpack(packed: Array, bits: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    count = math.prod(shape)
+    as_bits = jnp.unpackbits(packed, count=count * bits, bitorder="little").reshape(count, bits)
+    values = jnp.sum(as_bits << jnp.arange(bits, dtype=jnp.uint8)[None], -1, dtype=jnp.uint8)
+    if dtype == jnp.int8:  # the sign is the highest of the bits
+        unused = jnp.int8(8 - bits)
+        return lax.shift_right_arithmetic((values << unused.astype(jnp.uint8)).astype(jnp.int8), unused).reshape(shape)
+    return values.reshape(shape)
+
+
+def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8) -> Array:
+    """What `pack` packed.
+
+    Args:
+      packed: uint8 of shape (ceil(size * bits / 8),).
+      bits: static int, 2 to 4.
+      shape: static, of the array that was packed.
+      dtype: static, int8 or uint8: that of the array that was packed.
+
+    Returns:
+      An array of that shape and dtype.
+
+    Gradient: none; integers.
+
+    Raises:
+      TypeError: for `packed` of another dtype.
+      ValueError: for bits outside 2..4, another dtype, or a shape that the bytes do not hold.
+
+    Source: as `pack`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import pack, unpack
+    >>> unpack(pack(jnp.array([1, -1, 2], jnp.int8), 4), 4, (3,)).tolist()
+    [1, -1, 2]
+    """
+    bits = checks.static_int_between("bits", bits, 2, 4)
+    packed = checks.integer_array("packed", packed, ("uint8",))
+    if dtype not in (jnp.int8, jnp.uint8):
+        raise ValueError(f"`dtype` must be int8 or uint8, got {dtype}. Pass that of the array that was packed.")
+    shape = tuple(checks.static_int("shape", n) for n in shape)
+    expected = -(-math.prod(shape) * bits // 8)
+    checks.shape("packed", packed, (expected,), f"{bits} bits for each of the values of shape {shape}")
+    return _unpack(packed, bits, shape, np.dtype(dtype))

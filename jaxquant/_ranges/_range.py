@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The range of data, and the scale and zero point of a range."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .. import _checks as checks
+from .. import _numerics as num
+from .._spec import QuantSpec, checked, grid, qparams_shape
+
+TINY = float(jnp.finfo(jnp.float32).tiny)
+_LARGEST = float(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
+
+
+class Range(NamedTuple):
+    """The ends of real ranges, float32, in the shape of the scale: scalars per tensor.
+
+    `Range(inf, -inf)` is the range of nothing, the neutral element of `merge_ranges`.
+    """
+
+    x_min: Any
+    x_max: Any
+
+
+class QParams(NamedTuple):
+    """The numbers of an affine grid: `real = (q - zero_point) * scale`.
+
+    Attributes:
+      scale: float32 > 0. Scalar per tensor; else of the rank of the tensor, with size 1 on the axes that share one and
+        the number of blocks on an axis of blocks. Leading axes of size 1 may be left out.
+      zero_point: float32 of the same shape, whole numbers in [qmin, qmax]; 0 for a symmetric spec.
+    """
+
+    scale: Any
+    zero_point: Any
+
+
+def no_nonfinite(x: Array, nonfinite: str) -> None:
+    """Raises for what a range cannot take into account, where that was asked for."""
+    checks.one_of("nonfinite", nonfinite, ("ignore", "raise"))
+    if nonfinite == "ignore":
+        return
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            '`nonfinite="raise"` needs the values of `x`, got a traced array. Call it outside of jit, or let '
+            '"ignore" leave NaN and infinities out of the range.'
+        )
+    values = np.asarray(x.astype(num.compute_dtype(x.dtype)))
+    if not np.isfinite(values).all():
+        raise ValueError(
+            f"`x` must be finite, got {int(np.isnan(values).sum())} NaN and {int(np.isinf(values).sum())} infinite of "
+            f'{values.size} values. Repair what made them, or pass nonfinite="ignore" to leave them out.'
+        )
+
+
+def finite_or(x: Array, otherwise: float) -> Array:
+    """`x`, or `otherwise` where it is NaN or infinite."""
+    return jnp.where(jnp.abs(x) < jnp.inf, x, otherwise)
+
+
+def _extreme(reduce: Callable, of: Callable, nothing: float, x: Array, axes: tuple[int, ...]) -> Array:
+    """The largest or smallest `of(x)` of the finite values along some axes.
+
+    The values are masked only if there are some to mask: XLA:CPU reduces what it reads, or its absolute value, at the
+    speed of memory, and what else it computes first several times slower, through a copy of the array.
+    """
+    plain = reduce(of(x), axes, initial=nothing)
+    masked = lambda x: reduce(finite_or(of(x), nothing), axes, initial=nothing)
+    return lax.cond((jnp.abs(plain) < jnp.inf).all(), lambda x: plain, masked, x)
+
+
+_lowest = functools.partial(_extreme, jnp.min, lambda x: x, jnp.inf)
+_highest = functools.partial(_extreme, jnp.max, lambda x: x, -jnp.inf)
+_largest = functools.partial(_extreme, jnp.max, jnp.abs, -jnp.inf)
+
+
+def range_of(x: Array, spec: QuantSpec) -> Range:
+    """The range of the finite values of each group, of as few reductions as the spec needs."""
+    shape = qparams_shape(spec, x.shape)
+    x = num.upcast(x, num.compute_dtype(x.dtype))
+    if spec.symmetric and spec.signed:
+        largest = num.gather(_largest, x, shape).astype(jnp.float32)
+        return Range(-largest, largest)
+    x_min = num.gather(_lowest, x, shape).astype(jnp.float32)
+    return Range(x_min, num.gather(_highest, x, shape).astype(jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _calibrate(x: Array, spec: QuantSpec) -> Range:
+    shape = qparams_shape(spec, x.shape)
+    x = num.upcast(x, num.compute_dtype(x.dtype))
+    ends = (num.gather(f, x, shape).astype(jnp.float32) for f in (_lowest, _highest))
+    return Range(*ends)
+
+
+def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
+    """The range of one batch of real values: the smallest and the largest of each group that shares a scale.
+
+    Args:
+      x: floating array of any shape.
+      spec: QuantSpec, static; its granularity says which values share a range.
+      nonfinite: static. "ignore" leaves NaN and infinities out; "raise" raises for them, and needs a concrete `x`.
+
+    Returns:
+      Range of float32 in the shape of the scale. The range of nothing, (inf, -inf), where no value is finite.
+      Combine batches by `merge_ranges` or `ema_ranges`; under `shard_map` it is of the shard: `lax.pmin`, `lax.pmax`.
+
+    Gradient: that of minimum and maximum, as JAX defines it.
+
+    Raises:
+      TypeError: for an `x` that is no floating array, or traced with nonfinite="raise".
+      ValueError: for a granularity that does not fit, or values that are not finite where that was asked for.
+
+    Source: the min-max observer of every calibration scheme.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import activation_spec, calibrate
+    >>> [end.item() for end in calibrate(jnp.array([-1.0, 3.0, jnp.nan]), activation_spec())]
+    [-1.0, 3.0]
+    """
+    x = checks.float_array("x", x)
+    no_nonfinite(x, nonfinite)
+    return _calibrate(x, checked(spec))
+
+
+def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
+    """The range with 0 in it and ends of at most half the largest float; a NaN end is 0."""
+    end = lambda v: jnp.where(v == v, jnp.clip(v, -_LARGEST, _LARGEST), 0)
+    return jnp.minimum(end(x_min), 0), jnp.maximum(end(x_max), 0)
+
+
+def to_qparams(x_min: Array, x_max: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
+    # Constants would be folded before the rewrites that `num.divide` stops.
+    x_min, x_max = lax.optimization_barrier((x_min, x_max))
+    x_min, x_max = _extended(x_min, x_max)
+    if not spec.symmetric:
+        width, steps = x_max - x_min, qmax - qmin
+    else:
+        width, steps = jnp.maximum(-x_min, x_max) if spec.signed else x_max, qmax
+    scale = num.divide(width, steps)
+    scale = jnp.where(width > 0, jnp.where(scale < TINY, TINY, scale), 1)
+    if spec.symmetric:
+        return QParams(scale, jnp.zeros_like(scale))
+    zero_point = qmin - num.round_half_even(num.divide(x_min, scale))
+    return QParams(scale, num.clip(zero_point, qmin, qmax))
+
+
+_qparams_from_range = jax.jit(to_qparams, static_argnames="spec")
+
+
+def qparams_from_range(x_min: Any, x_max: Any, spec: QuantSpec, *, bits: Any = None) -> QParams:
+    """The scale and zero point with which the grid covers a real range.
+
+    The range is extended to contain 0, which always falls on a whole number of the grid. Affine:
+
+        scale = (x_max - x_min) / (qmax - qmin);  zero_point = qmin - round(x_min / scale)
+
+    Symmetric: `scale = max(-x_min, x_max) / qmax`, unsigned `x_max / qmax`, and the zero point is 0. The quotients are
+    correctly rounded, ties to even.
+
+    Args:
+      x_min, x_max: numbers or floating arrays of one shape, real values, traced or not.
+      spec: QuantSpec, static. Its granularity is not read: the shape of the qparams is that of the range.
+      bits: integer, traced or not, at most spec.bits: the grid of a schedule. None means spec.bits.
+
+    Returns:
+      QParams of float32. Defined for every range and always finite: a zero range has scale 1; a tiny one the smallest
+      normal float32 (2 ** -126); infinite ends count as half the largest float32; a NaN end as 0, and so does an end
+      on the wrong side of 0, so that the range of nothing, (inf, -inf), is a zero range.
+
+    Gradient: that of the formula, as JAX defines it. `fake_quant` trains the QParams themselves.
+
+    Raises:
+      TypeError: for ends that are no numbers or floating arrays, or of float64.
+      ValueError: for ends of different shapes, or bits outside 2..spec.bits.
+
+    Source: Jacob et al., 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
+    Inference"; seed page 004.
+
+    >>> from jaxquant import QuantSpec, qparams_from_range
+    >>> [v.item() for v in qparams_from_range(-20.0, 1000.0, QuantSpec(symmetric=False))]
+    [4.0, -123.0]
+    """
+    spec = checked(spec)
+    x_min, x_max = checks.ends(("x_min", "x_max"), (x_min, x_max), jnp.dtype(jnp.float32))
+    checks.shape("x_max", x_max, x_min.shape, "the shape of `x_min`, one range for each scale")
+    return _qparams_from_range(x_min, x_max, spec, *grid(spec, bits, jnp.float32))
+
+
+def rows_of(x: Array, shape: tuple[int, ...]) -> Array:
+    """The values of each group along the last axis: (groups, elements)."""
+    groups = (1,) * (x.ndim - len(shape)) + shape
+    parts = [part for g, n in zip(groups, x.shape, strict=True) for part in (g, n // max(g, 1))]
+    order = [*range(0, len(parts), 2), *range(1, len(parts), 2)]
+    return x.reshape(parts).transpose(order).reshape(math.prod(groups), -1)
+
+
+def _same_keys(a: Any, b: Any, function: str) -> None:
+    if isinstance(a, Range) and isinstance(b, Range):
+        return
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        if set(a) != set(b):
+            raise ValueError(
+                f"`a` and `b` must have the same keys in {function}, got {sorted(set(a) - set(b), key=str)} in `a` "
+                f"alone and {sorted(set(b) - set(a), key=str)} in `b` alone. Add Range(inf, -inf) for the unseen."
+            )
+        for key in a:
+            _same_keys(a[key], b[key], f"{function} at {key!r}")
+        return
+    raise TypeError(
+        f"`a` and `b` must both be Ranges, or dicts of them, in {function}, got {type(a).__name__} and "
+        f"{type(b).__name__}. Build one by Range(x_min, x_max) or calibrate(x, spec)."
+    )
+
+
+def _map_ranges(function: str, f: Callable, a: Any, b: Any) -> Any:
+    _same_keys(a, b, function)
+    if isinstance(a, Mapping):
+        return type(a)({key: _map_ranges(function, f, a[key], b[key]) for key in a})  # pyright: ignore
+    ends = [checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32)) for r in (a, b)]
+    for name, one, other in zip(("x_min", "x_max"), *ends, strict=True):
+        checks.shape(f"{name} of b", other, one.shape, "the shape of that of `a`")
+    return f(Range(*ends[0]), Range(*ends[1]))
+
+
+def merge_ranges(a: Any, b: Any) -> Any:
+    """The smallest range that contains two.
+
+    Associative, commutative and idempotent, so that batches, shards and processes merge in any order; Range(inf, -inf)
+    is neutral.
+
+    Args:
+      a, b: Range of floating arrays of one shape, or dicts of them with the same keys.
+
+    Returns:
+      A Range of float32, or a dict of them like `a`.
+
+    Gradient: that of minimum and maximum, as JAX defines it.
+
+    Raises:
+      TypeError: for anything but Ranges or dicts of them.
+      ValueError: for different keys or shapes.
+
+    Source: the min-max observer of every calibration scheme.
+
+    >>> from jaxquant import Range, merge_ranges
+    >>> [end.item() for end in merge_ranges(Range(-1.0, 2.0), Range(-3.0, 1.0))]
+    [-3.0, 2.0]
+    """
+    return _map_ranges(
+        "merge_ranges", lambda a, b: Range(jnp.minimum(a.x_min, b.x_min), jnp.maximum(a.x_max, b.x_max)), a, b
+    )
+
+
+@jax.jit
+def _ema(a: Range, b: Range, decay: Array) -> Range:
+    mean = lambda old, new: num.guard(old * decay) + num.guard(new * (1 - decay))
+    nothing = lambda r: r.x_min > r.x_max
+    pick = lambda old, new: jnp.where(nothing(b), old, jnp.where(nothing(a), new, mean(old, new)))
+    return Range(pick(a.x_min, b.x_min), pick(a.x_max, b.x_max))
+
+
+def ema_ranges(a: Any, b: Any, decay: Any) -> Any:
+    """The exponential moving average of ranges: `decay * a + (1 - decay) * b`, end by end.
+
+    Not associative: the order of the batches counts, and shards are merged by `merge_ranges` first. The range of
+    nothing, (inf, -inf), is neutral, so that it starts an average.
+
+    Args:
+      a: Range, or dict of them: the average so far.
+      b: the same for the new batch.
+      decay: number or floating scalar in [0, 1], traced or not.
+
+    Returns:
+      A Range of float32, or a dict of them like `a`.
+
+    Gradient: that of the formula, as JAX defines it.
+
+    Raises:
+      TypeError: for anything but Ranges or dicts of them.
+      ValueError: for different keys or shapes, or a concrete decay outside [0, 1].
+
+    Source: Jacob et al., 2018, section 3.1.
+
+    >>> from jaxquant import Range, ema_ranges
+    >>> [end.item() for end in ema_ranges(Range(-1.0, 2.0), Range(-2.0, 1.0), 0.5)]
+    [-1.5, 1.5]
+    """
+    decay = checks.fraction("decay", decay)
+    return _map_ranges("ema_ranges", lambda a, b: _ema(a, b, decay), a, b)
