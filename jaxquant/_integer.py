@@ -111,9 +111,9 @@ class Dot(NamedTuple):
             _stacked(q, dict(zip(axes, blocks, strict=True))) for q, axes in zip((a, b), self.contracted, strict=True)
         )
         # One after the other, so that the order of the float sum is fixed.
-        total = jnp.zeros(jax.eval_shape(lambda a, b: self._block(a, b), *(_first(q) for q in (a, b))).shape)
+        first = self._block(_first(a), _first(b))  # for its type alone: XLA drops the value
+        total, _ = num.vary_together(num.shard_like(jnp.zeros_like(first), first), first)
         step = lambda total, blocks: (total + self._block(*blocks), None)
-        total, *_ = num.vary_together(total, a.values, b.values, a.scale, b.scale)
         return lax.scan(step, total, (a, b))[0]
 
     def _blocks(self, a: QArray, b: QArray, i: int, j: int) -> int:
@@ -184,9 +184,11 @@ class Dot(NamedTuple):
         rows = math.prod(a.shape[i] for i in free)
         x = lax.transpose(x, (*ba, *free, *ca))
         x = lax.reshape(x, [*(a.shape[i] for i in ba), rows, *(a.shape[i] for i in ca)])
-        # A row of ones sums the columns of b, which a reduction does in several times the time of the contraction.
-        ones = 0 if a_zero is None else 1
-        if extra := max(ones, 4 - rows):
+        # A row of ones sums the columns of b, which a reduction does in several times the time of the contraction. On
+        # a mesh with explicit axes it would not have the sharding of the others.
+        replicated = all(axis is None for axis in jax.typeof(x).sharding.spec)
+        ones = int(a_zero is not None and replicated)
+        if extra := max(ones, 4 - rows if replicated else 0):
             fill = jnp.ones_like(x, shape=[extra if k == outer else n for k, n in enumerate(x.shape)])
             x = lax.concatenate([x, fill], outer)
         inner = tuple(range(outer + 1, x.ndim))
@@ -206,7 +208,12 @@ class Dot(NamedTuple):
             acc = acc - b_zero * sums
         if a_zero is not None:
             a_zero = place("a", a_zero, a, a_at)
-            sums = lax.slice_in_dim(product, rows, rows + 1, axis=outer)
+            if ones:
+                sums = lax.slice_in_dim(product, rows, rows + 1, axis=outer)
+            else:
+                sums = jnp.sum(w.astype(jnp.int32), cb)
+                left = [i for i in range(b.ndim) if i not in cb]
+                sums = lax.transpose(sums, [left.index(i) for i in (*bb, *self._free(b.ndim, 1))])
             sums = lax.reshape(sums, [*acc.shape[:outer], *[1] * len(free), *acc.shape[outer + len(free) :]])
             acc = acc - a_zero * (sums if b_zero is None else sums - length * b_zero)
         return acc

@@ -199,23 +199,34 @@ def spread(v: Array, shape: tuple[int, ...]) -> Array:
     groups = (1,) * (len(shape) - v.ndim) + v.shape
     if v.ndim < len(shape):
         v = lax.reshape(v, groups)
-    repeats = [1 if g <= 1 else n // g for g, n in zip(groups, shape, strict=True)]
-    if all(r == 1 for r in repeats):
+    parts, size = _split(shape, groups)
+    if not size:
         return v
-    parts = [part for pair in zip(groups, repeats, strict=True) for part in pair]
-    v = lax.broadcast_in_dim(v, parts, range(0, len(parts), 2))
-    return lax.reshape(v, [g * r for g, r in zip(groups, repeats, strict=True)])
+    at = [i for i in range(len(parts)) if i not in size]
+    v = lax.broadcast_in_dim(v, [n if i in size else v.shape[at.index(i)] for i, n in enumerate(parts)], at)
+    return lax.reshape(v, [g if g <= 1 else n for g, n in zip(groups, shape, strict=True)])
 
 
 def gather(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
     """`reduce(x, axes)` over each group of a tensor, in the shape `groups`: the values that `spread` spreads."""
     padded = (1,) * (x.ndim - len(groups)) + tuple(groups)
-    if all(g in (1, n) for g, n in zip(padded, x.shape, strict=True)):
-        axes = [i for i, g in enumerate(padded) if g == 1]
-    else:
-        parts = [part for g, n in zip(padded, x.shape, strict=True) for part in (g, n // max(g, 1))]
-        x, axes = lax.reshape(x, parts), range(1, len(parts), 2)
-    return lax.reshape(reduce(x, tuple(axes)), groups)
+    parts, size = _split(x.shape, padded)
+    at = [i for i in range(len(parts)) if i not in size]
+    shared = [i for i, g in zip(at, padded, strict=True) if g == 1]
+    if size:
+        x = lax.reshape(x, parts)
+    return lax.reshape(reduce(x, (*shared, *size)), groups)
+
+
+def _split(shape: tuple[int, ...], groups: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """`shape` with each axis of blocks in two, (number, size); and which of its axes are the sizes."""
+    parts, size = [], []
+    for n, g in zip(shape, groups, strict=True):
+        parts.append(g if 1 < g < n else n)
+        if 1 < g < n:
+            size.append(len(parts))
+            parts.append(n // g)
+    return parts, size
 
 
 def vary_together(*arrays: Array) -> Any:

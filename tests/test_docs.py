@@ -6,11 +6,16 @@ import io
 import pathlib
 import re
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = {path.stem: re.findall(r"```python\n(.*?)```", path.read_text(), re.S) for path in (ROOT / "docs").glob("*.md")}
 
 
-def test_the_example_learns():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+def test_the_examples_run_and_learn():
+    code, integers = re.findall(r"```python\n(.*?)```", README, re.S)
+    exec(integers, {})
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code, {})
@@ -25,6 +30,14 @@ def test_the_commands_are_one_line_each():
         assert command.endswith(last)
 
 
+@pytest.mark.parametrize("page", sorted(page for page, code in PAGES.items() if code))
+def test_the_examples_of_a_page_run(page):
+    for code in PAGES[page]:
+        assert "assert " in code
+        exec(code, {})
+
+
 def test_links_exist():
-    root = pathlib.Path(__file__).parents[1]
-    assert [link for link in re.findall(r"\]\(([^)#:]+)\)", README) if not (root / link).exists()] == []
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        links = re.findall(r"\]\(([^)#:]+)\)", path.read_text())
+        assert [link for link in links if not (path.parent / link).exists()] == []

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does the affine fake quant cost, with given qparams and with the range of the data, against a pass over memory?
+
+    python benchmarks/affine.py        # needs the `benchmarks` extra; writes its table into docs/benchmarks.md
+
+Ratios of times in one process, interleaved: medians over rounds, in brackets the quartiles. JAX's runs donate x on both
+sides; torch is called eagerly, as its users call it, and gets new memory on both sides.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import qwix
+import torch
+from runner import Ratio, donated, kept, machine, publish, ratios, seconds
+
+from jaxquant import PerChannel, QuantSpec, activation_spec, fake_quant, fit_qparams, weight_spec
+
+RNG = np.random.default_rng(0)
+SPECS = {
+    "per tensor": QuantSpec(),
+    "per tensor, affine": activation_spec(),
+    "last axis": weight_spec(channel_axis=-1),
+    "last axis, affine": QuantSpec(symmetric=False, granularity=PerChannel(-1)),
+    "first axis": weight_spec(channel_axis=0),
+    "blocks of 32": weight_spec(channel_axis=-1, block_size=32),
+}
+GOALS = {  # those of part 2, for n = 1024 and 4096
+    "per tensor": (1.4, 1.6),
+    "per tensor, affine": (1.6, 2.0),
+    "last axis": (1.6, 1.9),
+    "last axis, affine": (1.6, 1.9),
+    "first axis": (1.4, 1.4),
+    "blocks of 32": (None, None),
+}
+
+
+def of_torch(x):
+    """torch's fake quant with given qparams, to its own x + 1: per tensor, last axis, first axis."""
+    scale, zero = torch.rand(x.shape[0]) + 0.1, torch.zeros(x.shape[0], dtype=torch.int32)
+    x = torch.from_numpy(x)
+    runs = {"x + 1": lambda: x + 1, "tensor": lambda: torch.fake_quantize_per_tensor_affine(x, 0.03, 0, -128, 127)}
+    for axis, name in ((1, "last axis"), (0, "first axis")):
+        runs[name] = lambda axis=axis: torch.fake_quantize_per_channel_affine(x, scale, zero, axis, -128, 127)
+    got = ratios(runs, "x + 1", 15)
+    return {"per tensor": got["tensor"], "per tensor, affine": got["tensor"], **got}
+
+
+def given(n):
+    """Qparams fitted before."""
+    x = RNG.normal(size=(n, n)).astype(np.float32)
+    runs = {"x + 1": donated(lambda x: x + 1, jnp.asarray(x))}
+    for name, spec in SPECS.items():
+        qparams = fit_qparams(jnp.asarray(x), spec)
+        runs[name] = donated(lambda x, q, spec=spec: fake_quant(x, spec, q), jnp.asarray(x), qparams)
+    got, theirs = ratios(runs, "x + 1", 41), of_torch(x)
+    for name in SPECS:
+        yield f"`fake_quant`, {name}, {n}^2", got[name], GOALS[name][n == 4096], theirs.get(name, "")
+
+
+def gradients(n):
+    """d/dx alone, and with the gradient of the scale, both to x + g."""
+    x, g = (jnp.asarray(RNG.normal(size=(n, n)).astype(np.float32)) for _ in range(2))
+    spec = SPECS["last axis"]
+    qparams = fit_qparams(x, spec)
+    dx = lambda g, x, q: jax.vjp(lambda x: fake_quant(x, spec, q), x)[1](g)[0]
+    both = lambda g, x, q: jax.vjp(lambda x, q: fake_quant(x, spec, q), x, q)[1](g)
+    got = ratios({"x + g": donated(lambda g, x: x + g, g, x), "dx": donated(dx, g, x, qparams)}, "x + g", 41)
+    yield f"d/dx, last axis, {n}^2", got["dx"], 1.15, ""
+    got = ratios({"x + g": kept(lambda g, x: x + g, g, x), "both": kept(both, g, x, qparams)}, "x + g", 41)
+    yield f"d/dx and d/dscale, last axis, {n}^2", got["both"], {1024: 2.5, 4096: 3.2}[n], ""
+
+
+def in_two(first, second, x):
+    """A pass that reads x and one that writes it, each compiled alone: what a range and a fake quant have to do."""
+    first, second, held = jax.jit(first), jax.jit(second, donate_argnums=0), [x.copy()]
+
+    def run():
+        jax.block_until_ready(first(held[0]))
+        held[0] = jax.block_until_ready(second(held[0]))
+
+    return run
+
+
+def of_qwix(x, axis):
+    codes = qwix.quantize(x, jnp.int8, channelwise_axes=[axis])
+    return qwix.dequantize(codes).astype(x.dtype)
+
+
+def with_range(n):
+    """The range of the data and the fake quant with it, to the two passes that are their least."""
+    x = jnp.asarray(RNG.normal(size=(n, n)).astype(np.float32))
+    for name, axis in (("last axis", 1), ("first axis", 0)):
+        spec = SPECS[name]
+        runs = {
+            "two passes": in_two(lambda x, axis=axis: jnp.max(jnp.abs(x), 1 - axis), lambda x: x + 1, x),
+            "x + 1": donated(lambda x: x + 1, x),
+            "jaxquant": donated(lambda x, spec=spec: fake_quant(x, spec), x),
+            "qwix": donated(lambda x, axis=axis: of_qwix(x, axis), x),
+        }
+        times = seconds(runs, 41)
+        to = lambda run, base, times=times: Ratio(*np.quantile(times[run] / times[base], [0.5, 0.25, 0.75]))
+        yield f"range and `fake_quant`, {name}, {n}^2, to two passes", to("jaxquant", "two passes"), 1.15, ""
+        yield f"the same to x + 1 (two passes: {to('two passes', 'x + 1')})", to("jaxquant", "x + 1"), None, ""
+        yield f"the same to qwix (qwix to x + 1: {to('qwix', 'x + 1')})", to("jaxquant", "qwix"), 1.0, ""
+
+
+def main():
+    rows = [row for part in (given, gradients, with_range) for n in (1024, 4096) for row in part(n)]
+    lines = [f"Measured on: {machine('torch', 'qwix')}; torch with {torch.get_num_threads()} threads.", ""]
+    lines += ["| | jaxquant | goal | torch, to its own x + 1 |", "|---|---|---|---|"]
+    for name, got, goal, theirs in rows:
+        verdict = "" if goal is None else f"{goal}, {'met' if got.median <= goal else 'missed'}"
+        lines.append(f"| {name} | {got} | {verdict} | {theirs} |")
+    publish("affine", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
