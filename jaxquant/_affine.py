@@ -254,8 +254,8 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
 
     >>> import jax.numpy as jnp
     >>> from jaxquant import QParams, QuantSpec, quantize
-    >>> quantize(jnp.array([500.0, 2000.0]), QuantSpec(signed=False), QParams(1000 / 255, 0)).values.tolist()
-    [128, 255]
+    >>> quantize(jnp.array([400.0, 2000.0]), QuantSpec(signed=False), QParams(1000 / 255, 0)).values.tolist()
+    [102, 255]
     """
     x, spec = checks.float_array("x", x), checked(spec)
     qmin, qmax = grid(spec, None, jnp.float32)

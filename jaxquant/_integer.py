@@ -211,7 +211,7 @@ class Dot(NamedTuple):
             if ones:
                 sums = lax.slice_in_dim(product, rows, rows + 1, axis=outer)
             else:
-                sums = jnp.sum(w.astype(jnp.int32), cb)
+                sums = jnp.sum(w, cb, dtype=jnp.int32)
                 left = [i for i in range(b.ndim) if i not in cb]
                 sums = lax.transpose(sums, [left.index(i) for i in (*bb, *self._free(b.ndim, 1))])
             sums = lax.reshape(sums, [*acc.shape[:outer], *[1] * len(free), *acc.shape[outer + len(free) :]])

@@ -212,7 +212,7 @@ def test_the_longest_contraction_is_where_int32_ends():
 
 def array_of_ones(n, spec):
     zero = jnp.zeros((), spec.dtype)
-    return QArray(jnp.ones(n, spec.dtype), jnp.ones(()), zero, spec, jnp.float32)
+    return QArray(jnp.ones(n, spec.dtype), jnp.float32(1), zero, spec, jnp.float32)
 
 
 CONVOLUTIONS = [

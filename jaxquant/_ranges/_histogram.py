@@ -34,9 +34,9 @@ def _histogram(x: Array, spec: QuantSpec) -> Histogram:
     shape = qparams_shape(spec, x.shape)
     rows = rows_of(num.upcast(x, num.compute_dtype(x.dtype)).astype(jnp.float32), shape)
     bits = lax.bitcast_convert_type(rows, jnp.int32)
-    size = lax.shift_right_logical(bits & 0x7FFFFFFF, 23 - _FRACTION_BITS)
+    size = (bits & 0x7FFFFFFF) >> (23 - _FRACTION_BITS)
     half = _BINS // 2
-    index = jnp.where(bits < 0, half - 1 - size, half + size) + _BINS * jnp.arange(rows.shape[0])[:, None]
+    index = jnp.where(bits < 0, half - 1 - size, half + size) + _BINS * jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     index = jnp.where(jnp.abs(rows) < jnp.inf, index, rows.shape[0] * _BINS)
     counts = jnp.zeros(rows.shape[0] * _BINS, jnp.uint32).at[index.ravel()].add(1, mode="drop")
     return Histogram(counts.reshape(*shape, _BINS))
@@ -119,7 +119,7 @@ def _range_of_counts(counts: Array, low: float, high: float) -> Range:
         negative = index < half
         size = jnp.where(negative, half - 1 - index, index - half)
         outer = (negative != upper).astype(jnp.int32) * (2**rest - 1)
-        magnitude = lax.bitcast_convert_type(lax.shift_left(size, rest) + outer, jnp.float32)
+        magnitude = lax.bitcast_convert_type((size << rest) + outer, jnp.float32)
         return jnp.where(negative, -magnitude, magnitude)
 
     empty = count[..., 0] == 0
