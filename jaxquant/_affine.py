@@ -243,7 +243,7 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
 
     Returns:
       QArray; its scale and zero point are those used, limited as in `fake_quant`. Infinities saturate; NaN becomes
-      qmin, as in ONNX Runtime, because integers have none.
+      qmin, as in ONNX Runtime (but its blocked kernel), because integers have none.
 
     Gradient: none to x; quantized values are integers. Train through `fake_quant`.
 

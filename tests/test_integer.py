@@ -203,7 +203,13 @@ def test_values_wider_than_8_bits(bits_a, bits_b, length, execution):
 
 def test_the_longest_contraction_is_where_int32_ends():
     shape = lambda n, spec: jax.eval_shape(lambda: array_of_ones(n, spec))
-    for a, b, longest in ((QuantSpec(), QuantSpec(), 133_144), (QuantSpec(symmetric=False), QuantSpec(), 66_311)):
+    wide = QuantSpec(narrow_range=False)
+    pairs = (
+        (QuantSpec(), QuantSpec(), 133_144),
+        (QuantSpec(symmetric=False), QuantSpec(), 66_311),
+        (wide, wide, 131_071),
+    )
+    for a, b, longest in pairs:
         dot = lambda a, b: dot_general(a, b, (((0,), (0,)), ((), ())))
         jax.eval_shape(dot, shape(longest, a), shape(longest, b))
         with pytest.raises(ValueError, match=f"{longest} do"):

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other judges: onnxruntime's QuantizeLinear and integer kernels, PyTorch's fake quantize and its learned gradients.
+
+Needs the `judges` extra. Every run draws another seed, which is printed with the counts; JAXQUANT_SEED
+repeats a run.
+"""
+
+import collections
+import itertools
+import os
+import secrets
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import differing
+
+from jaxquant import (
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    QArray,
+    QParams,
+    QuantSpec,
+    conv_general_dilated,
+    dequantize,
+    dot_general,
+    fake_quant,
+    quantize,
+)
+
+pytestmark = pytest.mark.slow
+SEED = int(os.environ.get("JAXQUANT_SEED", secrets.randbits(32)))
+ONNX, TORCH = f"onnxruntime, seed {SEED}", f"PyTorch, seed {SEED}"
+both_executions = pytest.mark.parametrize("execution", ["int8", "float32"])
+
+
+def installed(*names):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [pytest.importorskip(name, reason="needs the `judges` extra") for name in names]
+
+
+@pytest.fixture(scope="module")
+def node():
+    """Makes a function of one ONNX operator, run by onnxruntime: node(operator, dtypes in, dtype out, **attributes)."""
+    onnx, onnxruntime = installed("onnx", "onnxruntime")
+
+    def make(operator, dtypes, dtype, **attributes):
+        *kinds, kind = (onnx.helper.np_dtype_to_tensor_dtype(np.dtype(t)) for t in (*dtypes, dtype))
+        names = [f"input_{i}" for i in range(len(dtypes))]
+        value = lambda name, kind: onnx.helper.make_tensor_value_info(name, kind, None)
+        graph = onnx.helper.make_graph(
+            [onnx.helper.make_node(operator, names, ["output"], **attributes)],
+            "graph",
+            list(map(value, names, kinds)),
+            [value("output", kind)],
+        )
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        return lambda *arrays: session.run(None, dict(zip(names, arrays, strict=True)))[0]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return installed("torch")[0]
+
+
+def any_scales(rng, shape):
+    """float32 scales over many powers of two; half of them of so few bits that ties are exact."""
+    mantissa = np.where(rng.random(shape) < 0.5, rng.integers(1, 128, shape), rng.uniform(1, 128, shape))
+    return np.ldexp(mantissa, rng.integers(-40, 40, shape)).astype(np.float32)
+
+
+def zero_points(rng, shape, spec):
+    return np.zeros(shape) if spec.symmetric else rng.integers(spec.qmin, spec.qmax + 1, shape)
+
+
+def ties(rng, shape, scale, zero_point, spec):
+    """Ties of every level and of some beyond, and their neighbours up to 8 ulp away."""
+    steps = rng.integers(spec.qmin - 3, spec.qmax + 3, shape) - zero_point
+    x = ((steps + 0.5) * scale.astype(np.float64)).astype(np.float32)
+    return (x.view(np.int32) + rng.integers(-8, 9, shape, np.int32)).view(np.float32)
+
+
+def random_bits(rng, shape, scale, zero_point, spec):
+    """Every float32 alike: NaN, infinities, subnormals and what is far beyond the grid among them."""
+    return rng.integers(0, 2**32, shape, np.uint32).view(np.float32)
+
+
+def normal(rng, shape, scale, zero_point, spec):
+    center, width = (spec.qmin + spec.qmax) / 2, (spec.qmax - spec.qmin) / 4
+    return ((rng.normal(center, width, shape) - zero_point) * scale).astype(np.float32)
+
+
+FAMILIES = {"ties": ties, "random bits": random_bits, "normal": normal}
+SHAPE = 40, 104, 253  # a million values; 253 leaves a remainder to vectorised kernels
+GRANULARITIES = {  # the granularity, its attributes in ONNX, the shape of the scale
+    "tensor": (PerTensor(), {}, (40, 1, 1)),  # one after the other
+    "first axis": (PerChannel(0), {"axis": 0}, (40, 1, 1)),
+    "middle axis": (PerChannel(1), {"axis": 1}, (1, 104, 1)),
+    "last axis": (PerChannel(-1), {"axis": -1}, (1, 1, 253)),
+    "blocks": (PerBlock(1, 8), {"axis": 1, "block_size": 8}, (40, 13, 253)),
+}
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+def test_quantize_linear(dtype, granularity, node, compared):
+    """Nothing is excluded but for blocks: NaN is qmin in onnxruntime too, and a subnormal is the zero point."""
+    rng = np.random.default_rng([SEED, *dtype.encode(), *granularity.encode()])
+    kind, attributes, groups = GRANULARITIES[granularity]
+    info, blocks = np.iinfo(dtype), "block_size" in attributes
+    spec = QuantSpec(bits=info.bits, signed=info.min < 0, symmetric=False, narrow_range=False, granularity=kind)
+    to_integers = node("QuantizeLinear", ["float32", "float32", dtype], dtype, **attributes)
+    to_real = node("DequantizeLinear", [dtype, "float32", dtype], "float32", **attributes)
+    for family, make in FAMILIES.items():
+        scale, zero_point = any_scales(rng, groups), zero_points(rng, groups, spec)
+        spread = [np.repeat(v, attributes.get("block_size", 1), 1) for v in (scale, zero_point)]
+        x, defined = make(rng, SHAPE, *spread, spec), np.full(SHAPE, True)
+        if blocks:
+            # This kernel converts to int32 before it adds the zero point: NaN, and all beyond 2 ** 31 levels of
+            # either sign, are -2 ** 31, and with a negative zero point that wraps around to qmax.
+            with np.errstate(all="ignore"):
+                defined = np.abs(x / spread[0]) < 2**30
+        arrays = x, scale, zero_point, defined
+        differ = collections.Counter()
+        for x, scale, zero_point, keep in zip(*arrays, strict=True) if granularity == "tensor" else [arrays]:
+            parameters = [v if blocks else v.ravel() for v in (scale, zero_point.astype(dtype))]
+            codes = to_integers(x, *parameters)
+            real = to_real(codes, *parameters)
+            qparams = QParams(jnp.asarray(scale), jnp.asarray(zero_point, jnp.float32))
+            q, y = quantize(x, spec, qparams), fake_quant(x, spec, qparams)
+            differ["QuantizeLinear"] += differing(np.asarray(q.values)[keep], codes[keep])
+            differ["DequantizeLinear"] += differing(np.asarray(dequantize(q))[keep], real[keep])
+            real = np.where(np.isnan(x), x, real)  # fake_quant keeps it
+            differ["DequantizeLinear of QuantizeLinear"] += differing(np.asarray(y)[keep], real[keep])
+        for operator, count in differ.items():
+            compared(ONNX, f"{operator}, {family}", int(arrays[-1].sum()), count)
+        assert differ.total() == 0, f"seed {SEED}, {family}: {differ}"
+
+
+def integers(rng, shape, dtype, groups, granularity, seven_bits=False):
+    """A QArray of scale 1. `seven_bits`: for kernels that saturate; of the zero point too, with which they pad."""
+    info = np.iinfo(dtype)
+    low, high = (-64, 63) if seven_bits else (info.min, info.max)
+    values = rng.integers(low, high + 1, shape).astype(dtype)
+    zero_point = rng.integers(low, high + 1, groups).astype(dtype)
+    spec = QuantSpec(signed=info.min < 0, symmetric=False, granularity=granularity)
+    return QArray(*map(jnp.asarray, (values, np.ones(groups, np.float32), zero_point)), spec, jnp.float32)
+
+
+def operands(a, b):
+    return np.asarray(a.values), np.asarray(b.values), np.ravel(a.zero_point), np.ravel(b.zero_point)
+
+
+PAIRS = list(itertools.product(["uint8", "int8"], repeat=2))
+# Up to 258 products the sums are whole numbers in float32; past that both sides round int32 to float32 once.
+MATMULS = [  # the shapes of a, of b, and of the zero point of b; that of a is one, as onnxruntime has no other
+    ((1, 7), (7, 3), (1, 3)),
+    ((65, 258), (258, 70), (1, 70)),
+    ((65, 258), (258, 70), ()),
+    ((33, 1500), (1500, 40), (1, 40)),
+    ((3, 5, 200), (200, 64), (1, 64)),
+    ((3, 5, 200), (3, 200, 9), ()),
+]
+
+
+@both_executions
+@pytest.mark.parametrize(("of_a", "of_b"), PAIRS)
+def test_matmul_integer(of_a, of_b, execution, node, compared):
+    rng = np.random.default_rng([SEED, *of_a.encode(), *of_b.encode()])
+    matmul = node("MatMulInteger", [of_a, of_b] * 2, "int32")
+    # Its uint8 x int8 kernel adds products in pairs in int16, with saturation, where the CPU has no VNNI.
+    saturates = (of_a, of_b) == ("uint8", "int8")
+    for shape_a, shape_b, groups in MATMULS:
+        a = integers(rng, shape_a, of_a, (), PerTensor())
+        b = integers(rng, shape_b, of_b, groups, PerChannel(-1) if groups else PerTensor(), saturates)
+        inner, batch = len(shape_b) - 2, tuple(range(len(shape_b) - 2))
+        got = dot_general(a, b, (((len(shape_a) - 1,), (inner,)), (batch, batch)), execution=execution)
+        differ = differing(got, matmul(*operands(a, b)).astype(np.float32))
+        compared(ONNX, f"MatMulInteger, {execution}", got.size, differ)
+        assert differ == 0, f"seed {SEED}, {shape_a}, {shape_b}"
+
+
+CONVS = [  # the shapes of input and kernel, strides, padding, dilations, groups
+    ((2, 4, 31, 30), (8, 4, 3, 2), (1, 1), ((0, 0), (0, 0)), (1, 1), 1),
+    ((2, 4, 31, 30), (8, 4, 3, 2), (2, 1), ((1, 2), (0, 1)), (1, 2), 1),
+    ((2, 4, 31, 30), (8, 2, 3, 2), (1, 2), ((2, 0), (1, 1)), (2, 1), 2),
+    ((2, 4, 31, 30), (4, 1, 3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 4),
+    ((1, 96, 9, 9), (16, 96, 3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1),
+    ((3, 16, 30), (8, 16, 5), (2,), ((7, 6),), (1,), 1),
+]
+
+
+@both_executions
+@pytest.mark.parametrize(("of_a", "of_b"), PAIRS)
+def test_conv_integer(of_a, of_b, execution, node, compared):
+    """Both pad with the zero point. One for the kernel too: onnxruntime has none by output channel."""
+    rng = np.random.default_rng([SEED, *of_a.encode(), *of_b.encode()])
+    # The kernel is the left operand of its matmul, so that here int8 x uint8 saturates.
+    saturates = (of_a, of_b) == ("int8", "uint8")
+    for shape_a, shape_b, strides, padding, dilations, groups in CONVS:
+        attributes = {"strides": strides, "dilations": dilations, "group": groups}
+        conv = node("ConvInteger", [of_a, of_b] * 2, "int32", pads=np.ravel(padding, "F").tolist(), **attributes)
+        a, b = integers(rng, shape_a, of_a, (), PerTensor(), saturates), integers(rng, shape_b, of_b, (), PerTensor())
+        static = {"rhs_dilation": dilations, "feature_group_count": groups, "execution": execution}
+        got = conv_general_dilated(a, b, strides, padding, **static)
+        differ = differing(got, conv(*operands(a, b)).astype(np.float32))
+        compared(ONNX, f"ConvInteger, {execution}", got.size, differ)
+        assert differ == 0, f"seed {SEED}, {shape_a}, {shape_b}"
+
+
+TORCH_SHAPE, REPEATS = (16, 24, 65), 3
+LAYOUTS = {  # the granularity, the shape of the scale, the other axes, the axis argument of PyTorch
+    "per_tensor_affine": (PerTensor(), (), None, ()),
+    "per_channel_affine": (PerChannel(1), (1, 24, 1), (0, 2), (1,)),
+}
+all_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+all_bits = pytest.mark.parametrize("bits", range(2, 9))
+
+
+def torch_values(rng, scale, zero_point, spec, margin):
+    """Values of all families, 0 for those where PyTorch has other semantics, and how many these are.
+
+    NaN becomes qmin there, and beyond 2 ** 63 levels, infinities among them, the kernels per channel give qmin for
+    either sign. `margin(steps)`, in units of 2 ** -22, is what beside a tie counts as the tie.
+    """
+    made = [make(rng, TORCH_SHAPE, scale, zero_point, spec) for make in FAMILIES.values()]
+    x = np.choose(rng.choice(len(made), TORCH_SHAPE), made)
+    with np.errstate(all="ignore"):
+        steps = x / scale.astype(np.float64)
+        beside_tie = np.abs(steps - np.floor(steps) - 0.5) < 2.0**-22 * margin(np.abs(steps))
+        excluded = ~(np.abs(steps) < 2.0**62) | beside_tie
+    return np.where(excluded, np.float32(0), x), int(excluded.sum())
+
+
+def torch_cases(rng, bits, layout, learned):
+    granularity, groups, *_ = LAYOUTS[layout]
+    for signed, symmetric, power_of_two, _ in itertools.product(*[[False, True]] * 3, range(REPEATS)):
+        spec = QuantSpec(bits=bits, signed=signed, symmetric=symmetric, granularity=granularity)
+        mantissa = 1.0 if power_of_two else rng.uniform(1, 2, groups)
+        scale = np.asarray(np.ldexp(mantissa, rng.integers(-12, 13, groups)), np.float32)
+        zero_point = np.asarray(zero_points(rng, groups, spec), np.float32)
+        if learned:
+            if layout == "per_tensor_affine":
+                # Its backward rounds a negative zero point by adding 0.5 and truncating: -3 is -2 there.
+                zero_point = np.maximum(zero_point, 0)
+            # The backward of both rounds x / scale + zero_point in one, unlike their forward.
+            margin = lambda steps, zero_point=zero_point: steps + np.abs(zero_point)
+        else:
+            # It multiplies by the rounded reciprocal, which is exact for a power of two.
+            margin = lambda steps, power_of_two=power_of_two: steps * (not power_of_two)
+        x, excluded = torch_values(rng, scale, zero_point, spec, margin)
+        g = rng.integers(-8, 9, TORCH_SHAPE).astype(np.float32)
+        yield spec, power_of_two, g, (x, scale, zero_point), excluded
+
+
+def in_jax(spec, g, *arrays):
+    """The output of fake_quant, and its gradients to x, scale and zero point."""
+    y, vjp = jax.vjp(lambda x, *qparams: fake_quant(x, spec, QParams(*qparams)), *map(jnp.asarray, arrays))
+    return y, *vjp(jnp.asarray(g))
+
+
+def in_torch(torch, op, spec, layout, g, *arrays):
+    """The output of PyTorch's op, called with the arrays and the static arguments, and its gradients to the arrays."""
+    leaves = [torch.tensor(v, requires_grad=True) for v in arrays]
+    y = op(*leaves, *LAYOUTS[layout][3], spec.qmin, spec.qmax)
+    y.backward(torch.tensor(g))
+    return y.detach().numpy(), *(leaf.grad.numpy() for leaf in leaves)
+
+
+def differing_but_zeros(got, want):
+    """How many differ, zero signs apart: PyTorch multiplies by its masks, which gives -0."""
+    return differing(np.ravel(got) + np.float32(0), np.ravel(want) + np.float32(0))
+
+
+@all_layouts
+@all_bits
+def test_fake_quantize(bits, layout, torch, compared):
+    rng = np.random.default_rng([SEED, bits, *layout.encode()])
+    plain = getattr(torch, f"fake_quantize_{layout}")
+    for spec, _, g, (x, scale, zero_point), excluded in torch_cases(rng, bits, layout, learned=False):
+        y, dx, *_ = in_jax(spec, g, x, scale, zero_point)
+        qparams = torch.tensor(np.ravel(scale)), torch.tensor(np.ravel(zero_point).astype(np.int32))
+        op = lambda x, *static, qparams=qparams: plain(x, *qparams, *static)
+        want, want_dx = in_torch(torch, op, spec, layout, g, x)
+        differ = differing(y, want), differing_but_zeros(dx, want_dx)
+        compared(TORCH, f"fake_quantize_{layout}", x.size - excluded, differ[0])
+        compared(TORCH, f"fake_quantize_{layout}, d/dx", x.size - excluded, differ[1])
+        assert differ == (0, 0), f"seed {SEED}, {spec}"
+
+
+def magnitudes(spec, g, x, scale, zero_point, axes):
+    """The sums of the magnitudes of what the gradients of scale and zero point add up."""
+    steps = x / scale.astype(np.float64)
+    level = np.rint(steps) + zero_point
+    clipped = np.clip(level, spec.qmin, spec.qmax)
+    of_scale = np.where(level == clipped, np.rint(steps) - steps, clipped - zero_point)
+    return [np.abs(v).sum(axes).ravel() for v in (g * of_scale, g * scale * (level != clipped))]
+
+
+@all_layouts
+@all_bits
+def test_learned_scale_and_zero_point(bits, layout, torch, compared):
+    """The zero point of a symmetric spec is not trained here, that of PyTorch's op is."""
+    rng = np.random.default_rng([SEED, bits, *layout.encode(), 1])
+    op = lambda *v: getattr(torch, f"_fake_quantize_learnable_{layout}")(*v, 1.0)
+    for spec, power_of_two, g, (x, scale, zero_point), excluded in torch_cases(rng, bits, layout, learned=True):
+        y, dx, dscale, dzero = in_jax(spec, g, x, scale, zero_point)
+        want = in_torch(torch, op, spec, layout, g, x, np.ravel(scale), np.ravel(zero_point))
+        differ = differing(y, want[0]), differing_but_zeros(dx, want[1])
+        compared(TORCH, f"learnable_{layout}", x.size - excluded, differ[0])
+        compared(TORCH, f"learnable_{layout}, d/dx", x.size - excluded, differ[1])
+        assert differ == (0, 0), f"seed {SEED}, {spec}"
+
+        of_scale, of_zero = magnitudes(spec, g, x, scale, zero_point, LAYOUTS[layout][2])
+        want_zero = np.zeros_like(want[3]) if spec.symmetric else want[3]
+        assert (np.abs(np.ravel(dscale) - want[2]) <= 1e-5 * of_scale).all(), f"seed {SEED}, {spec}"
+        assert (np.abs(np.ravel(dzero) - want_zero) <= 1e-5 * of_zero).all(), f"seed {SEED}, {spec}"
+        if power_of_two:  # whole numbers times one power of two: no sum rounds
+            differ = differing_but_zeros(dzero, want_zero)
+            compared(TORCH, f"learnable_{layout}, d/dzero_point", want_zero.size, differ)
+            assert differ == 0, f"seed {SEED}, {spec}"
