@@ -36,6 +36,8 @@ class QArray:
       spec: QuantSpec, static.
       dtype: of the array that was quantized, static; `dequantize` returns it.
 
+    Other integers with the same qparams: `dataclasses.replace(q, values=...)`.
+
     A stack (L, ...) is scanned and vmapped along its first axis like any pytree, if its granularity keeps that axis:
     PerChannel((0, -1)).
     """
@@ -91,14 +93,17 @@ def _round_trip(x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array, Array, Array]:
+    """To x, to scale, and to zero_point in units of -scale: a sum that is exact where the cotangents are."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
     shape = scale.shape
     scale, zero_point, qmin, qmax = (
         v.astype(x.dtype) for v in (*_on_grid(scale, zero_point, qmin, qmax, spec), qmin, qmax)
     )
-    zero, g = num.spread(zero_point, x.shape), num.shard_like(g, x)
     # The mask is of the level after rounding: the largest weight over its own scale can be 127.00001 levels.
     level = _level(x, scale, zero_point, noise, spec)
+    g, zero = num.shard_like(g, level), num.spread(zero_point, x.shape)
+    if zero.shape == x.shape:  # a select of two arrays wants one sharding
+        zero = num.shard_like(zero, level)
     below, above = level < qmin, level > qmax
     inside = (qmin <= level) & (level <= qmax)
     wide = num.upcast(g, x.dtype)
@@ -106,10 +111,8 @@ def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array,
     v = num.divide(x, num.spread(scale, x.shape))
     steps = jnp.where(below, qmin - zero, jnp.where(above, qmax - zero, jnp.where(inside, level - zero - v, 0)))
     dscale = total(wide * steps).astype(jnp.float32)
-    if spec.symmetric:
-        dzero = jnp.zeros_like(dscale)
-    else:
-        dzero = num.guard(-scale * total(jnp.where(below | above, wide, 0))).astype(jnp.float32)
+    clipped = total(jnp.where(below | above, wide, 0)).astype(jnp.float32)
+    dzero = jnp.zeros_like(dscale) if spec.symmetric else -clipped
     return jnp.where(inside, g, 0), dscale, dzero
 
 
@@ -142,7 +145,7 @@ def _noise(x: Array, spec: QuantSpec, key: Any) -> Array | None:
         return None
     if key is None:
         raise ValueError(f"`key` must be a PRNG key, got None: {spec} rounds stochastically. Pass jax.random.key(...).")
-    return jax.random.uniform(key, x.shape, jnp.float32).astype(num.compute_dtype(x.dtype))
+    return jax.random.uniform(checks.prng_key("key", key), x.shape, jnp.float32).astype(num.compute_dtype(x.dtype))
 
 
 def _qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QParams:
@@ -170,6 +173,18 @@ def _qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QParams:
         arrays.append(array)
     checks.shape("qparams.zero_point", arrays[1], arrays[0].shape, "the shape of `qparams.scale`")
     return QParams(*arrays)
+
+
+@jax.custom_vjp
+def _scale_gradient(x, factor):
+    return x
+
+
+def _scale_gradient_bwd(factor, g):
+    return num.shard_like(num.guard(g * factor.astype(g.dtype)), g), None
+
+
+_scale_gradient.defvjp(lambda x, factor: (_scale_gradient(x, factor), factor), _scale_gradient_bwd)
 
 
 def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None, bits: Any = None) -> Array:
@@ -215,6 +230,9 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     x, spec = checks.float_array("x", x), checked(spec)
     qmin, qmax = grid(spec, bits, jnp.float32)
     scale, zero_point = _qparams(x, spec, qparams, bits)
+    if not spec.symmetric:
+        # The rule gives its gradient in units of -scale, which multiplies here, after shard_map has added the shards.
+        zero_point = _scale_gradient(zero_point, _on_grid(scale, zero_point, qmin, qmax, spec)[0])
     noise = _noise(x, spec, key)
     if noise is None:
         return _fake_quant(*num.vary_together(x, scale, zero_point), qmin, qmax, None, spec)
@@ -302,18 +320,6 @@ def checked_qarray(name: str, q: Any) -> QArray:
     return q
 
 
-@jax.custom_vjp
-def _scale_gradient(x, factor):
-    return x
-
-
-def _scale_gradient_bwd(factor, g):
-    return g * factor.astype(g.dtype), None
-
-
-_scale_gradient.defvjp(lambda x, factor: (_scale_gradient(x, factor), factor), _scale_gradient_bwd)
-
-
 def scale_gradient(x: Any, factor: Any) -> Array:
     """`x` itself, with its gradient multiplied: LSQ's 1 / sqrt(n * qmax) for a scale that n weights share.
 
@@ -341,11 +347,6 @@ def scale_gradient(x: Any, factor: Any) -> Array:
     factor, _ = checks.ends(("factor", ""), (checks.unwrapped(factor), 0.0), num.compute_dtype(x.dtype))
     checks.shape("factor", factor, (), "one for the array")
     return _scale_gradient(*num.vary_together(x, factor))
-
-
-def _packable(bits: Any, values: Any) -> tuple[int, Array]:
-    bits = checks.static_int_between("bits", bits, 2, 4)
-    return bits, checks.integer_array("values", values, ("int8", "uint8"))
 
 
 @functools.partial(jax.jit, static_argnames="bits")
@@ -377,17 +378,18 @@ def pack(values: Any, bits: int) -> Array:
     >>> pack(jnp.array([1, -1, 2], jnp.int8), 4).tolist()
     [241, 2]
     """
-    bits, values = _packable(bits, values)
-    if not isinstance(values, jax.core.Tracer) and values.size:
+    bits = checks.static_int_between("bits", bits, 2, 4)
+    array = checks.integer_array("values", values, ("int8", "uint8"))
+    if not isinstance(values := checks.unwrapped(values), jax.core.Tracer) and values.size:
         signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
         low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
-        least, most = int(values.min()), int(values.max())
+        least, most = (int(f(np.asarray(values))) for f in (np.min, np.max))
         if least < low or most > high:
             raise ValueError(
                 f"`values` must be in [{low}, {high}] to pack them in {bits} bits, got [{least}, {most}]. "
                 "Quantize them with a spec of these bits."
             )
-    return _pack(values, bits)
+    return _pack(array, bits)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "shape", "dtype"))
@@ -428,9 +430,11 @@ def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8
     """
     bits = checks.static_int_between("bits", bits, 2, 4)
     packed = checks.integer_array("packed", packed, ("uint8",))
-    if dtype not in (jnp.int8, jnp.uint8):
+    if dtype is None or np.dtype(dtype) not in (np.int8, np.uint8):
         raise ValueError(f"`dtype` must be int8 or uint8, got {dtype}. Pass that of the array that was packed.")
-    shape = tuple(checks.static_int("shape", n) for n in shape)
+    shape = checks.static_ints("shape", shape)
+    if any(n < 0 for n in shape):
+        raise ValueError(f"`shape` must have no negative size, got {shape}. Pass that of the array that was packed.")
     expected = -(-math.prod(shape) * bits // 8)
     checks.shape("packed", packed, (expected,), f"{bits} bits for each of the values of shape {shape}")
     return _unpack(packed, bits, shape, np.dtype(dtype))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.dtypes
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -14,10 +15,14 @@ from jax import Array
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array, traced or not, or a NumPy scalar; what has a dtype of its own may be anything."""
+    return isinstance(value, Array | np.ndarray | np.generic)
+
+
 def kind(value: Any) -> str:
     """What came, in words: the dtype of an array, the type of anything else."""
-    dtype = getattr(value, "dtype", None)
-    return type(value).__name__ if dtype is None else f"an array of dtype {dtype}"
+    return f"an array of dtype {value.dtype}" if is_array(value) else type(value).__name__
 
 
 def unwrapped(value: Any) -> Any:
@@ -28,8 +33,7 @@ def unwrapped(value: Any) -> Any:
 def float_array(name: str, value: Any) -> Array:
     """Returns `value` as an array of one of the four floating dtypes, never weakly typed."""
     value = unwrapped(value)
-    dtype = getattr(value, "dtype", None)
-    if str(dtype) not in _FLOATS and not (dtype is None and isinstance(value, float)):
+    if not (str(value.dtype) in _FLOATS if is_array(value) else isinstance(value, float)):
         raise TypeError(
             f"`{name}` must be a floating array ({', '.join(_FLOATS)}), got {kind(value)}. "
             f"Numbers, lists and other dtypes convert by jnp.asarray(..., jnp.float32)."
@@ -41,7 +45,7 @@ def float_array(name: str, value: Any) -> Array:
 def integer_array(name: str, value: Any, dtypes: Sequence[str]) -> Array:
     """Returns `value` as an array of one of the integer dtypes."""
     value = unwrapped(value)
-    if str(getattr(value, "dtype", None)) not in dtypes:
+    if not is_array(value) or str(value.dtype) not in dtypes:
         raise TypeError(
             f"`{name}` must be an array of codes ({', '.join(dtypes)}), got {kind(value)}. "
             f"Real values are quantized first; whole numbers convert by jnp.asarray(..., jnp.int8)."
@@ -138,9 +142,26 @@ def fraction(name: str, value: Any) -> Array:
     value = unwrapped(value)
     array, _ = ends((name, name), (value, 0.0), jnp.dtype(jnp.float32))
     shape(name, array, (), "one for all ranges")
-    if not isinstance(array, jax.core.Tracer) and not 0 <= array <= 1:
-        raise ValueError(f"`{name}` must be in [0, 1], got {array}. Pass the weight of what is there: 0.99.")
+    if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) <= 1:
+        raise ValueError(f"`{name}` must be in [0, 1], got {value}. Pass the weight of what is there: 0.99.")
     return array
+
+
+def static_ints(name: str, value: Any) -> tuple[int, ...]:
+    """Returns a tuple or list of ints."""
+    if not isinstance(value, tuple | list):
+        raise TypeError(f"`{name}` must be a tuple of static ints, got {value!r}. One number is ({value!r},).")
+    return tuple(static_int(name, n) for n in value)
+
+
+def prng_key(name: str, value: Any) -> Any:
+    """Returns one PRNG key, typed or of the old kind."""
+    typed = is_array(value) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if not typed and not (is_array(value) and value.dtype == np.uint32):
+        raise TypeError(f"`{name}` must be a PRNG key, got {kind(value)}. Make one by jax.random.key(seed).")
+    if value.shape != (() if typed else (2,)):
+        raise ValueError(f"`{name}` must be one PRNG key, got an array of shape {value.shape}. Pass one of them.")
+    return value
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:

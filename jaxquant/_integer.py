@@ -268,11 +268,20 @@ def _execution(value: Any) -> str:
     return "int8" if value == "auto" else value
 
 
-def _axes(name: str, value: Any, ndim: int) -> tuple[int, ...]:
-    axes = tuple(checks.static_int(name, i) for i in value)
+def _dimension_numbers(value: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    is_pair = lambda v: isinstance(v, tuple | list) and len(v) == 2
+    if not is_pair(value) or not all(is_pair(v) and all(isinstance(i, tuple | list) for i in v) for v in value):
+        raise TypeError(
+            "`dimension_numbers` must be ((contracted a, contracted b), (batch a, batch b)), each a tuple of axes, got "
+            f"{value!r}. A matmul is (((1,), (0,)), ((), ()))."
+        )
+    names = "dimension_numbers of a", "dimension_numbers of b"
+    return tuple(tuple(map(checks.static_ints, names, pair)) for pair in value)
+
+
+def _axes(name: str, axes: tuple[int, ...], ndim: int) -> None:
     if not all(0 <= i < ndim for i in axes) or len(set(axes)) < len(axes):
         raise ValueError(f"`{name}` must be different axes in [0, {ndim}), got {axes}. Count them from the front.")
-    return axes
 
 
 def dot_general(a: QArray, b: QArray, dimension_numbers: Any, *, execution: str = "auto") -> Array:
@@ -309,9 +318,9 @@ def dot_general(a: QArray, b: QArray, dimension_numbers: Any, *, execution: str 
     5.0
     """
     a, b = checked_qarray("a", a), checked_qarray("b", b)
-    (ca, cb), (ba, bb) = dimension_numbers
-    ca, ba = _axes("dimension_numbers of a", (*ca, *ba), a.ndim)[: len(ca)], tuple(ba)
-    cb, bb = _axes("dimension_numbers of b", (*cb, *bb), b.ndim)[: len(cb)], tuple(bb)
+    (ca, cb), (ba, bb) = _dimension_numbers(dimension_numbers)
+    _axes("dimension_numbers of a", (*ca, *ba), a.ndim)
+    _axes("dimension_numbers of b", (*cb, *bb), b.ndim)
     for what, of_a, of_b in (("contracted", ca, cb), ("batch", ba, bb)):
         sizes = [tuple(q.shape[i] for i in axes) for q, axes in ((a, of_a), (b, of_b))]
         if sizes[0] != sizes[1]:
@@ -326,7 +335,7 @@ class Conv(NamedTuple):
     """`lax.conv_general_dilated` with everything static resolved."""
 
     strides: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
+    padding: tuple[tuple[int, ...], ...]
     a_dilation: tuple[int, ...]
     b_dilation: tuple[int, ...]
     dimensions: lax.ConvDimensionNumbers
@@ -425,6 +434,15 @@ class Conv(NamedTuple):
         return padded, self._replace(padding=none, a_dilation=(1,) * len(none))
 
 
+def _pads(padding: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(padding, tuple | list) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in padding):
+        raise TypeError(
+            '`padding` must be "SAME", "SAME_LOWER", "VALID" or a pair (low, high) for each spatial axis, got '
+            f"{padding!r}. Pass ((1, 1), (1, 1)) for 1 on every side of an image."
+        )
+    return tuple(checks.static_ints("padding", pair) for pair in padding)
+
+
 def conv_general_dilated(
     a: QArray,
     b: QArray,
@@ -473,9 +491,12 @@ def conv_general_dilated(
             "or kernel axes that are missing."
         )
     dimensions = lax.conv_dimension_numbers(a.shape, b.shape, dimension_numbers)
-    spatial = a.ndim - 2
-    a_dilation, b_dilation = (tuple(d) if d is not None else (1,) * spatial for d in (lhs_dilation, rhs_dilation))
+    window_strides = checks.static_ints("window_strides", window_strides)
+    ones = (1,) * (a.ndim - 2)
+    a_dilation = ones if lhs_dilation is None else checks.static_ints("lhs_dilation", lhs_dilation)
+    b_dilation = ones if rhs_dilation is None else checks.static_ints("rhs_dilation", rhs_dilation)
     if isinstance(padding, str):
+        checks.one_of("padding", padding, ("SAME", "SAME_LOWER", "VALID"))
         if any(d != 1 for d in a_dilation):
             raise ValueError(
                 f"`padding` must be pairs of numbers where lhs_dilation is not 1, got {padding!r} with lhs_dilation="
@@ -483,9 +504,9 @@ def conv_general_dilated(
             )
         windows = [(b.shape[i] - 1) * d + 1 for i, d in zip(dimensions.rhs_spec[2:], b_dilation, strict=True)]
         padding = lax.padtype_to_pads([a.shape[i] for i in dimensions.lhs_spec[2:]], windows, window_strides, padding)
-    pads = tuple((int(low), int(high)) for low, high in padding)
+    pads = _pads(padding)
     conv = Conv(
-        tuple(window_strides), pads, a_dilation, b_dilation, dimensions, feature_group_count, batch_group_count,
+        window_strides, pads, a_dilation, b_dilation, dimensions, feature_group_count, batch_group_count,
         _execution(execution),
     )  # fmt: skip
     # JAX checks the shapes, as it does for floats.

@@ -264,3 +264,9 @@ def shard_like(v: Array, like: Array) -> Array:
     """
     wanted = jax.typeof(like).sharding
     return v if jax.typeof(v).sharding == wanted else jax.sharding.reshard(v, wanted)
+
+
+def replicated(v: Array) -> Array:
+    """`v` whole on every device of a mesh with explicit axes, for what XLA cannot do in pieces; else `v` itself."""
+    axes = jax.typeof(v).sharding.spec
+    return v if all(axis is None for axis in axes) else jax.sharding.reshard(v, jax.P(*(None for _ in axes)))

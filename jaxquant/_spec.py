@@ -172,12 +172,14 @@ def weight_spec(bits: int = 8, channel_axis: Any = None, block_size: int | None 
     _not_given_twice("granularity", kw, "channel_axis and block_size")
     if block_size is None:
         return QuantSpec(bits=bits, granularity=PerChannel(channel_axis), **kw)
-    if channel_axis is not None and channel_axis not in (0, 1, -1, -2):
+    if channel_axis is not None and not isinstance(channel_axis, tuple | list):
+        channel_axis = checks.static_int("channel_axis", channel_axis)
+    if channel_axis not in (None, 0, 1, -1, -2):
         raise ValueError(
             f"`channel_axis` must be 0, 1, -1, -2 or None beside a block_size, got {channel_axis}: the blocks run "
             f"along the axis next to it. Name that axis yourself: QuantSpec(granularity=PerBlock(axis, {block_size}))."
         )
-    axis = None if channel_axis is None else checks.static_int("channel_axis", channel_axis) ^ 1  # 0 and 1, -1 and -2
+    axis = None if channel_axis is None else channel_axis ^ 1  # 0 and 1, -1 and -2
     return QuantSpec(bits=bits, granularity=PerBlock(axis, block_size), **kw)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contractions of quantized arrays against int64: the same bits in int8 and in float32, on every road."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -280,6 +281,24 @@ def test_convolutions_that_one_float32_sum_does_not_hold(shape_a, shape_b, group
     a, b = array(rng, shape_a, TYPES["affine"], True), array(rng, shape_b, weight_spec(8, -1), True)
     args = (1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1), NHWC, groups
     assert_same_bits(conv_general_dilated(a, b, *args, execution=execution), conv64(a, b, *args))
+
+
+@both_executions
+@pytest.mark.parametrize("padding", [((0, 0), (-1, 1)), ((0, 0), (5, 5))], ids=["negative", "wider than the window"])
+def test_padding_that_xla_gets_wrong(padding, execution):
+    """In float32 without dilation (openxla/xla 48713), also in the gradient."""
+    rng = np.random.default_rng(13)
+    a, b = array(rng, (2, 5, 9, 8), TYPES["symmetric"]), array(rng, (3, 2, 8, 6), TYPES["symmetric"])
+    a, b = (dataclasses.replace(q, scale=jnp.float32(0.5)) for q in (a, b))
+    args = (1, 1), padding, (1, 1), (1, 1), NHWC
+    want = conv64(a, b, *args)
+    assert_same_bits(conv_general_dilated(a, b, *args, execution=execution), want)
+    padded = lax.pad(dequantize(a), jnp.float32(0), ((0, 0, 0), (0, 0, 0), (*padding[1], 0), (0, 0, 0)))
+    g = jnp.asarray(rng.integers(-3, 4, want.shape).astype(np.float32))
+    of_scale = lambda f: jax.vjp(f, a.scale)[1](g)[0]
+    got = of_scale(lambda s: conv_general_dilated(dataclasses.replace(a, scale=s), b, *args, execution=execution))
+    real = lambda s: lax.conv_general_dilated(s / 0.5 * padded, dequantize(b), (1, 1), "VALID", dimension_numbers=NHWC)
+    assert_same_bits(got, of_scale(real))
 
 
 @both_executions

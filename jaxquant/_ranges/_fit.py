@@ -2,6 +2,7 @@
 """From data to the scale and zero point, by four methods."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._spec import QuantSpec, checked, grid, qparams_shape
-from ._range import TINY, QParams, finite_or, no_nonfinite, range_of, rows_of, to_qparams
+from ._range import LARGEST, TINY, QParams, finite_or, no_nonfinite, range_of, rows_of, to_qparams
 
 
 def _minmax(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
@@ -33,17 +34,21 @@ def _lsq(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
     scale, zero_point = _minmax(x, spec, qmin, qmax)
     steps = qmax - zero_point if spec.symmetric else jnp.maximum(qmax - zero_point, zero_point - qmin)
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    mean = _mean(jnp.abs(x), scale.shape).astype(jnp.float32)
-    fitted = num.divide(2 * mean, jnp.sqrt(steps))
+    # In units of the min-max scale, so that no sum overflows.
+    v = jnp.abs(num.divide(x, num.spread(scale.astype(x.dtype), x.shape)))
+    fitted = num.guard(num.divide(2 * _mean(v, scale.shape).astype(jnp.float32), jnp.sqrt(steps)) * scale)
+    fitted = jnp.where(fitted < jnp.inf, fitted, LARGEST)
     return QParams(jnp.where(fitted < TINY, scale, fitted), zero_point)
 
 
 def _order_statistics(x: Array, low: float, high: float) -> tuple[Array, Array]:
     """The values at two fractions of the sorted finite values of each row: values of the data, not between them."""
-    count = jnp.sum(jnp.abs(x) < jnp.inf, -1)
+    count = jnp.sum(jnp.abs(x) < jnp.inf, -1, dtype=jnp.int32)
+    last = jnp.maximum(count - 1, 0)
     ordered = jnp.sort(finite_or(x, jnp.inf), -1)
-    at = lambda f, whole: whole(jnp.maximum(count - 1, 0).astype(jnp.float32) * f).astype(jnp.int32)
-    pick = lambda i: jnp.take_along_axis(ordered, i[:, None], -1)[:, 0]
+    # float32 does not hold every count: the last index is the limit.
+    at = lambda f, whole: jnp.minimum(whole(last.astype(jnp.float32) * f).astype(jnp.int32), last)
+    pick = lambda i: jnp.where(count > 0, jnp.take_along_axis(ordered, i[:, None], -1)[:, 0], 0)
     return pick(at(low, jnp.floor)), pick(at(high, jnp.ceil))
 
 
@@ -89,42 +94,49 @@ def _better(a: _Trial, b: _Trial) -> _Trial:
     return jax.tree.map(lambda old, new: jnp.where(b.error < a.error, new, old), a, b)
 
 
-# Shrunken ranges to try, as fractions of the min-max range: dense near 1, and down to where outliers push them.
-_SHRINK = 2.0 ** -np.concatenate([np.arange(0, 5, 1 / 8), np.arange(5, 11, 1 / 4)])
-_SHRINK_END = np.concatenate([2.0 ** -np.arange(0, 4, 1 / 4), 2.0 ** -np.arange(4, 10, 2.0), [0.0]])
-_NEAR = np.linspace(0.9, 1.1, 33)
+# Ranges to try, as fractions of the min-max range: from somewhat wider down to where outliers push them.
+_WIDE, _DENSE = 1.6, 0.25
+_SHRINK = 2.0 ** -np.arange(0, 11, 1 / 8)
+_SHRINK_END = np.concatenate([[_WIDE, 1.25], 2.0 ** -np.arange(0, 4, 1 / 4), 2.0 ** -np.arange(4, 10, 2.0), [0.0]])
+
+
+def _density(size: int, steps: int, least: int, most: int) -> int:
+    """How many scales to try where the best may lie.
+
+    Each value of a group has a tie, where the parabola of the error changes, about every 1 / level of the scale: small
+    groups have many deep valleys, close together for many levels. In large groups they average out.
+    """
+    return int(np.clip(2 * steps * min(size, 1024 // max(size, 1)), least, most))
 
 
 def _mse(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
     start = _minmax(x, spec, qmin, qmax)
     # In units of the min-max scale, so that no square overflows or vanishes.
     v = num.divide(x.astype(jnp.float32), num.spread(start.scale, x.shape))
+    size = math.prod(x.shape) // max(math.prod(start.scale.shape), 1)
     low, high = qmin - start.zero_point, qmax - start.zero_point
 
-    def shrunken(best, ends):
+    def search(best: _Trial, grid_of: Callable, candidates: Any) -> _Trial:
+        step = lambda best, c: (_better(best, _trial(v, *grid_of(c), qmin, qmax)), None)
+        return lax.scan(step, best, jnp.asarray(candidates, jnp.float32))[0]
+
+    def of_ends(ends):
         ratio = jnp.maximum((high * ends[1] - low * ends[0]) / (qmax - qmin), TINY)
-        zero_point = jnp.clip(qmin - jnp.round(low * ends[0] / ratio), qmin, qmax)
-        return _better(best, _trial(v, ratio, zero_point, qmin, qmax)), None
-
-    def scaled(best, ratio):
-        return _better(best, _trial(v, jnp.ones_like(low) * ratio, start.zero_point, qmin, qmax)), None
-
-    def nearby(best, change):
-        ratio, shift = change
-        zero_point = jnp.clip(centre.zero_point + shift, qmin, qmax)
-        return _better(best, _trial(v, centre.ratio * ratio, zero_point, qmin, qmax)), None
+        return ratio, jnp.clip(qmin - jnp.round(low * ends[0] / ratio), qmin, qmax)
 
     best = _trial(v, jnp.ones_like(start.scale), start.zero_point, qmin, qmax)
     if spec.symmetric:
-        best, _ = lax.scan(scaled, best, jnp.asarray(_SHRINK, jnp.float32))
-        shifts = [0.0]
+        dense = np.geomspace(_WIDE, _DENSE, _density(size, spec.qmax, 64, 4096))
+        best = search(best, lambda ratio: (jnp.ones_like(low) * ratio, start.zero_point), np.r_[_SHRINK, dense])
+        shifts, near = [0.0], np.linspace(0.9, 1.1, 33)
     else:
-        pairs = [(a, b) for a in _SHRINK_END for b in _SHRINK_END if a or b]
-        best, _ = lax.scan(shrunken, best, jnp.asarray(pairs, jnp.float32))
-        shifts = [-2.0, -1.0, 0.0, 1.0, 2.0]
+        best = search(best, of_ends, [(a, b) for a in _SHRINK_END for b in _SHRINK_END if a or b])
+        steps = spec.qmax - spec.qmin
+        shifts = np.arange(-steps, steps + 1) if steps < 16 and size <= 64 else np.arange(-2, 3)
+        near = np.geomspace(0.7, 1.4, _density(size, steps // 4, 33, 8192 // len(shifts)))
     centre = best
-    changes = [(r, s) for r in _NEAR for s in shifts]
-    best, _ = lax.scan(nearby, best, jnp.asarray(changes, jnp.float32))
+    nearby = lambda c: (centre.ratio * c[0], jnp.clip(centre.zero_point + c[1], qmin, qmax))
+    best = search(best, nearby, [(r, s) for r in near for s in shifts])
     for _ in range(2):
         best = _better(best, _trial(v, best.ratio, best.zero_point, qmin, qmax))
     scale = num.guard(start.scale * best.ratio)
@@ -154,11 +166,12 @@ def fit_qparams(
 
     - "minmax": `qparams_from_range` of the smallest and the largest value.
     - "percentile": of the range that holds `percentile` percent of the values, as many cut off below as above; of
-      |x| if symmetric and signed. Its ends are values of x, the outer ones where it falls between two.
+      |x| if symmetric and signed. Its ends are values of x, the outer ones where it falls between two, so that in
+      groups of fewer than 1 / (1 - percentile / 100) values it is "minmax".
     - "mse": the grid with the least mean squared error. Searched from shrunken min-max ranges, each followed by the
       least-squares step of the scale; within 1 % of a dense search. About 140 passes over x, 620 if affine.
-    - "lsq": scale = 2 * mean(|x|) / sqrt(qmax), from which learned scales train best at few bits; if affine, with
-      the zero point of "minmax" and the larger number of steps on one side of it for qmax.
+    - "lsq": scale = 2 * mean(|x|) / sqrt(qmax), from which learned scales train best at 2 and 3 bits, and far from the
+      least error at 8; if affine, with the zero point of "minmax" and the steps on the longer side of it for qmax.
 
     Args:
       x: floating array of any shape, real values.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from .. import _checks as checks
@@ -36,7 +37,9 @@ def _histogram(x: Array, spec: QuantSpec) -> Histogram:
     bits = lax.bitcast_convert_type(rows, jnp.int32)
     size = (bits & 0x7FFFFFFF) >> (23 - _FRACTION_BITS)
     half = _BINS // 2
-    index = jnp.where(bits < 0, half - 1 - size, half + size) + _BINS * jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    index = (
+        jnp.where(bits < 0, half - 1 - size, half + size) + _BINS * jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    )
     index = jnp.where(jnp.abs(rows) < jnp.inf, index, rows.shape[0] * _BINS)
     counts = jnp.zeros(rows.shape[0] * _BINS, jnp.uint32).at[index.ravel()].add(1, mode="drop")
     return Histogram(counts.reshape(*shape, _BINS))
@@ -102,8 +105,17 @@ def merge_histograms(a: Histogram, b: Histogram) -> Histogram:
 
 
 def _histogram_like(name: str, h: Any) -> None:
-    if not isinstance(h, Histogram) or h.counts.shape[-1:] != (_BINS,):
-        raise TypeError(f"`{name}` must be a Histogram, got {type(h).__name__}. Make one by histogram(x, spec).")
+    counts = h.counts if isinstance(h, Histogram) else h
+    if not isinstance(h, Histogram) or not checks.is_array(counts) or counts.dtype != np.uint32:
+        raise TypeError(
+            f"`{name}` must be a Histogram of uint32 counts, got {type(h).__name__}: {checks.kind(counts)}. "
+            "Make one by histogram(x, spec)."
+        )
+    if counts.shape[-1:] != (_BINS,):
+        raise ValueError(
+            f"`{name}` must be a Histogram of {_BINS} bins, got counts of shape {counts.shape}. "
+            "Make one by histogram(x, spec)."
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("low", "high"))

@@ -17,7 +17,7 @@ from .. import _numerics as num
 from .._spec import QuantSpec, checked, grid, qparams_shape
 
 TINY = float(jnp.finfo(jnp.float32).tiny)
-_LARGEST = float(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
+LARGEST = float(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
 
 
 class Range(NamedTuple):
@@ -74,7 +74,16 @@ def _extreme(reduce: Callable, of: Callable, nothing: float, x: Array, axes: tup
     """
     plain = reduce(of(x), axes, initial=nothing)
     masked = lambda x: reduce(finite_or(of(x), nothing), axes, initial=nothing)
-    return lax.cond((jnp.abs(plain) < jnp.inf).all(), lambda x: plain, masked, x)
+    return lax.cond(_finite(x, plain), lambda x: plain, masked, x)
+
+
+def _finite(x: Array, extremes: Array) -> Array:
+    """Whether all of `x` is finite, from its extremes where they tell; False too where the sum overflows."""
+    finite = (jnp.abs(extremes) < jnp.inf).all()
+    if jax.device_count() == 1:
+        return finite
+    # The maximum over devices forgets the NaN of one of them, and with it all that device saw; a sum does not.
+    return finite & (jnp.sum(jnp.abs(x)) < jnp.inf)
 
 
 _lowest = functools.partial(_extreme, jnp.min, lambda x: x, jnp.inf)
@@ -133,7 +142,7 @@ def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
 
 def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
     """The range with 0 in it and ends of at most half the largest float; a NaN end is 0."""
-    end = lambda v: jnp.where(v == v, jnp.clip(v, -_LARGEST, _LARGEST), 0)
+    end = lambda v: jnp.where(v == v, jnp.clip(v, -LARGEST, LARGEST), 0)
     return jnp.minimum(end(x_min), 0), jnp.maximum(end(x_max), 0)
 
 
@@ -199,8 +208,9 @@ def rows_of(x: Array, shape: tuple[int, ...]) -> Array:
     """The values of each group along the last axis: (groups, elements)."""
     groups = (1,) * (x.ndim - len(shape)) + shape
     parts = [part for g, n in zip(groups, x.shape, strict=True) for part in (g, n // max(g, 1))]
+    x = num.replicated(x)
     order = [*range(0, len(parts), 2), *range(1, len(parts), 2)]
-    return x.reshape(parts).transpose(order).reshape(math.prod(groups), -1)
+    return x.reshape(parts).transpose(order).reshape(math.prod(groups), math.prod(parts[1::2]))
 
 
 def _same_keys(a: Any, b: Any, function: str) -> None:
