@@ -190,6 +190,7 @@ def test_percentiles_of_any_size_are_order_statistics(percentile, size):
         same(fit_qparams(x, spec, "percentile", percentile=percentile), [v[0, 0] for v in want])
 
 
+@pytest.mark.slow
 def test_all_percent_are_the_ends_also_of_more_values_than_float32_counts():
     x = jnp.arange(2**24 + 4).astype(jnp.bfloat16)
     for spec in (SPECS["symmetric"], SPECS["affine"]):
@@ -217,8 +218,8 @@ def mesh(kind):
 
 @methods
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(-1), PerChannel(0), PerBlock(1, 8)], ids=repr)
-@pytest.mark.parametrize("axis", [0, 2])
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(-1), PerBlock(1, 8)], ids=repr)
+@pytest.mark.parametrize("axis", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_sharded_qparams_are_those_of_the_whole(granularity, method, kind, axis):
     spec = with_(SPECS["affine"], granularity=granularity)
     want = numpy_fit(data(), spec, GRANULARITIES[granularity], method)
@@ -241,7 +242,7 @@ def test_shard_map_gives_the_qparams_of_the_shard(spec, method):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("method", ["minmax", "percentile", "mse", "lsq"])
+@pytest.mark.parametrize("method", ["minmax", "percentile", pytest.param("mse", marks=pytest.mark.slow), "lsq"])
 def test_scales_are_float32_for_every_dtype_of_the_data(dtype, method):
     spec = QuantSpec(granularity=PerChannel(-1))
     with x64(dtype == "float64"):
@@ -306,6 +307,8 @@ def squared_error(x, scale, zero_point, spec):
 def dense_search(x, spec):
     """The least error of thousands of grids; affine 8 bits: of thousands of clipped ranges."""
     low, high = min(x.min(), 0.0), max(x.max(), 0.0)
+    if low == high:
+        return 0.0
     if spec.symmetric:
         end = max(-low, high) if spec.signed else high
         return squared_error(x, end / spec.qmax * np.geomspace(2.0**-12, 1.6, 4000), 0.0, spec).min()
@@ -348,11 +351,11 @@ def tiny_groups(n):
     return {f"{k} {i}": kinds[k](size=n) for k in range(4) for i in range(12)}
 
 
-def check_search(columns, spec, bits):
+def check_search(columns, spec, bits, traced):
     x = np.stack(list(columns.values()), -1).astype(F)
-    scale, zero_point = jax.jit(fit_qparams, static_argnums=(1, 2))(
-        x, with_(spec, bits=8, granularity=PerChannel(-1)), "mse", bits=jnp.int32(bits)
-    )
+    widths = {"bits": jnp.int32(bits)} if traced else {}
+    of_columns = with_(spec, bits=8 if traced else bits, granularity=PerChannel(-1))
+    scale, zero_point = fit_qparams(x, of_columns, "mse", **widths)
     narrower, x = with_(spec, bits=bits), x.T.astype(np.float64)
     found = squared_error(x, scale[0], zero_point[0], narrower)
     best = np.array([dense_search(v, narrower) for v in x])
@@ -366,15 +369,17 @@ def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
     columns = distributions(256)
     if not spec.signed:
         columns = {k: columns[k] for k in ("relu", "exponential", "log-normal", "far from 0", "mostly 0", "uniform")}
-    check_search(columns, spec, bits)
+    check_search(columns, spec, bits, traced=True)
 
 
 @three_specs
-@pytest.mark.parametrize("size", [16, 32])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [16, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "bits", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow), 8]
+)
 def test_mse_of_tiny_groups_is_within_1_percent_of_a_dense_search(spec, bits, size):
     columns = tiny_groups(size)
-    check_search(columns if spec.signed else {k: abs(v) for k, v in columns.items()}, spec, bits)
+    check_search(columns if spec.signed else {k: abs(v) for k, v in columns.items()}, spec, bits, traced=False)
 
 
 @pytest.mark.parametrize("spec", [QuantSpec(bits=4), activation_spec(4)], ids=repr)
@@ -387,7 +392,8 @@ def test_mse_of_a_tensor_and_of_blocks_is_within_1_percent(spec, granularity):
         squared_error(v, s, z, spec) for v, s, z in zip(parts, got.scale.ravel(), got.zero_point.ravel(), strict=True)
     ]
     best = [dense_search(v, spec) for v in parts]
-    assert (np.array(found) <= 1.01 * np.array(best)).all()
+    rounding = [4e-14 * (v**2).max() for v in parts]  # of the scale and of the product, to float32
+    assert (np.array(found) <= 1.01 * np.array(best) + rounding).all()
 
 
 @pytest.mark.parametrize("method", ["minmax", "percentile", "mse", "lsq"])

@@ -147,8 +147,11 @@ def jitted(name, f):
             yield jax.jit(f)(x, low, high, g)
 
 
-traced_range = pytest.mark.parametrize("name", [name for name, op in OPS.items() if not op.attributes])
-every_op = pytest.mark.parametrize("name", OPS)
+CORE = {"args", "vars", "per channel 4 narrow", "V4 given, axis", "V4 from data", "V1 given", "codes, first"}
+CORE |= {"integers, combined", "integers, first, axis", "integers, scaled, half even"}  # the others are slow
+marked = lambda names: [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in names]
+traced_range = pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if not op.attributes))
+every_op = pytest.mark.parametrize("name", marked(OPS))
 
 
 @every_op
@@ -245,7 +248,7 @@ def test_sharded_jit(name, kind):
         same(got, want)
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.per_channel])
+@pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if op.per_channel))
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("what", ["x", "ranges", "both"])
 def test_channels_sharded(name, kind, what):
@@ -263,7 +266,7 @@ def test_channels_sharded(name, kind, what):
         same(jax.jit(OPS[name].call)(*args[:3]), want[0])
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if not op.from_data])
+@pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if not op.from_data))
 def test_shard_map(name):
     op = OPS[name]
     f = all_values(op)
