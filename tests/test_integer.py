@@ -95,7 +95,7 @@ def test_matmul(of_a, of_b, execution, compared):
 
 @both_executions
 @pytest.mark.parametrize("of_a", ["symmetric", "affine"])
-@pytest.mark.parametrize("length", [1, 518, 519, 1040, 1041, 4096, 16384])
+@pytest.mark.parametrize("length", [1, 519, 1041, 16384])
 def test_every_length(length, of_a, execution, compared):
     """Past 518 and 1040 products one float32 sum would round."""
     rng = np.random.default_rng(length)
@@ -253,7 +253,7 @@ def conv64(a, b, strides, padding, a_dilation, b_dilation, dimensions, groups=1,
     return acc.astype(np.float32) * (np.asarray(a.scale) * np.asarray(b.scale))
 
 
-@pytest.mark.parametrize("options", CONVOLUTIONS[::3], ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("options", CONVOLUTIONS[::5], ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("of", ["symmetric", "affine", "unsigned affine, per example"])
 def test_convolution(of, options, compared):
     rng = np.random.default_rng([7, *of.encode()])

@@ -181,8 +181,8 @@ def test_minmax_and_percentile_are_a_numpy_loop_over_the_groups(granularity, spe
     assert np.isfinite(got.scale).all()
 
 
-@pytest.mark.parametrize("percentile", [0.5, 10, 50, 99, 99.9, 99.99, 100])
-@pytest.mark.parametrize("size", [1, 2, 11, 101, 1001])
+@pytest.mark.parametrize("percentile", [0.5, 50, 99.9, 100])
+@pytest.mark.parametrize("size", [1, 2, 101, 1001])
 def test_percentiles_of_any_size_are_order_statistics(percentile, size):
     x = np.random.default_rng(size).normal(size=size).astype(F)
     for spec in (SPECS["symmetric"], SPECS["affine"]):
@@ -230,7 +230,7 @@ def test_sharded_qparams_are_those_of_the_whole(granularity, method, kind, axis)
         same(jax.jit(lambda x: fit_qparams(x, spec, method, percentile=90))(x), want, "jit")
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile", "mse", "lsq"])
+@pytest.mark.parametrize("method", ["minmax", "percentile", pytest.param("mse", marks=pytest.mark.slow), "lsq"])
 @pytest.mark.parametrize("spec", [SPECS["symmetric"], SPECS["affine"]], ids=repr)
 def test_shard_map_gives_the_qparams_of_the_shard(spec, method):
     x = np.where(np.abs(data()) < 1e3, data(), F(np.nan))
@@ -255,7 +255,7 @@ def test_scales_are_float32_for_every_dtype_of_the_data(dtype, method):
 
 
 @pytest.mark.parametrize("method", ["minmax", "percentile", "mse", "lsq"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_small_channels_of_half_precision_keep_a_useful_scale(method, dtype):
     x = np.random.default_rng(0).normal(size=(128, 4)) * [1e-3, 3e-4, 1e-4, 1e-5]
     x = jnp.asarray(cast(x, oracle.FLOATS[dtype]))
@@ -497,7 +497,7 @@ def test_a_histogram_counts_signs_exponents_and_five_bits(granularity):
         assert_same_bits(got, np.bincount(order, minlength=16384).astype(np.uint32))
 
 
-@pytest.mark.parametrize("percentile", [1, 50, 90, 99.9, 100])
+@pytest.mark.parametrize("percentile", [50, 99.9, 100])
 def test_a_range_of_a_histogram_holds_the_percentile_and_little_more(percentile):
     columns = distributions(1000)
     columns |= {"zeros": np.zeros(1000), "one": np.full(1000, 7.0), "tiny": np.linspace(-1, 1, 1000) * 1e-30}

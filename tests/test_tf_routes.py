@@ -147,8 +147,7 @@ def jitted(name, f):
             yield jax.jit(f)(x, low, high, g)
 
 
-CORE = {"args", "vars", "per channel 4 narrow", "V4 given, axis", "V4 from data", "V1 given", "codes, first"}
-CORE |= {"integers, combined", "integers, first, axis", "integers, scaled, half even"}  # the others are slow
+CORE = {"args", "vars", "per channel 4 narrow", "V4 given, axis", "integers, scaled, half even"}  # the others are slow
 marked = lambda names: [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in names]
 traced_range = pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if not op.attributes))
 every_op = pytest.mark.parametrize("name", marked(OPS))
