@@ -72,6 +72,7 @@ def test_nudge_is_the_oracle(num_bits, narrow):
     nudge = lambda a, b: num.nudge(a, b, float(narrow), 2.0**num_bits - 1)
     constants = jax.jit(lambda: jax.vmap(nudge)(low, high))()  # folded, were it not for the barrier
     for got in (jax.vmap(nudge)(low, high), jax.jit(jax.vmap(nudge))(low, high), constants):
+        got = jax.tree.map(np.asarray, got)
         for i in range(400):
             *want, zero = oracle.nudged(low[i], high[i], num_bits, narrow)
             zero = -1 if low[i] == high[i] == 0 else zero  # not set

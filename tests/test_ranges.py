@@ -266,7 +266,7 @@ def test_small_channels_of_half_precision_keep_a_useful_scale(method, dtype):
     assert ((got > largest / 600) & (got < largest)).all()
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile", "mse", "lsq"])
+@pytest.mark.parametrize("method", ["minmax", "percentile", pytest.param("mse", marks=pytest.mark.slow), "lsq"])
 @three_specs
 def test_data_without_a_range(spec, method):
     nothing = QParams(F(1), F(0 if spec.symmetric else spec.qmin))
@@ -364,7 +364,7 @@ def check_search(columns, spec, bits, traced):
 
 
 @three_specs
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 3, 8])
 def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
     columns = distributions(256)
     if not spec.signed:
@@ -383,7 +383,9 @@ def test_mse_of_tiny_groups_is_within_1_percent_of_a_dense_search(spec, bits, si
 
 
 @pytest.mark.parametrize("spec", [QuantSpec(bits=4), activation_spec(4)], ids=repr)
-@pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(0, 64), PerBlock(1, 1)], ids=repr)
+@pytest.mark.parametrize(
+    "granularity", [PerBlock(0, 64), *(pytest.param(g, marks=pytest.mark.slow) for g in (PerTensor(), PerBlock(1, 1)))]
+)
 def test_mse_of_a_tensor_and_of_blocks_is_within_1_percent(spec, granularity):
     x = np.stack([distributions(256)[k] for k in ("normal", "laplace", "relu", "an outlier of 1000")], -1).astype(F)
     got = fit_qparams(x, with_(spec, granularity=granularity), "mse")
@@ -396,7 +398,7 @@ def test_mse_of_a_tensor_and_of_blocks_is_within_1_percent(spec, granularity):
     assert (np.array(found) <= 1.01 * np.array(best) + rounding).all()
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile", "mse", "lsq"])
+@pytest.mark.parametrize("method", ["minmax", "percentile", pytest.param("mse", marks=pytest.mark.slow), "lsq"])
 @pytest.mark.parametrize("spec", [QuantSpec(bits=4), activation_spec(4)], ids=repr)
 def test_scales_follow_powers_of_two(spec, method):
     x = np.stack(list(distributions(64).values()), -1).astype(F)
