@@ -217,7 +217,7 @@ def stochastic(bits=8, **options):
 @pytest.mark.parametrize("spec", [stochastic(4), stochastic(symmetric=False, granularity=PerChannel(-1))], ids=str)
 def test_stochastic_rounding_is_the_oracle_with_the_noise_of_the_key(spec, dtype, compared):
     rng, key = np.random.default_rng(3), jax.random.key(3)
-    noise = np.asarray(jax.random.uniform(key, SHAPE))
+    noise = np.asarray(jax.random.uniform(key, SHAPE, jnp.float32))
     differ = 0
     for first in range(SCALE_KINDS):
         scale, zero_point = hard_qparams(rng, spec, SHAPE, first)
@@ -240,7 +240,7 @@ def test_stochastic_rounding_is_unbiased():
 
 
 def test_stochastic_rounding_over_keys_is_unbiased_and_by_one_level():
-    x = jnp.asarray([2.0**-12, 0.3, -0.3, -7.8, 100.1])
+    x = jnp.asarray([2.0**-12, 0.3, -0.3, -7.8, 100.1], jnp.float32)
     call = lambda key: fake_quant(x, stochastic(), QParams(1.0, 0.0), key=key)
     y = np.asarray(jax.jit(jax.vmap(call))(jax.random.split(jax.random.key(5), 2**16)), np.float64)
     fraction = np.asarray(x - jnp.floor(x), np.float64)
@@ -348,7 +348,7 @@ def test_values_that_do_not_fit_are_not_packed():
 def test_equal_specs_share_one_trace():
     from jaxquant._affine import _quantize, _round_trip, real_values
 
-    traces, x, functions = [], jnp.ones((3, 2)), (_round_trip, _quantize, real_values)
+    traces, x, functions = [], jnp.ones((3, 2), jnp.float32), (_round_trip, _quantize, real_values)
     spec = lambda: QuantSpec(bits=5, granularity=PerChannel((-1, 0)))
 
     def call(x, spec):
