@@ -132,7 +132,7 @@ def test_one_float32_sum_would_not_do():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("of", ["symmetric", "unsigned affine"])
+@pytest.mark.parametrize("of", [pytest.param("symmetric", marks=pytest.mark.slow), "unsigned affine"])
 def test_dimension_numbers(shape_a, shape_b, dimension_numbers, of, execution):
     rng = np.random.default_rng(2)
     a, b = array(rng, shape_a, TYPES[of]), array(rng, shape_b, TYPES[of])

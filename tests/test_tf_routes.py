@@ -207,7 +207,7 @@ def test_closure_constant_everything(name):
 
 
 @every_op
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_neighbours_in_one_jit(name, dtype):
     """The user's own operations before and after the op are not merged into its arithmetic."""
     op, rng = OPS[name], np.random.default_rng(4)
