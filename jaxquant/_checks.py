@@ -156,7 +156,7 @@ def static_ints(name: str, value: Any) -> tuple[int, ...]:
 
 def prng_key(name: str, value: Any) -> Any:
     """Returns one PRNG key, typed or of the old kind."""
-    typed = is_array(value) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    typed = is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if not typed and not (is_array(value) and value.dtype == np.uint32):
         raise TypeError(f"`{name}` must be a PRNG key, got {kind(value)}. Make one by jax.random.key(seed).")
     if value.shape != (() if typed else (2,)):

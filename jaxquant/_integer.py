@@ -296,7 +296,7 @@ def dot_general(a: QArray, b: QArray, dimension_numbers: Any, *, execution: str 
       a, b: QArray of any shapes. Scales may differ along batch and free axes, and by blocks along contracted ones.
       dimension_numbers: static, ((contracted a, contracted b), (batch a, batch b)) as in `jax.lax.dot_general`.
       execution: static; cannot change a bit. "int8": int8 x int8 -> int32, int32 if a value is wider than 8 bits.
-        "float32": whole numbers in float32, in chunks that are exact. "auto" is "int8", which was not slower anywhere.
+        "float32": whole numbers in float32, in chunks that are exact. "auto" is "int8".
 
     Returns:
       float32; its axes are batch, free of a, free of b.
@@ -335,7 +335,7 @@ class Conv(NamedTuple):
     """`lax.conv_general_dilated` with everything static resolved."""
 
     strides: tuple[int, ...]
-    padding: tuple[tuple[int, ...], ...]
+    padding: tuple[tuple[int, int], ...]
     a_dilation: tuple[int, ...]
     b_dilation: tuple[int, ...]
     dimensions: lax.ConvDimensionNumbers
@@ -434,13 +434,13 @@ class Conv(NamedTuple):
         return padded, self._replace(padding=none, a_dilation=(1,) * len(none))
 
 
-def _pads(padding: Any) -> tuple[tuple[int, ...], ...]:
+def _pads(padding: Any) -> tuple[tuple[int, int], ...]:
     if not isinstance(padding, tuple | list) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in padding):
         raise TypeError(
             '`padding` must be "SAME", "SAME_LOWER", "VALID" or a pair (low, high) for each spatial axis, got '
             f"{padding!r}. Pass ((1, 1), (1, 1)) for 1 on every side of an image."
         )
-    return tuple(checks.static_ints("padding", pair) for pair in padding)
+    return tuple((checks.static_int("padding", low), checks.static_int("padding", high)) for low, high in padding)
 
 
 def conv_general_dilated(

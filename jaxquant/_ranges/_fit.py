@@ -117,7 +117,10 @@ def _mse(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
     low, high = qmin - start.zero_point, qmax - start.zero_point
 
     def search(best: _Trial, grid_of: Callable, candidates: Any) -> _Trial:
-        step = lambda best, c: (_better(best, _trial(v, *grid_of(c), qmin, qmax)), None)
+        def step(best, candidate):
+            ratio, zero_point = grid_of(candidate)
+            return _better(best, _trial(v, ratio, zero_point, qmin, qmax)), None
+
         return lax.scan(step, best, jnp.asarray(candidates, jnp.float32))[0]
 
     def of_ends(ends):
