@@ -16,7 +16,7 @@ from . import _checks as checks
 from . import _numerics as num
 from ._ranges._fit import fit_qparams
 from ._ranges._range import TINY, QParams
-from ._spec import QuantSpec, checked, grid, qparams_shape
+from ._spec import PerBlock, PerTensor, QuantSpec, checked, grid, qparams_shape
 
 
 @functools.partial(
@@ -24,7 +24,7 @@ from ._spec import QuantSpec, checked, grid, qparams_shape
     data_fields=["values", "scale", "zero_point"],
     meta_fields=["spec", "dtype"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class QArray:
     """A quantized array: `real = (values - zero_point) * scale`. A pytree of three arrays.
 
@@ -71,10 +71,10 @@ class QArray:
 
 def _on_grid(scale: Array, zero_point: Array, qmin: Array, qmax: Array, spec: QuantSpec) -> tuple[Array, Array]:
     """Qparams as they are used, wherever an optimizer left them: a scale that is not tiny, a zero point on the grid."""
-    scale = jnp.where(scale < TINY, TINY, scale)
+    # NaN for what is no number: integers cannot hold it, and it must not look like one.
+    scale = jnp.where(scale < TINY, TINY, jnp.where(scale < jnp.inf, scale, jnp.nan))
     if spec.symmetric:
         return scale, jnp.zeros_like(scale)
-    # NaN becomes a NaN scale: integers cannot hold it, and it must not look like a number.
     scale = jnp.where(zero_point == zero_point, scale, jnp.nan)
     return scale, num.clip(num.round_half_even(zero_point), qmin, qmax)
 
@@ -88,7 +88,7 @@ def _round_trip(x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
     dtype, x = x.dtype, num.upcast(x, num.compute_dtype(x.dtype))
     scale, zero_point = (v.astype(x.dtype) for v in _on_grid(scale, zero_point, qmin, qmax, spec))
     level = num.clip(_level(x, scale, zero_point, noise, spec), qmin.astype(x.dtype), qmax.astype(x.dtype))
-    return num.affine_value(level, num.spread(scale, x.shape), num.spread(zero_point, x.shape)).astype(dtype)
+    return num.downcast(num.affine_value(level, num.spread(scale, x.shape), num.spread(zero_point, x.shape)), dtype)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -110,7 +110,8 @@ def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array,
     total = lambda v: num.gather(jnp.sum, v, shape)
     v = num.divide(x, num.spread(scale, x.shape))
     steps = jnp.where(below, qmin - zero, jnp.where(above, qmax - zero, jnp.where(inside, level - zero - v, 0)))
-    dscale = total(wide * steps).astype(jnp.float32)
+    counts = below | above | inside  # not NaN
+    dscale = total(jnp.where(counts, wide * steps, 0)).astype(jnp.float32)
     clipped = total(jnp.where(below | above, wide, 0)).astype(jnp.float32)
     dzero = jnp.zeros_like(dscale) if spec.symmetric else -clipped
     # Guarded, because XLA:CPU makes of a select of a plain load a masked load, which takes twice the time.
@@ -178,11 +179,12 @@ def _qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QParams:
 
 @jax.custom_vjp
 def _scale_gradient(x, factor):
-    return x
+    # Selected by the factor, for vmap: else a factor an example meets a cotangent that is summed over the examples.
+    return jnp.where(factor == factor, x, x)
 
 
 def _scale_gradient_bwd(factor, g):
-    return num.shard_like(num.guard(g * factor.astype(g.dtype)), g), None
+    return num.shard_like(num.guard(num.upcast(g, factor.dtype) * factor).astype(g.dtype), g), None
 
 
 _scale_gradient.defvjp(lambda x, factor: (_scale_gradient(x, factor), factor), _scale_gradient_bwd)
@@ -233,12 +235,11 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     scale, zero_point = _qparams(x, spec, qparams, bits)
     if not spec.symmetric:
         # The rule gives its gradient in units of -scale, which multiplies here, after shard_map has added the shards.
-        zero_point = _scale_gradient(zero_point, _on_grid(scale, zero_point, qmin, qmax, spec)[0])
+        used, _ = _on_grid(scale, zero_point, qmin, qmax, spec)
+        zero_point = _scale_gradient(*num.vary_together(zero_point, used))
     noise = _noise(x, spec, key)
-    if noise is None:
-        return _fake_quant(*num.vary_together(x, scale, zero_point), qmin, qmax, None, spec)
-    x, scale, zero_point, noise = num.vary_together(x, scale, zero_point, noise)
-    return _fake_quant(x, scale, zero_point, qmin, qmax, noise, spec)
+    arrays = num.vary_together(x, scale, zero_point, qmin, qmax, *([] if noise is None else [noise]))
+    return _fake_quant(*arrays, *([None] if noise is None else []), spec)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -287,7 +288,7 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
 def real_values(q: QArray, dtype: jnp.dtype) -> Array:
     """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
     scale, zero_point = (num.spread(v.astype(num.compute_dtype(dtype)), q.shape) for v in (q.scale, q.zero_point))
-    return num.affine_value(q.values.astype(scale.dtype), scale, zero_point).astype(dtype)
+    return num.downcast(num.affine_value(q.values.astype(scale.dtype), scale, zero_point), dtype)
 
 
 def dequantize(q: QArray) -> Array:
@@ -318,6 +319,17 @@ def checked_qarray(name: str, q: Any) -> QArray:
     """Returns `q`, which must be a QArray."""
     if not isinstance(q, QArray):
         raise TypeError(f"`{name}` must be a QArray, got {checks.kind(q)}. Make one by quantize(x, spec).")
+    groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
+    kind = q.spec.granularity
+    whole = all(g == 1 for g in groups) if isinstance(kind, PerTensor) else len(groups) == q.ndim
+    size = kind.size if isinstance(kind, PerBlock) else 0
+    whole = whole and all(g in (1, n) or g * size == n for g, n in zip(groups, q.shape, strict=False))
+    if not whole or q.zero_point.shape != q.scale.shape:
+        raise ValueError(
+            f"`{name}` has values of shape {q.shape}, a scale of shape {q.scale.shape} and a zero point of shape "
+            f"{q.zero_point.shape}, which are not those of {q.spec}. A stack of QArrays made by vmap or scan is used "
+            "under vmap or scan; one used whole keeps the axis of the stack: PerChannel((0, -1))."
+        )
     return q
 
 

@@ -106,7 +106,7 @@ def static_int_between(name: str, value: Any, low: int, high: int) -> int:
     """Returns `value` as an int in `[low, high]`."""
     value = static_int(name, value)
     if not low <= value <= high:
-        raise ValueError(f"`{name}` must be between {low} and {high}, inclusive, got {value}. Choose another width.")
+        raise ValueError(f"`{name}` must be between {low} and {high}, inclusive, got {value}. Choose one of these.")
     return value
 
 
@@ -156,6 +156,7 @@ def static_ints(name: str, value: Any) -> tuple[int, ...]:
 
 def prng_key(name: str, value: Any) -> Any:
     """Returns one PRNG key, typed or of the old kind."""
+    value = unwrapped(value)
     typed = is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if not typed and not (is_array(value) and value.dtype == np.uint32):
         raise TypeError(f"`{name}` must be a PRNG key, got {kind(value)}. Make one by jax.random.key(seed).")

@@ -64,6 +64,8 @@ def _in_output(name: str, v: Array, shape: tuple[int, ...], places: dict[int, in
             f"the contraction: scale of shape {v.shape}, values of shape {shape}, contracted axes {inner}. Share it "
             "along them: PerTensor, PerChannel on other axes, or, in dot_general, PerBlock along the contracted one."
         )
+    if any(v.shape[i] == 0 for i in inner):  # nothing is contracted, and nothing scaled
+        return jnp.ones([1] * ndim, v.dtype)
     kept = sorted(places)
     v = lax.reshape(v, [v.shape[i] for i in kept])
     sizes = [1] * ndim
@@ -301,13 +303,13 @@ def dot_general(a: QArray, b: QArray, dimension_numbers: Any, *, execution: str 
     Returns:
       float32; its axes are batch, free of a, free of b.
 
-    Gradient: that of `lax.dot_general` of the dequantized arrays, so to the scales; none to integers.
+    Gradient: that of `lax.dot_general` of the dequantized arrays, so to the scales; none to integers. `jax.jvp` raises.
 
     Raises:
       TypeError: for anything but QArrays.
       ValueError: for dimension numbers or shapes that do not fit, a scale that changes with every element along a
         contracted axis, or a contraction so long that it may not fit int32: 133,144 products at 8 x 8 bits
-        symmetric, 66,311 if one is affine, 516 at 16 x 8.
+        symmetric, 66,311 if one is affine, 516 at 16 x 8. Products beyond 2 ** 24 have no execution="float32".
 
     Source: Jacob et al., 2018; ONNX MatMulInteger.
 
@@ -434,8 +436,19 @@ class Conv(NamedTuple):
         return padded, self._replace(padding=none, a_dilation=(1,) * len(none))
 
 
-def _pads(padding: Any) -> tuple[tuple[int, int], ...]:
-    if not isinstance(padding, tuple | list) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in padding):
+def _steps(name: str, value: Any, spatial: int) -> tuple[int, ...]:
+    """Strides or dilations, one for each spatial axis; None is 1 on each."""
+    steps = (1,) * spatial if value is None and "dilation" in name else checks.static_ints(name, value)
+    if len(steps) != spatial or any(n < 1 for n in steps):
+        raise ValueError(
+            f"`{name}` must be {spatial} ints of at least 1, one a spatial axis, got {steps}. Pass them all."
+        )
+    return steps
+
+
+def _pads(padding: Any, spatial: int) -> tuple[tuple[int, int], ...]:
+    is_pairs = isinstance(padding, tuple | list) and all(isinstance(p, tuple | list) and len(p) == 2 for p in padding)
+    if not is_pairs or len(padding) != spatial:
         raise TypeError(
             '`padding` must be "SAME", "SAME_LOWER", "VALID" or a pair (low, high) for each spatial axis, got '
             f"{padding!r}. Pass ((1, 1), (1, 1)) for 1 on every side of an image."
@@ -469,6 +482,7 @@ def conv_general_dilated(
       float32, the shape of `lax.conv_general_dilated`.
 
     Gradient: that of `lax.conv_general_dilated` of the dequantized arrays, so to the scales; none to integers.
+    `jax.jvp` raises.
 
     Raises:
       TypeError: for anything but QArrays.
@@ -491,10 +505,11 @@ def conv_general_dilated(
             "or kernel axes that are missing."
         )
     dimensions = lax.conv_dimension_numbers(a.shape, b.shape, dimension_numbers)
-    window_strides = checks.static_ints("window_strides", window_strides)
-    ones = (1,) * (a.ndim - 2)
-    a_dilation = ones if lhs_dilation is None else checks.static_ints("lhs_dilation", lhs_dilation)
-    b_dilation = ones if rhs_dilation is None else checks.static_ints("rhs_dilation", rhs_dilation)
+    window_strides = _steps("window_strides", window_strides, a.ndim - 2)
+    a_dilation = _steps("lhs_dilation", lhs_dilation, a.ndim - 2)
+    b_dilation = _steps("rhs_dilation", rhs_dilation, a.ndim - 2)
+    groups = checks.static_int("feature_group_count", feature_group_count)
+    batch_groups = checks.static_int("batch_group_count", batch_group_count)
     if isinstance(padding, str):
         checks.one_of("padding", padding, ("SAME", "SAME_LOWER", "VALID"))
         if any(d != 1 for d in a_dilation):
@@ -504,9 +519,9 @@ def conv_general_dilated(
             )
         windows = [(b.shape[i] - 1) * d + 1 for i, d in zip(dimensions.rhs_spec[2:], b_dilation, strict=True)]
         padding = lax.padtype_to_pads([a.shape[i] for i in dimensions.lhs_spec[2:]], windows, window_strides, padding)
-    pads = _pads(padding)
+    pads = _pads(padding, a.ndim - 2)
     conv = Conv(
-        window_strides, pads, a_dilation, b_dilation, dimensions, feature_group_count, batch_group_count,
+        window_strides, pads, a_dilation, b_dilation, dimensions, groups, batch_groups,
         _execution(execution),
     )  # fmt: skip
     # JAX checks the shapes, as it does for floats.

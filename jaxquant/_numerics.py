@@ -41,6 +41,14 @@ def upcast(x: Array, dtype: jnp.dtype) -> Array:
     return x if x.dtype == dtype else guard(x).astype(dtype)
 
 
+def downcast(y: Array, dtype: jnp.dtype) -> Array:
+    """`y` rounded once to `dtype`; what is beyond its largest number becomes that, not infinite. NaN stays."""
+    if y.dtype == dtype:
+        return y
+    largest = jnp.asarray(jnp.finfo(dtype).max, y.dtype)
+    return clip(y, -largest, largest).astype(dtype)
+
+
 def divide(a: Array, b: Array | float) -> Array:
     """Correctly rounded `a / b` with `b` broadcast against `a`.
 
@@ -264,7 +272,7 @@ def shard_like(v: Array, like: Array) -> Array:
     give sharded gradients also to ranges that are replicated.
     """
     wanted = jax.typeof(like).sharding
-    return v if jax.typeof(v).sharding == wanted else jax.sharding.reshard(v, wanted)
+    return v if wanted.mesh.empty or jax.typeof(v).sharding == wanted else jax.sharding.reshard(v, wanted)
 
 
 def replicated(v: Array) -> Array:

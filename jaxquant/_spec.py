@@ -121,6 +121,11 @@ class QuantSpec:
         if self.narrow_range is None:
             set_("narrow_range", self.symmetric and self.signed)
         set_("narrow_range", checks.static_bool("narrow_range", self.narrow_range))
+        if self.narrow_range and self.symmetric and not self.signed:
+            raise ValueError(
+                "`narrow_range` must be False if symmetric and not signed, got True: the lowest q is the zero point, "
+                "and without it 0 could not be represented. Leave it None."
+            )
         checks.one_of("rounding", self.rounding, ROUNDINGS)
         if not isinstance(self.granularity, Granularity):
             raise TypeError(
@@ -264,11 +269,13 @@ def grid(spec: QuantSpec, bits: Any, dtype: jnp.dtype) -> tuple[Array, Array]:
 
 
 def _bits(spec: QuantSpec, bits: Any) -> Array:
+    bits = checks.unwrapped(bits)
     if isinstance(bits, bool) or not jnp.issubdtype(getattr(bits, "dtype", type(bits)), jnp.integer):
         raise TypeError(
             f"`bits` must be an integer, traced or not, got {bits!r}. It is the width of a schedule: jnp.int32(4)."
         )
-    checks.shape("bits", jnp.asarray(bits), (), "one width for the tensor")
+    if not isinstance(bits, int):
+        checks.shape("bits", jnp.asarray(bits), (), "one width for the tensor")
     if not isinstance(bits, jax.core.Tracer) and not 2 <= int(bits) <= spec.bits:
         raise ValueError(
             f"`bits` must be between 2 and the {spec.bits} of {spec}, got {int(bits)}. Give the spec the most bits "

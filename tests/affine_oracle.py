@@ -5,6 +5,7 @@ An independent reading of the docstrings of `fake_quant`, `quantize` and `qparam
 `bits`, `signed`, `symmetric`, `narrow_range` and `rounding`; what shares a scale is read off the shape of the scale.
 """
 
+import ml_dtypes
 import numpy as np
 from oracle import add, clip, computed_in, div, flush, half_away, half_up, ieee, mul, sub
 
@@ -79,11 +80,13 @@ def quantize(x, scale, zero_point, spec, noise=None):
 
 
 def fake_quant(x, scale, zero_point, spec, noise=None):
-    """Real values; NaN stays NaN, and every zero is +0."""
+    """Real values; NaN stays NaN, every zero is +0, and what is beyond a half-precision dtype its largest number."""
     at = Levels(x, scale, zero_point, spec, noise)
     steps = sub(at.clipped(), at.zero_point)
     with np.errstate(all="ignore"):
-        return mul(np.where(steps == 0, steps.dtype.type(0), steps), at.scale).astype(x.dtype)
+        y = mul(np.where(steps == 0, steps.dtype.type(0), steps), at.scale)
+        largest = float(ml_dtypes.finfo(x.dtype).max)
+        return (y if y.dtype == x.dtype else np.clip(y, -largest, largest)).astype(x.dtype)
 
 
 def gradients(g, x, scale, zero_point, spec, noise=None):

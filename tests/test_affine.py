@@ -22,6 +22,7 @@ from jaxquant import (
     QParams,
     QuantSpec,
     dequantize,
+    dot_general,
     fake_quant,
     fit_qparams,
     pack,
@@ -46,7 +47,7 @@ def spec_grid():
             bits=bits,
             signed=signed,
             symmetric=symmetric,
-            narrow_range=i % 7 < 3,
+            narrow_range=i % 7 < 3 and (signed or not symmetric),
             granularity=GRANULARITIES[i % 5],
             rounding=ROUNDINGS[i % 3],
         )
@@ -410,3 +411,27 @@ def test_rank_0_and_size_0(shape, granularity, symmetric):
     assert dqparams.scale.shape == dqparams.zero_point.shape == qparams_shape(spec, shape)
     assert np.isfinite(dqparams.scale).all()
     assert y.shape == shape
+
+
+def test_finite_values_stay_finite_in_half_precision():
+    """The zero point moves the ends of the grid beyond 65504."""
+    x = jnp.asarray([-65504.0, 65504.0, 0.0, jnp.inf, jnp.nan], jnp.float16)
+    for bits in (2, 8):
+        spec = QuantSpec(bits=bits, symmetric=False)
+        y = fake_quant(x, spec)
+        assert jnp.isfinite(y).tolist() == [True] * 4 + [False]
+        assert_same_bits(dequantize(quantize(x, spec))[:4], y[:4])
+
+
+def test_a_stack_is_refused_where_its_scales_would_be_read_as_blocks():
+    x = jnp.stack([jnp.full((3, 8), 10.0**i, jnp.float32) for i in range(4)])
+    q = jax.vmap(lambda x: quantize(x, QuantSpec()))(x)
+    assert_same_bits(jax.vmap(dequantize)(q), x)
+    for use in (dequantize, lambda q: dot_general(q, q, (((2,), (2,)), ((0,), (0,))))):
+        with pytest.raises(ValueError, match=r"scale of shape \(4,\).*under vmap or scan"):
+            use(q)
+
+
+def test_a_grid_without_its_zero_is_refused():
+    with pytest.raises(ValueError, match="`narrow_range` must be False"):
+        QuantSpec(signed=False, narrow_range=True)

@@ -11,6 +11,7 @@ import oracle
 import pytest
 from exact import assert_same_bits, differing, x64
 from inputs import cast, hard_values
+from jax.sharding import PartitionSpec as P
 
 from jaxquant import (
     PerBlock,
@@ -237,3 +238,38 @@ def test_learned_qparams_descend(symmetric, start):
     best = min(float(error(QParams(s, qparams.zero_point))) for s in np.linspace(0.1, 2, 96))
     assert errors[-1] < 0.7 * errors[0]
     assert errors[-1] < 1.1 * best
+
+
+def test_a_shared_zero_point_or_value_meets_the_scale_of_its_own_example():
+    """The product with the scale is of each example, not of the sums."""
+    scale_of = lambda f, c: scale_gradient(shared, f) * c
+    grad = jax.grad(lambda s: jax.vmap(lambda f, c: scale_gradient(s, f) * c)(float32(1, 2), float32(10, 20)).sum())
+    shared = jnp.float32(1)
+    assert jax.vmap(scale_of)(float32(1, 2), float32(10, 20)).tolist() == [10, 20]
+    assert grad(shared) == 1 * 10 + 2 * 20
+    x, scale = jnp.stack([float32(9, -9, 0.3), float32(30, 1, 50)]), float32(0.5, 2)
+    one = lambda x, s, zero_point: fake_quant(x, AFFINE4, QParams(s, zero_point)).sum()
+    want = sum(jax.grad(one, 2)(*row, shared) for row in zip(x, scale, strict=True))
+    assert jax.grad(lambda z: jax.vmap(one, (0, 0, None))(x, scale, z).sum())(shared) == want
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P("data"), P("data"), P()), "out_specs": P("data")}
+    sharded = jax.shard_map(lambda x, s, z: one(x[0], s[0], z)[None], mesh=mesh, **specs)
+    assert jax.grad(lambda z: sharded(x, scale, z).sum())(shared) == want
+
+
+def test_nan_gives_no_gradient_also_where_the_cotangent_is_nan():
+    x, g = float32(np.nan, 1.2), float32(np.nan, 1)
+    _, dscale, dzero_point = gradients(x, AFFINE4, 0.5, g=g)
+    assert dscale == gradients(x[1:], AFFINE4, 0.5)[1]
+    assert dzero_point == 0
+
+
+@pytest.mark.parametrize("where", [P(), P("data")])
+def test_gradients_on_an_explicit_mesh_of_arrays_made_before_it(where):
+    x, spec = jax.random.normal(jax.random.key(0), (8, 16)), QuantSpec(granularity=PerChannel(0))
+    f = jax.grad(lambda x: (fake_quant(x, spec) ** 2).sum())
+    want = f(x)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        assert_same_bits(jax.jit(f)(x), want)
+        assert_same_bits(jax.jit(f)(jax.device_put(x, jax.NamedSharding(mesh, where))), want)

@@ -430,3 +430,12 @@ def test_execution_and_jit_make_one_trace():
     for _ in range(100):
         f(a, quantize(jnp.ones((8, 2)), QuantSpec()))
     assert len(traces) == 1
+
+
+@both_executions
+@pytest.mark.parametrize("granularity", [PerChannel(0), PerBlock(0, 2)], ids=repr)
+def test_nothing_contracted_is_zero(granularity, execution):
+    a = quantize(jnp.ones((0, 3)), QuantSpec(granularity=granularity))
+    b = quantize(jnp.ones((0, 2)), QuantSpec(symmetric=False))
+    got = dot_general(a, b, (((0,), (0,)), ((), ())), execution=execution)
+    assert_same_bits(got, np.zeros((3, 2), np.float32))

@@ -534,3 +534,15 @@ def test_values_that_are_not_finite_raise_with_their_number():
         with pytest.raises(TypeError, match="needs the values of `x`, got a traced array"):
             jax.jit(lambda x, f=f: f(x, QuantSpec(), nonfinite="raise"))(x)
         jax.tree.map(assert_same_bits, f(x[:1], QuantSpec(), nonfinite="raise"), f(x[:1], QuantSpec()))
+
+
+def test_ranges_have_no_gradient_and_no_nan_in_it():
+    x = jnp.asarray([1.0, -2.0, np.nan], jnp.float32)
+    for f in (lambda x: sum(calibrate(x, activation_spec())), lambda x: fit_qparams(x, QuantSpec()).scale):
+        assert jax.grad(f)(x).tolist() == [0, 0, 0]
+
+
+def test_all_percent_of_a_histogram_are_all_of_more_values_than_float32_counts():
+    h = histogram(np.asarray([1.0, 100.0], F), QuantSpec())
+    counts = jnp.where(h.counts == 0, 0, h.counts.at[jnp.argmax(h.counts)].set(2**24 + 1))
+    assert range_from_histogram(h._replace(counts=counts), 100.0).x_max >= 100

@@ -47,7 +47,7 @@ def test_a_spec_prints_what_differs_from_the_default():
 @pytest.mark.parametrize(("signed", "narrow"), FLAGS)
 def test_the_grid_of_every_width(signed, narrow):
     for bits in range(2, 17):
-        spec = QuantSpec(bits=bits, signed=signed, narrow_range=narrow)
+        spec = QuantSpec(bits=bits, signed=signed, symmetric=signed, narrow_range=narrow)
         holds = np.iinfo(spec.dtype)
         assert spec.qmax - spec.qmin == 2**bits - 1 - narrow
         assert spec.qmin == ((-spec.qmax - 1 if signed else 0) + narrow)
@@ -137,7 +137,7 @@ def test_the_shape_of_the_qparams(granularity, shape, expected):
 
 @pytest.mark.parametrize(("signed", "narrow"), FLAGS)
 def test_the_traced_grid_is_the_static_one(signed, narrow):
-    of = lambda bits: QuantSpec(bits=bits, signed=signed, narrow_range=narrow)
+    of = lambda bits: QuantSpec(bits=bits, signed=signed, symmetric=signed, narrow_range=narrow)
     traced = jax.jit(jax.vmap(lambda bits: grid(of(16), bits, jnp.float32)))(jnp.arange(2, 17))
     static = [[float(end) for end in grid(of(bits), None, jnp.float32)] for bits in range(2, 17)]
     for got, want, name in zip(traced, np.float32(static).T, ("qmin", "qmax"), strict=True):

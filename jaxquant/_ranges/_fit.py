@@ -42,15 +42,15 @@ def _lsq(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
     return QParams(jnp.where(fitted < TINY, scale, fitted), zero_point)
 
 
-def _order_statistics(x: Array, low: float, high: float) -> tuple[Array, Array]:
-    """The values at two fractions of the sorted finite values of each row: values of the data, not between them."""
+def _order_statistics(x: Array, below: float, above: float) -> tuple[Array, Array]:
+    """The values that leave these fractions of the finite values of each row below and above: values of the data."""
     count = jnp.sum(jnp.abs(x) < jnp.inf, -1, dtype=jnp.int32)
     last = jnp.maximum(count - 1, 0)
     ordered = jnp.sort(finite_or(x, jnp.inf), -1)
-    # float32 does not hold every count: the last index is the limit.
-    at = lambda f, whole: jnp.minimum(whole(last.astype(jnp.float32) * f).astype(jnp.int32), last)
+    # float32 does not hold every count: so from each end on its own, where none is exact.
+    beyond = lambda f: jnp.minimum(jnp.floor(last.astype(jnp.float32) * f).astype(jnp.int32), last)
     pick = lambda i: jnp.where(count > 0, jnp.take_along_axis(ordered, i[:, None], -1)[:, 0], 0)
-    return pick(at(low, jnp.floor)), pick(at(high, jnp.ceil))
+    return pick(beyond(below)), pick(last - beyond(above))
 
 
 def _percentile(x: Array, spec: QuantSpec, qmin: Array, qmax: Array, percentile: float) -> QParams:
@@ -59,11 +59,11 @@ def _percentile(x: Array, spec: QuantSpec, qmin: Array, qmax: Array, percentile:
     if not rows.shape[1]:
         return _minmax(x, spec, qmin, qmax)
     if spec.symmetric and spec.signed:
-        _, high = _order_statistics(jnp.abs(rows), 0.0, percentile / 100)
+        _, high = _order_statistics(jnp.abs(rows), 0.0, (100 - percentile) / 100)
         low = -high
     else:
-        outside = (1 - percentile / 100) / 2
-        low, high = _order_statistics(rows, outside, 1 - outside)
+        outside = (100 - percentile) / 200
+        low, high = _order_statistics(rows, outside, outside)
     low, high = (end.reshape(shape).astype(jnp.float32) for end in (low, high))
     return to_qparams(low, high, spec, qmin, qmax)
 
@@ -188,7 +188,7 @@ def fit_qparams(
       scale 1. Sums of floats ("mse", "lsq") may differ in the last bits from program to program; the others do not.
       Under `shard_map` they are of the shard.
 
-    Gradient: none is promised; `fake_quant` trains the QParams themselves.
+    Gradient: none; `fake_quant` trains the QParams themselves.
 
     Raises:
       TypeError: for an argument of another kind, or a traced x with nonfinite="raise".
@@ -207,4 +207,4 @@ def fit_qparams(
     checks.one_of("method", method, ("minmax", "percentile", "mse", "lsq"))
     percentile = checks.percentage("percentile", percentile)
     no_nonfinite(x, nonfinite)
-    return _fit(x, *grid(spec, bits, jnp.float32), spec, method, percentile)
+    return _fit(lax.stop_gradient(x), *grid(spec, bits, jnp.float32), spec, method, percentile)

@@ -118,13 +118,13 @@ def _histogram_like(name: str, h: Any) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("low", "high"))
-def _range_of_counts(counts: Array, low: float, high: float) -> Range:
+@functools.partial(jax.jit, static_argnames="outside")
+def _range_of_counts(counts: Array, outside: float) -> Range:
     seen = jnp.cumsum(counts, -1, dtype=jnp.uint32)
     count = seen[..., -1:]
     last = jnp.maximum(count, 1) - 1
-    at = lambda f, whole: whole(last.astype(jnp.float32) * f).astype(jnp.uint32)
-    bin_of = lambda rank: jnp.argmax(seen > jnp.minimum(rank, last), -1).astype(jnp.int32)
+    beyond = jnp.minimum(jnp.floor(last.astype(jnp.float32) * outside).astype(jnp.uint32), last)
+    bin_of = lambda rank: jnp.argmax(seen > rank, -1).astype(jnp.int32)
     half, rest = _BINS // 2, 23 - _FRACTION_BITS
 
     def edge(index, upper):
@@ -135,7 +135,7 @@ def _range_of_counts(counts: Array, low: float, high: float) -> Range:
         return jnp.where(negative, -magnitude, magnitude)
 
     empty = count[..., 0] == 0
-    x_min, x_max = edge(bin_of(at(low, jnp.floor)), False), edge(bin_of(at(high, jnp.ceil)), True)
+    x_min, x_max = edge(bin_of(beyond), False), edge(bin_of(last - beyond), True)
     return Range(jnp.where(empty, jnp.inf, x_min), jnp.where(empty, -jnp.inf, x_max))
 
 
@@ -164,5 +164,4 @@ def range_from_histogram(h: Histogram, percentile: float = 99.9) -> Range:
     959.9999389648438
     """
     _histogram_like("h", h)
-    outside = (1 - checks.percentage("percentile", percentile) / 100) / 2
-    return _range_of_counts(h.counts, outside, 1 - outside)
+    return _range_of_counts(h.counts, (100 - checks.percentage("percentile", percentile)) / 200)

@@ -96,18 +96,21 @@ def range_of(x: Array, spec: QuantSpec) -> Range:
     shape = qparams_shape(spec, x.shape)
     x = num.upcast(x, num.compute_dtype(x.dtype))
     if spec.symmetric and spec.signed:
-        largest = num.gather(_largest, x, shape).astype(jnp.float32)
+        largest = _to_float32(num.gather(_largest, x, shape))
         return Range(-largest, largest)
-    x_min = num.gather(_lowest, x, shape).astype(jnp.float32)
-    return Range(x_min, num.gather(_highest, x, shape).astype(jnp.float32))
+    return Range(*(_to_float32(num.gather(f, x, shape)) for f in (_lowest, _highest)))
+
+
+def _to_float32(end: Array) -> Array:
+    """An end of float64 beyond float32 becomes its largest number; infinity, the range of nothing, stays."""
+    return jnp.where(jnp.abs(end) < jnp.inf, num.downcast(end, jnp.dtype(jnp.float32)), end.astype(jnp.float32))
 
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _calibrate(x: Array, spec: QuantSpec) -> Range:
     shape = qparams_shape(spec, x.shape)
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    ends = (num.gather(f, x, shape).astype(jnp.float32) for f in (_lowest, _highest))
-    return Range(*ends)
+    return Range(*(_to_float32(num.gather(f, x, shape)) for f in (_lowest, _highest)))
 
 
 def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
@@ -122,7 +125,7 @@ def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
       Range of float32 in the shape of the scale. The range of nothing, (inf, -inf), where no value is finite.
       Combine batches by `merge_ranges` or `ema_ranges`; under `shard_map` it is of the shard: `lax.pmin`, `lax.pmax`.
 
-    Gradient: that of minimum and maximum, as JAX defines it.
+    Gradient: none; a range is calibrated, and what is trained are the QParams.
 
     Raises:
       TypeError: for an `x` that is no floating array, or traced with nonfinite="raise".
@@ -137,7 +140,7 @@ def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
     """
     x = checks.float_array("x", x)
     no_nonfinite(x, nonfinite)
-    return _calibrate(x, checked(spec))
+    return _calibrate(lax.stop_gradient(x), checked(spec))
 
 
 def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
@@ -234,7 +237,7 @@ def _same_keys(a: Any, b: Any, function: str) -> None:
 def _map_ranges(function: str, f: Callable, a: Any, b: Any) -> Any:
     _same_keys(a, b, function)
     if isinstance(a, Mapping):
-        return type(a)({key: _map_ranges(function, f, a[key], b[key]) for key in a})  # pyright: ignore
+        return {key: _map_ranges(function, f, a[key], b[key]) for key in a}
     ends = [checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32)) for r in (a, b)]
     for name, one, other in zip(("x_min", "x_max"), *ends, strict=True):
         checks.shape(f"{name} of b", other, one.shape, "the shape of that of `a`")
