@@ -92,7 +92,8 @@ class QuantSpec:
 
     Raises:
       TypeError: for an argument of another kind, traced ones among them.
-      ValueError: for bits outside 2..16, an unknown rounding or an axis named twice.
+      ValueError: for bits outside 2..16, an unknown rounding, an axis named twice, or a narrow symmetric unsigned
+        grid, which would not hold 0.
 
     >>> from jaxquant import PerChannel, QuantSpec
     >>> QuantSpec(bits=4, granularity=PerChannel(-1))
