@@ -109,7 +109,7 @@ def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array,
     wide = num.upcast(g, x.dtype)
     total = lambda v: num.gather(jnp.sum, v, shape)
     v = num.divide(x, num.spread(scale, x.shape))
-    steps = jnp.where(below, qmin - zero, jnp.where(above, qmax - zero, jnp.where(inside, level - zero - v, 0)))
+    steps = jnp.where(below, qmin - zero, jnp.where(above, qmax - zero, level - zero - v))
     counts = below | above | inside  # not NaN
     dscale = total(jnp.where(counts, wide * steps, 0)).astype(jnp.float32)
     clipped = total(jnp.where(below | above, wide, 0)).astype(jnp.float32)

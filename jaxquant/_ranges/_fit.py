@@ -112,7 +112,8 @@ def _density(size: int, steps: int, least: int, most: int) -> int:
 def _mse(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
     start = _minmax(x, spec, qmin, qmax)
     # In units of the min-max scale, so that no square overflows or vanishes.
-    v = num.divide(x.astype(jnp.float32), num.spread(start.scale, x.shape))
+    x = num.upcast(x, num.compute_dtype(x.dtype)).astype(jnp.float32)
+    v = num.divide(x, num.spread(start.scale, x.shape))
     size = math.prod(x.shape) // max(math.prod(start.scale.shape), 1)
     low, high = qmin - start.zero_point, qmax - start.zero_point
 

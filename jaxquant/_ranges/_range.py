@@ -98,6 +98,10 @@ def range_of(x: Array, spec: QuantSpec) -> Range:
     if spec.symmetric and spec.signed:
         largest = _to_float32(num.gather(_largest, x, shape))
         return Range(-largest, largest)
+    return _ends(x, shape)
+
+
+def _ends(x: Array, shape: tuple[int, ...]) -> Range:
     return Range(*(_to_float32(num.gather(f, x, shape)) for f in (_lowest, _highest)))
 
 
@@ -108,9 +112,7 @@ def _to_float32(end: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _calibrate(x: Array, spec: QuantSpec) -> Range:
-    shape = qparams_shape(spec, x.shape)
-    x = num.upcast(x, num.compute_dtype(x.dtype))
-    return Range(*(_to_float32(num.gather(f, x, shape)) for f in (_lowest, _highest)))
+    return _ends(num.upcast(x, num.compute_dtype(x.dtype)), qparams_shape(spec, x.shape))
 
 
 def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
@@ -150,6 +152,7 @@ def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
 
 
 def to_qparams(x_min: Array, x_max: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
+    """The qparams of a range: the formulas of `qparams_from_range`, for its callers inside a compiled program."""
     # Constants would be folded before the rewrites that `num.divide` stops.
     x_min, x_max = lax.optimization_barrier((x_min, x_max))
     x_min, x_max = _extended(x_min, x_max)
