@@ -145,11 +145,9 @@ class Dot(NamedTuple):
 
     def _places(self, a: QArray, b: QArray) -> tuple[dict[int, int], dict[int, int]]:
         """Which axis of the output each kept axis of `a` and of `b` becomes: batch, free of a, free of b."""
-        batch = len(self.batch[0])
         a_free, b_free = self._free(a.ndim, 0), self._free(b.ndim, 1)
-        of_a = {**dict(zip(self.batch[0], itertools.count())), **dict(zip(a_free, itertools.count(batch)))}
-        of_b = {**dict(zip(self.batch[1], itertools.count()))}
-        return of_a, {**of_b, **dict(zip(b_free, itertools.count(batch + len(a_free))))}
+        of_a = dict(zip((*self.batch[0], *a_free), itertools.count()))
+        return of_a, dict(zip(self.batch[1], itertools.count())) | dict(zip(b_free, itertools.count(len(of_a))))
 
     def _in_float32(self, a: QArray, b: QArray, length: int) -> Array:
         """Chunks that are exact in float32, added in int32."""
@@ -437,8 +435,8 @@ class Conv(NamedTuple):
 
 
 def _steps(name: str, value: Any, spatial: int) -> tuple[int, ...]:
-    """Strides or dilations, one for each spatial axis; None is 1 on each."""
-    steps = (1,) * spatial if value is None and "dilation" in name else checks.static_ints(name, value)
+    """Strides or dilations, one for each spatial axis."""
+    steps = checks.static_ints(name, value)
     if len(steps) != spatial or any(n < 1 for n in steps):
         raise ValueError(
             f"`{name}` must be {spatial} ints of at least 1, one a spatial axis, got {steps}. Pass them all."
@@ -505,9 +503,10 @@ def conv_general_dilated(
             "or kernel axes that are missing."
         )
     dimensions = lax.conv_dimension_numbers(a.shape, b.shape, dimension_numbers)
+    ones = (1,) * (a.ndim - 2)
     window_strides = _steps("window_strides", window_strides, a.ndim - 2)
-    a_dilation = _steps("lhs_dilation", lhs_dilation, a.ndim - 2)
-    b_dilation = _steps("rhs_dilation", rhs_dilation, a.ndim - 2)
+    a_dilation = _steps("lhs_dilation", ones if lhs_dilation is None else lhs_dilation, a.ndim - 2)
+    b_dilation = _steps("rhs_dilation", ones if rhs_dilation is None else rhs_dilation, a.ndim - 2)
     groups = checks.static_int("feature_group_count", feature_group_count)
     batch_groups = checks.static_int("batch_group_count", batch_group_count)
     if isinstance(padding, str):
