@@ -28,3 +28,9 @@ from ._spec import PerTensor as PerTensor
 from ._spec import QuantSpec as QuantSpec
 from ._spec import activation_spec as activation_spec
 from ._spec import weight_spec as weight_spec
+from ._tree import Rule as Rule
+from ._tree import dequantize_params as dequantize_params
+from ._tree import fake_quant_params as fake_quant_params
+from ._tree import init_qparams as init_qparams
+from ._tree import match_rules as match_rules
+from ._tree import quantize_params as quantize_params

@@ -71,12 +71,17 @@ class QArray:
 
 def _on_grid(scale: Array, zero_point: Array, qmin: Array, qmax: Array, spec: QuantSpec) -> tuple[Array, Array]:
     """Qparams as they are used, wherever an optimizer left them: a scale that is not tiny, a zero point on the grid."""
-    # NaN for what is no number: integers cannot hold it, and it must not look like one.
-    scale = jnp.where(scale < TINY, TINY, jnp.where(scale < jnp.inf, scale, jnp.nan))
-    if spec.symmetric:
-        return scale, jnp.zeros_like(scale)
-    scale = jnp.where(zero_point == zero_point, scale, jnp.nan)
-    return scale, num.clip(num.round_half_even(zero_point), qmin, qmax)
+
+    def used(scale, zero_point):
+        # NaN for what is no number: integers cannot hold it, and it must not look like one.
+        scale = jnp.where(scale < TINY, TINY, jnp.where(scale < jnp.inf, scale, jnp.nan))
+        if spec.symmetric:
+            return scale
+        scale = jnp.where(zero_point == zero_point, scale, jnp.nan)
+        return scale, num.clip(num.round_half_even(zero_point), qmin, qmax)
+
+    got = num.once(used, scale, zero_point) if scale.ndim else used(scale, zero_point)
+    return (got, jnp.zeros_like(got)) if spec.symmetric else got
 
 
 def _level(x: Array, scale: Array, zero_point: Array, noise: Array | None, spec: QuantSpec) -> Array:
@@ -150,7 +155,7 @@ def _noise(x: Array, spec: QuantSpec, key: Any) -> Array | None:
     return jax.random.uniform(checks.prng_key("key", key), x.shape, jnp.float32).astype(num.compute_dtype(x.dtype))
 
 
-def _qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QParams:
+def checked_qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QParams:
     """The qparams of `x`, from the data or as passed, in float32."""
     expected = qparams_shape(spec, x.shape)
     if qparams is None:
@@ -232,7 +237,7 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     """
     x, spec = checks.float_array("x", x), checked(spec)
     qmin, qmax = grid(spec, bits, jnp.float32)
-    scale, zero_point = _qparams(x, spec, qparams, bits)
+    scale, zero_point = checked_qparams(x, spec, qparams, bits)
     if not spec.symmetric:
         # The rule gives its gradient in units of -scale, which multiplies here, after shard_map has added the shards.
         used, _ = _on_grid(scale, zero_point, qmin, qmax, spec)
@@ -279,7 +284,7 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     """
     x, spec = checks.float_array("x", x), checked(spec)
     qmin, qmax = grid(spec, None, jnp.float32)
-    scale, zero_point = _qparams(x, spec, qparams, None)
+    scale, zero_point = checked_qparams(x, spec, qparams, None)
     noise = _noise(x, spec, key)
     return _quantize(x, scale, zero_point, qmin, qmax, noise, spec)
 
@@ -288,7 +293,8 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
 def real_values(q: QArray, dtype: jnp.dtype) -> Array:
     """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
     scale, zero_point = (num.spread(v.astype(num.compute_dtype(dtype)), q.shape) for v in (q.scale, q.zero_point))
-    return num.downcast(num.affine_value(q.values.astype(scale.dtype), scale, zero_point), dtype)
+    values = num.affine_value(q.values.astype(scale.dtype), scale, zero_point)
+    return num.downcast(jnp.where(scale == scale, values, jnp.nan), dtype)  # qparams that are no number give none
 
 
 def dequantize(q: QArray) -> Array:

@@ -20,6 +20,11 @@ def is_array(value: Any) -> bool:
     return isinstance(value, Array | np.ndarray | np.generic)
 
 
+def is_float(dtype: Any) -> bool:
+    """Whether it is one of the four floating dtypes; those of 8 bits and fewer are not."""
+    return str(dtype) in _FLOATS
+
+
 def kind(value: Any) -> str:
     """What came, in words: the dtype of an array, the type of anything else."""
     return f"an array of dtype {value.dtype}" if is_array(value) else type(value).__name__
@@ -33,7 +38,7 @@ def unwrapped(value: Any) -> Any:
 def float_array(name: str, value: Any) -> Array:
     """Returns `value` as an array of one of the four floating dtypes, never weakly typed."""
     value = unwrapped(value)
-    if not (str(value.dtype) in _FLOATS if is_array(value) else isinstance(value, float)):
+    if not (is_float(value.dtype) if is_array(value) else isinstance(value, float)):
         raise TypeError(
             f"`{name}` must be a floating array ({', '.join(_FLOATS)}), got {kind(value)}. "
             f"Numbers, lists and other dtypes convert by jnp.asarray(..., jnp.float32)."

@@ -104,11 +104,12 @@ def affine_level(x: Array, scale: Array, zero_point: Array, rounding: str, noise
 def affine_value(level: Array, scale: Array, zero_point: Array) -> Array:
     """The real value of each level, `(level - zero_point) * scale`; the product is last, so that zero is exactly 0.
 
-    The difference is selected where it is 0: XLA drops an addition of a constant zero point 0, and then the zero that
-    a small negative value rounds to would be -0 in one program and 0 in another.
+    It is selected where the difference is 0, which is two things at once. A guard of the product; and one zero: XLA
+    drops an addition of a constant zero point 0, and then the zero that a small negative value rounds to would be -0
+    in one program and 0 in another.
     """
     steps = level - zero_point
-    return guard(jnp.where(steps == 0, 0, steps) * scale)
+    return jnp.where(steps == 0, 0, steps * scale)
 
 
 def product(g: Array, mask: Array) -> Array:
@@ -186,15 +187,15 @@ def per_channel(f: Callable, axis: int | None) -> Callable:
     return f if axis is None else functools.partial(once, jax.vmap(f))
 
 
-def once(f: Callable, x_min: Array, x_max: Array) -> Any:
-    """`f(x_min, x_max)` of vectors, computed once for each channel.
+def once(f: Callable, x: Array, y: Array) -> Any:
+    """`f(x, y)` of one pair a channel, computed once for each channel.
 
     XLA:CPU fuses the arithmetic of a channel into the element-wise pass that uses it, and so does it again for every
     element: divisions and all, twice the time of the pass. The result of a conditional stands alone. The branches
     are the same.
     """
-    branched = lambda *ends: lax.cond((ends[0] < ends[1]).any(), f, f, *ends)
-    return lax.platform_dependent(x_min, x_max, cpu=branched, default=f)
+    branched = lambda x, y: lax.cond((x < y).any(), f, f, x, y)
+    return lax.platform_dependent(x, y, cpu=branched, default=f)
 
 
 def spread(v: Array, shape: tuple[int, ...]) -> Array:

@@ -19,9 +19,7 @@ from ._range import LARGEST, TINY, QParams, finite_or, no_nonfinite, range_of, r
 
 
 def _minmax(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
-    f = lambda x_min, x_max: to_qparams(x_min, x_max, spec, qmin, qmax)
-    x_min, x_max = range_of(x, spec)
-    return num.once(f, x_min, x_max) if x_min.ndim else f(x_min, x_max)
+    return to_qparams(*range_of(x, spec), spec, qmin, qmax)
 
 
 def _mean(x: Array, shape: tuple[int, ...]) -> Array:
