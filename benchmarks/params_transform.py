@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What fake-quantizing a params pytree costs: GPT-2-small shapes, and the training step of an MLP."""
 
+import itertools
 import statistics
 import sys
 import time
@@ -75,7 +76,10 @@ def donated(f, *trees):
 def two_passes(tree):
     """A pass that reads the tree and one that writes it, each compiled alone: the least that a range can cost."""
     largest = jax.jit(lambda t: matrices(lambda v, axis: jnp.max(jnp.abs(v), 1 - axis), t))
-    plus_one, held = jax.jit(lambda t: jax.tree.map(lambda v: v + 1, t), donate_argnums=0), [jax.tree.map(jnp.copy, tree)]
+    plus_one, held = (
+        jax.jit(lambda t: jax.tree.map(lambda v: v + 1, t), donate_argnums=0),
+        [jax.tree.map(jnp.copy, tree)],
+    )
 
     def run():
         jax.block_until_ready([v for v in jax.tree.leaves(largest(held[0])) if v.ndim == 1])
@@ -166,7 +170,9 @@ def mlp_step(quantizer):
 def mlp_rows(rounds):
     sizes = (784, 1024, 1024, 1024, 10)
     array = lambda *shape: jnp.asarray(RNG.normal(size=shape).astype(np.float32) / shape[0] ** 0.5)
-    params = {f"layer_{i}": {"kernel": array(n, m), "bias": array(m)} for i, (n, m) in enumerate(zip(sizes, sizes[1:]))}
+    params = {
+        f"layer_{i}": {"kernel": array(n, m), "bias": array(m)} for i, (n, m) in enumerate(itertools.pairwise(sizes))
+    }
     x, labels = array(256, 784), jnp.asarray(RNG.integers(0, 10, 256))
     quantizers = {
         "float": lambda p: p,

@@ -9,6 +9,8 @@ from ._affine import pack as pack
 from ._affine import quantize as quantize
 from ._affine import scale_gradient as scale_gradient
 from ._affine import unpack as unpack
+from ._files import load as load
+from ._files import save as save
 from ._integer import conv_general_dilated as conv_general_dilated
 from ._integer import dot_general as dot_general
 from ._ranges._fit import fit_qparams as fit_qparams

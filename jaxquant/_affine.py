@@ -69,29 +69,33 @@ class QArray:
         return sum(math.prod(v.shape) * v.dtype.itemsize for v in (self.values, self.scale, self.zero_point))
 
 
-def _on_grid(scale: Array, zero_point: Array, qmin: Array, qmax: Array, spec: QuantSpec) -> tuple[Array, Array]:
-    """Qparams as they are used, wherever an optimizer left them: a scale that is not tiny, a zero point on the grid."""
+def _on_grid(scale: Array, zero_point: Array, qmin: Array, qmax: Array, spec: QuantSpec, fitted: bool = False) -> Any:
+    """Qparams as they are used, wherever an optimizer left them: a scale that is not tiny, a zero point on the grid.
+
+    Those fitted to x are so already; the zero of a symmetric spec is a constant, for XLA to drop.
+    """
 
     def used(scale, zero_point):
         # NaN for what is no number: integers cannot hold it, and it must not look like one.
         scale = jnp.where(scale < TINY, TINY, jnp.where(scale < jnp.inf, scale, jnp.nan))
         if spec.symmetric:
-            return scale
+            return scale, zero_point
         scale = jnp.where(zero_point == zero_point, scale, jnp.nan)
         return scale, num.clip(num.round_half_even(zero_point), qmin, qmax)
 
-    got = num.once(used, scale, zero_point) if scale.ndim else used(scale, zero_point)
-    return (got, jnp.zeros_like(got)) if spec.symmetric else got
+    if not fitted:
+        scale, zero_point = num.once(used, scale, zero_point) if scale.ndim else used(scale, zero_point)
+    return scale, jnp.zeros_like(scale) if spec.symmetric else zero_point
 
 
 def _level(x: Array, scale: Array, zero_point: Array, noise: Array | None, spec: QuantSpec) -> Array:
     return num.affine_level(x, num.spread(scale, x.shape), num.spread(zero_point, x.shape), spec.rounding, noise)
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _round_trip(x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
+@functools.partial(jax.jit, static_argnames=("spec", "fitted"))
+def _round_trip(x, scale, zero_point, qmin, qmax, noise, spec, fitted) -> Array:
     dtype, x = x.dtype, num.upcast(x, num.compute_dtype(x.dtype))
-    scale, zero_point = (v.astype(x.dtype) for v in _on_grid(scale, zero_point, qmin, qmax, spec))
+    scale, zero_point = (v.astype(x.dtype) for v in _on_grid(scale, zero_point, qmin, qmax, spec, fitted))
     level = num.clip(_level(x, scale, zero_point, noise, spec), qmin.astype(x.dtype), qmax.astype(x.dtype))
     return num.downcast(num.affine_value(level, num.spread(scale, x.shape), num.spread(zero_point, x.shape)), dtype)
 
@@ -119,22 +123,44 @@ def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array,
     dscale = total(jnp.where(counts, wide * steps, 0)).astype(jnp.float32)
     clipped = total(jnp.where(below | above, wide, 0)).astype(jnp.float32)
     dzero = jnp.zeros_like(dscale) if spec.symmetric else -clipped
+    return _passed(g, inside), dscale, dzero
+
+
+def _passed(g: Array, inside: Array) -> Array:
     # Guarded, because XLA:CPU makes of a select of a plain load a masked load, which takes twice the time.
-    return jnp.where(inside, num.guard(g), 0), dscale, dzero
+    return jnp.where(inside, num.guard(g), 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _fake_quant(x, scale, zero_point, qmin, qmax, noise, spec):
-    return _round_trip(x, scale, zero_point, qmin, qmax, noise, spec)
+@functools.partial(jax.jit, static_argnames="spec")
+def _gradient_of_fitted(g, x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
+    """To x, where the qparams are those of its own range."""
+    x = num.upcast(x, num.compute_dtype(x.dtype))
+    used = _on_grid(scale, zero_point, qmin, qmax, spec, fitted=True)
+    scale, zero_point, qmin, qmax = (v.astype(x.dtype) for v in (*used, qmin, qmax))
+    if spec.symmetric and spec.signed and noise is None:
+        # No level but that of an infinity lies outside of its own range, so that none need be computed.
+        limit = num.spread((qmax + 0.5) * scale, x.shape)
+        inside = (-limit < x) & (x < limit)
+    else:
+        level = _level(x, scale, zero_point, noise, spec)
+        inside = (qmin <= level) & (level <= qmax)
+    return _passed(num.shard_like(g, inside), inside)
 
 
-def _fake_quant_fwd(x, scale, zero_point, qmin, qmax, noise, spec):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _fake_quant(x, scale, zero_point, qmin, qmax, noise, spec, fitted):
+    return _round_trip(x, scale, zero_point, qmin, qmax, noise, spec, fitted)
+
+
+def _fake_quant_fwd(x, scale, zero_point, qmin, qmax, noise, spec, fitted):
     # The op itself, not its body: else a second derivative would differentiate the bare staircase.
     residuals = x, scale, zero_point, qmin, qmax, noise
-    return _fake_quant(*residuals, spec), residuals
+    return _fake_quant(*residuals, spec, fitted), residuals
 
 
-def _fake_quant_bwd(spec, residuals, g):
+def _fake_quant_bwd(spec, fitted, residuals, g):
+    if fitted:
+        return num.shard_like(_gradient_of_fitted(g, *residuals, spec), residuals[0]), *[None] * 5
     gradients = _gradients(g, *residuals, spec)
     return *(num.shard_like(d, v) for d, v in zip(gradients, residuals[:3], strict=True)), None, None, None
 
@@ -238,19 +264,20 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     x, spec = checks.float_array("x", x), checked(spec)
     qmin, qmax = grid(spec, bits, jnp.float32)
     scale, zero_point = checked_qparams(x, spec, qparams, bits)
-    if not spec.symmetric:
+    fitted = qparams is None
+    if not fitted and not spec.symmetric:
         # The rule gives its gradient in units of -scale, which multiplies here, after shard_map has added the shards.
         used, _ = _on_grid(scale, zero_point, qmin, qmax, spec)
         zero_point = _scale_gradient(*num.vary_together(zero_point, used))
     noise = _noise(x, spec, key)
     arrays = num.vary_together(x, scale, zero_point, qmin, qmax, *([] if noise is None else [noise]))
-    return _fake_quant(*arrays, *([None] if noise is None else []), spec)
+    return _fake_quant(*arrays, *([None] if noise is None else []), spec, fitted)
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _quantize(x, scale, zero_point, qmin, qmax, noise, spec) -> QArray:
+@functools.partial(jax.jit, static_argnames=("spec", "fitted"))
+def _quantize(x, scale, zero_point, qmin, qmax, noise, spec, fitted) -> QArray:
     dtype, x = x.dtype, num.upcast(x, num.compute_dtype(x.dtype))
-    scale, zero_point = _on_grid(scale, zero_point, qmin, qmax, spec)
+    scale, zero_point = _on_grid(scale, zero_point, qmin, qmax, spec, fitted)
     level = _level(x, scale.astype(x.dtype), zero_point.astype(x.dtype), noise, spec)
     level = num.clip(level, qmin.astype(x.dtype), qmax.astype(x.dtype))
     to_integer = lambda v: jnp.where(v == v, v, spec.qmin).astype(spec.dtype)
@@ -286,7 +313,7 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     qmin, qmax = grid(spec, None, jnp.float32)
     scale, zero_point = checked_qparams(x, spec, qparams, None)
     noise = _noise(x, spec, key)
-    return _quantize(x, scale, zero_point, qmin, qmax, noise, spec)
+    return _quantize(x, scale, zero_point, qmin, qmax, noise, spec, qparams is None)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

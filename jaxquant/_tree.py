@@ -113,11 +113,11 @@ def _unboxed(node: Any) -> list[Any]:
     return [child for path, child in children if path == (GetAttrKey("value"),) and len(children) == 1]
 
 
-def _with_paths(tree: Any, path: KeyPath = ()) -> Iterator[tuple[str, Any]]:
+def with_paths(tree: Any, path: KeyPath = (), is_leaf: Callable[[Any], bool] = _is_qarray) -> Iterator[tuple[str, Any]]:
     """Each leaf and its path, without the attribute that unpacks a box."""
-    for keys, node in tree_flatten_with_path(tree, is_leaf=lambda n: _is_qarray(n) or bool(_unboxed(n)))[0]:
+    for keys, node in tree_flatten_with_path(tree, is_leaf=lambda n: is_leaf(n) or bool(_unboxed(n)))[0]:
         if inside := _unboxed(node):
-            yield from _with_paths(inside[0], path + keys)
+            yield from with_paths(inside[0], path + keys, is_leaf)
         else:
             yield keystr(path + keys, simple=True, separator="/"), node
 
@@ -146,7 +146,7 @@ class _Leaf:
 def _leaves(params: Any, rules: Any) -> tuple[list[_Leaf], Any]:
     """The leaves of a pytree, each with its rule, and its structure; every error of a choice is raised here."""
     rules = _checked_rules(rules)
-    found = list(_with_paths(params))
+    found = list(with_paths(params))
     matching = [[i for i, rule in enumerate(rules) if rule.matches(*pair)] for pair in found]
     for i, rule in enumerate(rules):
         first = {path: rules[of[0]] for (path, _), of in zip(found, matching, strict=True) if i in of}
@@ -157,7 +157,7 @@ def _leaves(params: Any, rules: Any) -> tuple[list[_Leaf], Any]:
     for leaf in leaves:
         if leaf.spec:
             with leaf.named_in_errors():
-                _check_choice(leaf, paths)
+                _check_choice(leaf, leaf.spec, paths)
             paths.add(leaf.path)
     return leaves, jax.tree.structure(params, is_leaf=_is_qarray)
 
@@ -178,7 +178,7 @@ def _unused(i: int, rule: Rule, first: dict[str, Rule], paths: list[str]) -> str
     )
 
 
-def _check_choice(leaf: _Leaf, others: set[str]) -> None:
+def _check_choice(leaf: _Leaf, spec: QuantSpec, others: set[str]) -> None:
     value = leaf.value
     known = checks.is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
     if not known or not checks.is_float(value.dtype):
@@ -186,7 +186,7 @@ def _check_choice(leaf: _Leaf, others: set[str]) -> None:
             f"a parameter must be a floating array to be quantized, got {checks.kind(value)}. Leave it in float "
             f"by a rule ({leaf.path!r}, None) before this one."
         )
-    qparams_shape(leaf.spec, value.shape)
+    qparams_shape(spec, value.shape)
     if leaf.path in others:
         raise ValueError("two parameters have this path, got it twice. Rename one of the keys that make it.")
 
@@ -369,9 +369,7 @@ def init_qparams(params: Any, rules: Rules, method: str = "mse", *, bits: Any = 
     return fitted
 
 
-def quantize_params(
-    params: Any, rules: Rules, qparams: Mapping[str, QParams] | None = None, *, key: Any = None
-) -> Any:
+def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | None = None, *, key: Any = None) -> Any:
     """Quantizes the parameters that the rules choose to integers, after QAT or without it.
 
     Args:
@@ -427,7 +425,7 @@ def dequantize_params(params: Any) -> Any:
     True
     """
     new = []
-    for path, value in _with_paths(params):
+    for path, value in with_paths(params):
         with _Leaf(path, value, None).named_in_errors():
             new.append(dequantize(value) if _is_qarray(value) else value)
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=_is_qarray), new)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The range of data, and the scale and zero point of a range."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -66,43 +67,38 @@ def finite_or(x: Array, otherwise: float) -> Array:
     return jnp.where(jnp.abs(x) < jnp.inf, x, otherwise)
 
 
-def _extreme(reduce: Callable, of: Callable, nothing: float, x: Array, axes: tuple[int, ...]) -> Array:
-    """The largest or smallest `of(x)` of the finite values along some axes.
+def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
+    """`then(x_min, x_max)` of the finite values of each group, of as few reductions as the spec needs.
 
     The values are masked only if there are some to mask: XLA:CPU reduces what it reads, or its absolute value, at the
-    speed of memory, and what else it computes first several times slower, through a copy of the array.
+    speed of memory, and what else it computes first several times slower, through a copy of the array. `then` is on
+    both sides of the condition, so that its result stands alone, as in `num.once`.
     """
-    plain = reduce(of(x), axes, initial=nothing)
-    masked = lambda x: reduce(finite_or(of(x), nothing), axes, initial=nothing)
-    return lax.cond(_finite(x, plain), lambda x: plain, masked, x)
+    shape = qparams_shape(spec, x.shape)
+    x = num.upcast(x, num.compute_dtype(x.dtype))
+    reductions = (_LARGEST,) if spec.symmetric and spec.signed else (_LOWEST, _HIGHEST)
+    plain = [num.gather(reduction(lambda v, _: v), x, shape) for reduction in reductions]
+
+    def of(extremes):
+        ends = [_to_float32(end) for end in extremes]
+        return then(-ends[0], ends[0]) if len(ends) == 1 else then(*ends)
+
+    masked = lambda x: of([num.gather(reduction(finite_or), x, shape) for reduction in reductions])
+    return lax.cond(_finite(x, plain), lambda x: of(plain), masked, x)
 
 
-def _finite(x: Array, extremes: Array) -> Array:
+_LOWEST = lambda mask: lambda x, axes: jnp.min(mask(x, jnp.inf), axes, initial=jnp.inf)
+_HIGHEST = lambda mask: lambda x, axes: jnp.max(mask(x, -jnp.inf), axes, initial=-jnp.inf)
+_LARGEST = lambda mask: lambda x, axes: jnp.max(mask(jnp.abs(x), -jnp.inf), axes, initial=-jnp.inf)
+
+
+def _finite(x: Array, extremes: list[Array]) -> Array:
     """Whether all of `x` is finite, from its extremes where they tell; False too where the sum overflows."""
-    finite = (jnp.abs(extremes) < jnp.inf).all()
+    finite = functools.reduce(jnp.logical_and, [(jnp.abs(v) < jnp.inf).all() for v in extremes])
     if jax.device_count() == 1:
         return finite
     # The maximum over devices forgets the NaN of one of them, and with it all that device saw; a sum does not.
     return finite & (jnp.sum(jnp.abs(x)) < jnp.inf)
-
-
-_lowest = functools.partial(_extreme, jnp.min, lambda x: x, jnp.inf)
-_highest = functools.partial(_extreme, jnp.max, lambda x: x, -jnp.inf)
-_largest = functools.partial(_extreme, jnp.max, jnp.abs, -jnp.inf)
-
-
-def range_of(x: Array, spec: QuantSpec) -> Range:
-    """The range of the finite values of each group, of as few reductions as the spec needs."""
-    shape = qparams_shape(spec, x.shape)
-    x = num.upcast(x, num.compute_dtype(x.dtype))
-    if spec.symmetric and spec.signed:
-        largest = _to_float32(num.gather(_largest, x, shape))
-        return Range(-largest, largest)
-    return _ends(x, shape)
-
-
-def _ends(x: Array, shape: tuple[int, ...]) -> Range:
-    return Range(*(_to_float32(num.gather(f, x, shape)) for f in (_lowest, _highest)))
 
 
 def _to_float32(end: Array) -> Array:
@@ -112,7 +108,8 @@ def _to_float32(end: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _calibrate(x: Array, spec: QuantSpec) -> Range:
-    return _ends(num.upcast(x, num.compute_dtype(x.dtype)), qparams_shape(spec, x.shape))
+    both_ends = dataclasses.replace(spec, symmetric=False, narrow_range=False)
+    return range_of(x, both_ends, Range)
 
 
 def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:

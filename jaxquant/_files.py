@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pytrees on disk, integers packed: .npz and .safetensors, with a schema version and a digest, without pickle."""
+
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import os
+import pathlib
+import tempfile
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _checks as checks
+from ._affine import QArray, checked_qarray, pack, unpack
+from ._ranges._range import QParams, Range
+from ._spec import PerBlock, PerChannel, PerTensor, QuantSpec
+from ._tree import with_paths
+
+_SCHEMA = 1
+_HEADER = "__jaxquant__"
+_GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerBlock)}
+_GROUPS: dict[str, type] = {"QParams": QParams, "Range": Range}
+
+
+def save(path: Any, tree: Any) -> None:
+    """Writes a pytree of arrays and QArrays to a file, integers of 2 to 4 bits packed.
+
+    Args:
+      path: str or path that ends in ".npz", which NumPy reads too, or ".safetensors", which needs the package
+        safetensors (the extra of that name). A file there is replaced, at once and whole.
+      tree: any pytree of arrays, QArrays, QParams and Ranges: params, what `quantize_params` returns, or what
+        `init_qparams` does. Arrays must be on this process's devices; for those of several processes use orbax.
+
+    Gradient: none; arrays are read.
+
+    Returns:
+      None.
+
+    Raises:
+      TypeError: for a leaf that is none of these, with its path.
+      ValueError: for another suffix, or two leaves of one path.
+      ImportError: for ".safetensors" without that package.
+
+    Source: the formats of numpy.savez and of safetensors 0.4.
+
+    >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import load, quantize_params, save, weight_spec
+    >>> q = quantize_params({"w": jnp.array([[0.7, -0.2]])}, [("w", weight_spec(4, channel_axis=0))])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/q.npz", q)
+    ...     load(f"{folder}/q.npz")["w"].values.tolist()
+    [[7, -2]]
+    """
+    path, (write, _) = _container(path)
+    leaves: dict[str, dict] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for name, leaf in with_paths(tree, is_leaf=_is_group):
+        described, parts = _described(name, leaf)
+        parts = {_part(name, part): value for part, value in parts.items()}
+        if name in leaves or set(parts) & set(arrays):
+            raise ValueError(f"`tree` must have one leaf for each path, got two for {name!r}. Rename a key.")
+        leaves[name] = described
+        arrays |= parts
+    header = json.dumps({"schema": _SCHEMA, "sha256": _digest(leaves, arrays), "leaves": leaves})
+    handle, unfinished = tempfile.mkstemp(suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    try:
+        write(unfinished, header, arrays)
+        os.replace(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+def load(path: Any, like: Any = None) -> Any:
+    """Reads what `save` wrote: the same bits, or an error.
+
+    Nothing in the file is executed, and nothing is allocated that the file itself is not as large as. A file that was
+    changed since is refused by its digest; that is no signature, and says nothing about who wrote it.
+
+    Args:
+      path: str or path of the file.
+      like: a pytree of the structure to return, whose leaves have the shapes, dtypes and specs to expect: arrays,
+        QArrays, QParams, Ranges, or what `jax.eval_shape` gives for them. None returns a dict from path to leaf.
+
+    Returns:
+      The pytree, of jax arrays.
+
+    Gradient: none.
+
+    Raises:
+      ValueError: for a file that is no such file, is damaged or of another schema; or whose leaves are not those of
+        like, with the paths.
+      FileNotFoundError: for no file.
+      ImportError: for ".safetensors" without that package.
+
+    Source: as `save`.
+
+    >>> import tempfile
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxquant import load, save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/a.npz", {"w": [jnp.arange(2), jnp.ones(1)]})
+    ...     load(f"{folder}/a.npz"), load(f"{folder}/a.npz", {"w": [jnp.zeros(2, int), jnp.zeros(1)]})
+    ({'w/0': Array([0, 1], dtype=int32), 'w/1': Array([1.], dtype=float32)}, \
+{'w': [Array([0, 1], dtype=int32), Array([1.], dtype=float32)]})
+    """
+    path, (_, read) = _container(path)
+    try:
+        header, arrays = read(path)
+        header = json.loads(header)
+        if header["schema"] != _SCHEMA:
+            raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads {_SCHEMA}")
+        if header["sha256"] != _digest(header["leaves"], arrays):
+            raise ValueError("its data are not those that its digest was made of")
+        leaves = {name: _leaf(name, described, arrays) for name, described in header["leaves"].items()}
+    except (FileNotFoundError, ImportError):
+        raise
+    except Exception as error:  # parsers of damaged files raise anything
+        raise ValueError(
+            f"`path` must be a file that jaxquant.save wrote, got {str(path)!r}, which cannot be read: {error}. "
+            "Write it again, or take it from a copy."
+        ) from error
+    return leaves if like is None else _shaped_like(like, leaves)
+
+
+def _is_group(node: Any) -> bool:
+    return isinstance(node, QArray | QParams | Range)
+
+
+def _part(name: str, part: str) -> str:
+    return f"{name}/{part}" if name and part else name or part
+
+
+def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
+    """What a leaf is, and its arrays: those of a QArray by name, that of an array by no name."""
+    if isinstance(leaf, QArray):
+        checked_qarray(name, leaf)
+        values = pack(leaf.values, leaf.spec.bits) if leaf.spec.bits <= 4 else leaf.values
+        said = {"kind": "QArray", "shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": _spec_said(leaf.spec)}
+        arrays = {"values": values, "scale": leaf.scale, "zero_point": leaf.zero_point}
+    elif isinstance(leaf, QParams | Range):
+        said, arrays = {"kind": type(leaf).__name__}, leaf._asdict()
+    else:
+        said, arrays = {"kind": "array"}, {"": leaf}
+    arrays = {part: _numpy(_part(name, part), value) for part, value in arrays.items()}
+    said["dtypes"] = {part: str(value.dtype) for part, value in arrays.items()}
+    return said, {part: _plain(value) for part, value in arrays.items()}
+
+
+def _numpy(name: str, value: Any) -> np.ndarray:
+    value = checks.unwrapped(value)
+    if not checks.is_array(value) or isinstance(value, jax.core.Tracer) or not _is_numeric(value.dtype):
+        raise TypeError(
+            f"`tree` must have arrays of numbers for leaves, got {checks.kind(value)} at {name!r}. Keep only the "
+            "arrays of a model, such as eqx.filter(model, eqx.is_array); numbers convert by jnp.asarray, PRNG keys by "
+            "jax.random.key_data."
+        )
+    return np.asarray(value)
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
+
+
+def _plain(value: np.ndarray) -> np.ndarray:
+    """As a dtype that NumPy and every reader knows: bfloat16 and its like as whole numbers of their bits."""
+    known = value.dtype.kind in "biufc"
+    return np.ascontiguousarray(value if known else value.view(f"u{value.dtype.itemsize}")).reshape(value.shape)
+
+
+def _spec_said(spec: QuantSpec) -> dict:
+    said = {name: getattr(spec, name) for name in ("bits", "signed", "symmetric", "narrow_range", "rounding")}
+    return said | {"granularity": type(spec.granularity).__name__, **vars(spec.granularity)}
+
+
+def _spec_read(said: dict) -> QuantSpec:
+    kind = _GRANULARITIES[said.pop("granularity")]
+    of_kind = {field.name: said.pop(field.name) for field in dataclasses.fields(kind)}
+    if isinstance(axis := of_kind.get("axis"), list):  # JSON has no tuples
+        of_kind["axis"] = tuple(axis)
+    return QuantSpec(granularity=kind(**of_kind), **said)
+
+
+def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
+    parts = {
+        part: jnp.asarray(arrays[_part(name, part)].view(jnp.dtype(dtype)))
+        for part, dtype in described["dtypes"].items()
+    }
+    for part, dtype in described["dtypes"].items():
+        if str(parts[part].dtype) != dtype:
+            raise ValueError(f"{name!r} is {dtype}, which jax holds only with jax_enable_x64")
+    if described["kind"] == "array":
+        return parts[""]
+    if described["kind"] in _GROUPS:
+        return _GROUPS[described["kind"]](**parts)
+    spec, shape = _spec_read(dict(described["spec"])), tuple(described["shape"])
+    if spec.bits <= 4:
+        parts["values"] = unpack(parts["values"], spec.bits, shape, spec.dtype)
+    return checked_qarray(name, QArray(**parts, spec=spec, dtype=jnp.dtype(described["dtype"])))
+
+
+def _digest(leaves: dict, arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(json.dumps(leaves, sort_keys=True).encode())
+    for name, value in sorted(arrays.items()):
+        digest.update(json.dumps([name, value.dtype.str, value.shape]).encode())
+        digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
+    expected = dict(with_paths(like, is_leaf=_is_group))
+    if set(expected) != set(leaves):
+        raise ValueError(
+            f"`like` must have the paths of the file, got {sorted(set(expected) - set(leaves))} that the file has not "
+            f"and not {sorted(set(leaves) - set(expected))}, which it has. Pass like=None for a dict of what is there."
+        )
+    signature = lambda leaf: jax.tree.map(lambda v: (tuple(v.shape), str(v.dtype)), leaf)
+    for path, leaf in expected.items():
+        wanted, got = (
+            jax.tree.flatten(signature(v), is_leaf=lambda v: isinstance(v, tuple)) for v in (leaf, leaves[path])
+        )
+        if wanted != got:
+            raise ValueError(
+                f"`like` at {path!r} must have the shapes, dtypes and spec of the file, got {leaf}, and the file has "
+                f"{leaves[path]}. Make it of the same rules, or pass like=None."
+            )
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_group), [leaves[path] for path in expected])
+
+
+def _container(path: Any) -> tuple[pathlib.Path, tuple[Callable, Callable]]:
+    path = pathlib.Path(path)
+    if path.suffix not in _CONTAINERS:
+        raise ValueError(f"`path` must end in {' or '.join(_CONTAINERS)}, got {str(path)!r}. Choose one of them.")
+    return path, _CONTAINERS[path.suffix]
+
+
+def _write_npz(path: str, header: str, arrays: dict[str, np.ndarray]) -> None:
+    members = {_HEADER: np.frombuffer(header.encode(), np.uint8), **arrays}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, value in members.items():
+            # Of a ZipInfo, because then no time is written, and equal trees make equal files.
+            with file.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, value, allow_pickle=False)
+
+
+def _read_npz(path: pathlib.Path) -> tuple[str, dict[str, np.ndarray]]:
+    with zipfile.ZipFile(path) as file:
+        members = file.infolist()
+        if any(m.compress_type != zipfile.ZIP_STORED or m.file_size != m.compress_size for m in members):
+            raise ValueError("it has compressed members")
+        if sum(m.file_size for m in members) > path.stat().st_size:
+            raise ValueError("it declares more data than it has")
+        if len({m.filename for m in members}) < len(members):
+            raise ValueError("it has two members of one name")
+        arrays = {m.filename.removesuffix(".npy"): _array_of(file.read(m)) for m in members}
+    return arrays.pop(_HEADER).tobytes().decode(), arrays
+
+
+def _array_of(data: bytes) -> np.ndarray:
+    """The array of an .npy member, after its declared size has been compared with what is there."""
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+    shape, _, dtype = header(stream)
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data) - stream.tell():
+        raise ValueError("an array has another size than its header says")
+    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy  # the one import that is not of jax or NumPy, of an extra
+    except ImportError as error:
+        raise ImportError("A .safetensors file needs the package safetensors: pip install safetensors.") from error
+    return safetensors
+
+
+def _write_safetensors(path: str, header: str, arrays: dict[str, np.ndarray]) -> None:
+    _safetensors().numpy.save_file(arrays, path, metadata={_HEADER: header})
+
+
+def _read_safetensors(path: pathlib.Path) -> tuple[str, dict[str, np.ndarray]]:
+    with _safetensors().safe_open(path, framework="np") as file:
+        return file.metadata()[_HEADER], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+_CONTAINERS = {".npz": (_write_npz, _read_npz), ".safetensors": (_write_safetensors, _read_safetensors)}
