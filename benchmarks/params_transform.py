@@ -62,13 +62,12 @@ def straight_through_clipped(x, axis):
     return (v + jax.lax.stop_gradient(jnp.round(v) - v)) * scale
 
 
-def donated(f, *trees):
-    """A run whose results are written into the memory of its arguments and are the arguments of the next."""
-    jitted, held = jax.jit(f, donate_argnums=tuple(range(len(trees)))), [jax.tree.map(jnp.copy, t) for t in trees]
+def donated(f, tree):
+    """A run whose result is written into the memory of its argument and is the argument of the next."""
+    jitted, held = jax.jit(f, donate_argnums=0), [jax.tree.map(jnp.copy, tree)]
 
     def run():
-        out = jax.block_until_ready(jitted(*held))
-        held[:] = [out] if len(trees) == 1 else out
+        held[0] = jax.block_until_ready(jitted(held[0]))
 
     return run
 
@@ -111,11 +110,19 @@ def tree_rows(rounds):
     yield "forward, to qwix", to("ours", "qwix"), 1.0
 
     def with_vjp(f):
-        def step(tree, g):
-            y, vjp = jax.vjp(f, tree)
-            return y, vjp(g)[0]
+        """The gradient is written into the memory of the cotangent, and the value into memory to spare."""
 
-        return donated(step, tree, jax.tree.map(jnp.ones_like, tree))
+        def step(tree, g, spare):
+            y, vjp = jax.vjp(f, tree)
+            return vjp(g)[0], y
+
+        jitted = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)
+        held = [jax.tree.map(jnp.ones_like, tree) for _ in range(2)]
+
+        def run():
+            held[:] = jax.block_until_ready(jitted(tree, *held))
+
+        return run
 
     forms = {"naive": straight_through, "clipped": straight_through_clipped}
     runs = {name: with_vjp(lambda t, f=f: matrices(f, t)) for name, f in forms.items()}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -142,6 +143,7 @@ def _part(name: str, part: str) -> str:
 
 def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
     """What a leaf is, and its arrays: those of a QArray by name, that of an array by no name."""
+    said: dict[str, Any]
     if isinstance(leaf, QArray):
         checked_qarray(name, leaf)
         values = pack(leaf.values, leaf.spec.bits) if leaf.spec.bits <= 4 else leaf.values

@@ -192,9 +192,9 @@ def once(f: Callable, x: Array, y: Array) -> Any:
 
     XLA:CPU fuses the arithmetic of a channel into the element-wise pass that uses it, and so does it again for every
     element: divisions and all, twice the time of the pass. The result of a conditional stands alone. The branches
-    are the same.
+    are the same; the condition is a sum, of which XLA:CPU makes fewer kernels than of `any`.
     """
-    branched = lambda x, y: lax.cond((x < y).any(), f, f, x, y)
+    branched = lambda x, y: lax.cond(jnp.sum(x) < 0, f, f, x, y)
     return lax.platform_dependent(x, y, cpu=branched, default=f)
 
 

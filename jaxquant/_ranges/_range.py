@@ -93,12 +93,13 @@ _LARGEST = lambda mask: lambda x, axes: jnp.max(mask(jnp.abs(x), -jnp.inf), axes
 
 
 def _finite(x: Array, extremes: list[Array]) -> Array:
-    """Whether all of `x` is finite, from its extremes where they tell; False too where the sum overflows."""
-    finite = functools.reduce(jnp.logical_and, [(jnp.abs(v) < jnp.inf).all() for v in extremes])
-    if jax.device_count() == 1:
-        return finite
-    # The maximum over devices forgets the NaN of one of them, and with it all that device saw; a sum does not.
-    return finite & (jnp.sum(jnp.abs(x)) < jnp.inf)
+    """Whether all of `x` is finite, from its extremes where they tell; False too where a sum overflows.
+
+    By sums, because XLA:CPU compiles one kernel for a sum and three for any other reduction. And because the maximum
+    over devices forgets the NaN of one of them, and with it all that device saw: there the sum is of x.
+    """
+    told_by = extremes if jax.device_count() == 1 else [x]
+    return functools.reduce(jnp.logical_and, [jnp.abs(jnp.sum(v)) < jnp.inf for v in told_by])
 
 
 def _to_float32(end: Array) -> Array:
@@ -144,10 +145,11 @@ def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
 
 def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
     """The range with 0 in it and ends of at most half the largest float; a NaN end is 0."""
-    end = lambda v: jnp.where(v == v, jnp.clip(v, -LARGEST, LARGEST), 0)
-    return jnp.minimum(end(x_min), 0), jnp.maximum(end(x_max), 0)
+    end = lambda v, low, high: jnp.where(v == v, jnp.clip(v, low, high), 0)
+    return end(x_min, -LARGEST, 0), end(x_max, 0, LARGEST)
 
 
+@functools.partial(jax.jit, static_argnames="spec")
 def to_qparams(x_min: Array, x_max: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
     """The qparams of a range: the formulas of `qparams_from_range`, for its callers inside a compiled program."""
     # Constants would be folded before the rewrites that `num.divide` stops.
@@ -157,15 +159,11 @@ def to_qparams(x_min: Array, x_max: Array, spec: QuantSpec, qmin: Array, qmax: A
         width, steps = x_max - x_min, qmax - qmin
     else:
         width, steps = jnp.maximum(-x_min, x_max) if spec.signed else x_max, qmax
-    scale = num.divide(width, steps)
-    scale = jnp.where(width > 0, jnp.where(scale < TINY, TINY, scale), 1)
+    scale = jnp.where(width > 0, jnp.maximum(num.divide(width, steps), TINY), 1)
     if spec.symmetric:
         return QParams(scale, jnp.zeros_like(scale))
     zero_point = qmin - num.round_half_even(num.divide(x_min, scale))
     return QParams(scale, num.clip(zero_point, qmin, qmax))
-
-
-_qparams_from_range = jax.jit(to_qparams, static_argnames="spec")
 
 
 def qparams_from_range(x_min: Any, x_max: Any, spec: QuantSpec, *, bits: Any = None) -> QParams:
@@ -204,7 +202,7 @@ def qparams_from_range(x_min: Any, x_max: Any, spec: QuantSpec, *, bits: Any = N
     spec = checked(spec)
     x_min, x_max = checks.ends(("x_min", "x_max"), (x_min, x_max), jnp.dtype(jnp.float32))
     checks.shape("x_max", x_max, x_min.shape, "the shape of `x_min`, one range for each scale")
-    return _qparams_from_range(x_min, x_max, spec, *grid(spec, bits, jnp.float32))
+    return to_qparams(x_min, x_max, spec, *grid(spec, bits, jnp.float32))
 
 
 def rows_of(x: Array, shape: tuple[int, ...]) -> Array:
