@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pytrees on disk, integers packed: .npz and .safetensors, with a schema version and a digest, without pickle."""
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -10,7 +11,7 @@ import os
 import pathlib
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from ._tree import with_paths
 
 _SCHEMA = 1
 _HEADER = "__jaxquant__"
+_WIDE = {"float64", "int64", "uint64", "complex128"}
 _GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerBlock)}
 _GROUPS: dict[str, type] = {"QParams": QParams, "Range": Range}
 
@@ -115,14 +117,28 @@ def load(path: Any, like: Any = None) -> Any:
 {'w': [Array([0, 1], dtype=int32), Array([1.], dtype=float32)]})
     """
     path, (_, read) = _container(path)
-    try:
+    with _unreadable(path):
         header, arrays = read(path)
         header = json.loads(header)
         if header["schema"] != _SCHEMA:
             raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads {_SCHEMA}")
         if header["sha256"] != _digest(header["leaves"], arrays):
             raise ValueError("its data are not those that its digest was made of")
+        wide = {dtype for leaf in header["leaves"].values() for dtype in leaf["dtypes"].values()} & _WIDE
+    if wide and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"`path` has arrays of {', '.join(sorted(wide))}, got {str(path)!r} while jax holds 32 bits. Enable "
+            "jax_enable_x64 before loading, or save narrower ones."
+        )
+    with _unreadable(path):
         leaves = {name: _leaf(name, described, arrays) for name, described in header["leaves"].items()}
+    return leaves if like is None else _shaped_like(like, leaves)
+
+
+@contextlib.contextmanager
+def _unreadable(path: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
     except (FileNotFoundError, ImportError):
         raise
     except Exception as error:  # parsers of damaged files raise anything
@@ -130,7 +146,6 @@ def load(path: Any, like: Any = None) -> Any:
             f"`path` must be a file that jaxquant.save wrote, got {str(path)!r}, which cannot be read: {error}. "
             "Write it again, or take it from a copy."
         ) from error
-    return leaves if like is None else _shaped_like(like, leaves)
 
 
 def _is_group(node: Any) -> bool:
@@ -197,9 +212,6 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
         part: jnp.asarray(arrays[_part(name, part)].view(jnp.dtype(dtype)))
         for part, dtype in described["dtypes"].items()
     }
-    for part, dtype in described["dtypes"].items():
-        if str(parts[part].dtype) != dtype:
-            raise ValueError(f"{name!r} is {dtype}, which jax holds only with jax_enable_x64")
     if described["kind"] == "array":
         return parts[""]
     if described["kind"] in _GROUPS:
@@ -225,17 +237,27 @@ def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
             f"`like` must have the paths of the file, got {sorted(set(expected) - set(leaves))} that the file has not "
             f"and not {sorted(set(leaves) - set(expected))}, which it has. Pass like=None for a dict of what is there."
         )
-    signature = lambda leaf: jax.tree.map(lambda v: (tuple(v.shape), str(v.dtype)), leaf)
     for path, leaf in expected.items():
-        wanted, got = (
-            jax.tree.flatten(signature(v), is_leaf=lambda v: isinstance(v, tuple)) for v in (leaf, leaves[path])
-        )
-        if wanted != got:
+        if _signature(leaf) != _signature(leaves[path]):
             raise ValueError(
-                f"`like` at {path!r} must have the shapes, dtypes and spec of the file, got {leaf}, and the file has "
-                f"{leaves[path]}. Make it of the same rules, or pass like=None."
+                f"`like` at {path!r} must have the shapes, dtypes and spec of the file, got {_signature(leaf)}, and "
+                f"the file has {_signature(leaves[path])}. Make it of the same rules, or pass like=None."
             )
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_group), [leaves[path] for path in expected])
+
+
+def _signature(leaf: Any) -> str:
+    """What a leaf is, without its numbers."""
+    if not _is_group(leaf):
+        return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+    parts = ", ".join(
+        f"{name}={v if name in ('spec', 'dtype') else _signature(v)}" for name, v in _fields(leaf).items()
+    )
+    return f"{type(leaf).__name__}({parts})"
+
+
+def _fields(leaf: Any) -> dict[str, Any]:
+    return vars(leaf) if isinstance(leaf, QArray) else leaf._asdict()
 
 
 def _container(path: Any) -> tuple[pathlib.Path, tuple[Callable, Callable]]:

@@ -42,7 +42,9 @@ def test_the_notebook_ends_in_asserts(script):
 @pytest.mark.slow
 @each_notebook
 def test_the_script_runs(script, tmp_path):
-    pytest.importorskip("sklearn", reason="needs the `notebooks` extra")
+    for package, extra in (("sklearn", "notebooks"), ("flax", "frameworks"), ("equinox", "frameworks")):
+        if re.search(rf"^(import|from) {package}\b", script.read_text(), re.M):
+            pytest.importorskip(package, reason=f"needs the `{extra}` extra")
     env = {**os.environ, "MPLBACKEND": "Agg"}
     env.pop("XLA_FLAGS")  # one device, as a reader has
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True)
