@@ -9,7 +9,7 @@ import json
 import math
 import os
 import pathlib
-import tempfile
+import secrets
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,13 +23,18 @@ from . import _checks as checks
 from ._affine import QArray, checked_qarray, pack, unpack
 from ._ranges._range import QParams, Range
 from ._spec import PerBlock, PerChannel, PerTensor, QuantSpec
-from ._tree import with_paths
+from ._tree import named_in_errors, with_paths
 
 _SCHEMA = 1
 _HEADER = "__jaxquant__"
 _WIDE = {"float64", "int64", "uint64", "complex128"}
 _GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerBlock)}
-_GROUPS: dict[str, type] = {"QParams": QParams, "Range": Range}
+_PAIRS: dict[str, type] = {"QParams": QParams, "Range": Range}
+_OF_NUMPY = {"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))}
+_OF_NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
+_RESERVED = (_HEADER, "__metadata__")  # by us, and by safetensors
+_LONGEST_NAME = 65_000  # bytes, of a .zip
+_HIGHEST_RANK = 64  # of a NumPy array
 
 
 def save(path: Any, tree: Any) -> None:
@@ -53,8 +58,7 @@ def save(path: Any, tree: Any) -> None:
 
     Source: the formats of numpy.savez and of safetensors 0.4.
 
-    >>> import tempfile
-    >>> import jax.numpy as jnp
+    >>>     >>> import jax.numpy as jnp
     >>> from jaxquant import load, quantize_params, save, weight_spec
     >>> q = quantize_params({"w": jnp.array([[0.7, -0.2]])}, [("w", weight_spec(4, channel_axis=0))])
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -69,18 +73,19 @@ def save(path: Any, tree: Any) -> None:
         described, parts = _described(name, leaf)
         parts = {_part(name, part): value for part, value in parts.items()}
         if name in leaves or set(parts) & set(arrays):
-            raise ValueError(f"`tree` must have one leaf for each path, got two for {name!r}. Rename a key.")
+            raise ValueError(
+                f"`tree` must have one leaf for each path, and none at the parts of another, got a second at {name!r}. "
+                "Rename a key."
+            )
         leaves[name] = described
         arrays |= parts
     header = json.dumps({"schema": _SCHEMA, "sha256": _digest(leaves, arrays), "leaves": leaves})
-    handle, unfinished = tempfile.mkstemp(suffix=path.suffix, dir=path.parent)
-    os.close(handle)
+    unfinished = path.with_name(f"{path.stem}.{secrets.token_hex(8)}{path.suffix}")
     try:
         write(unfinished, header, arrays)
         os.replace(unfinished, path)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def load(path: Any, like: Any = None) -> Any:
@@ -107,8 +112,7 @@ def load(path: Any, like: Any = None) -> Any:
 
     Source: as `save`.
 
-    >>> import tempfile
-    >>> import jax, jax.numpy as jnp
+    >>>     >>> import jax, jax.numpy as jnp
     >>> from jaxquant import load, save
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(f"{folder}/a.npz", {"w": [jnp.arange(2), jnp.ones(1)]})
@@ -124,10 +128,10 @@ def load(path: Any, like: Any = None) -> Any:
             raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads {_SCHEMA}")
         if header["sha256"] != _digest(header["leaves"], arrays):
             raise ValueError("its data are not those that its digest was made of")
-        wide = {dtype for leaf in header["leaves"].values() for dtype in leaf["dtypes"].values()} & _WIDE
-    if wide and not jax.config.read("jax_enable_x64"):
+        wide = set.union(set(), *({leaf.get("dtype"), *leaf["dtypes"].values()} for leaf in header["leaves"].values()))
+    if wide & _WIDE and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"`path` has arrays of {', '.join(sorted(wide))}, got {str(path)!r} while jax holds 32 bits. Enable "
+            f"`path` must have arrays that jax holds, got {str(path)!r} with {sorted(wide & _WIDE)}. Enable "
             "jax_enable_x64 before loading, or save narrower ones."
         )
     with _unreadable(path):
@@ -143,8 +147,8 @@ def _unreadable(path: pathlib.Path) -> Iterator[None]:
         raise
     except Exception as error:  # parsers of damaged files raise anything
         raise ValueError(
-            f"`path` must be a file that jaxquant.save wrote, got {str(path)!r}, which cannot be read: {error}. "
-            "Write it again, or take it from a copy."
+            f"`path` must be a file that jaxquant.save wrote, got {str(path)!r}, which cannot be read: "
+            f"{str(error)[:300]}. Write it again, or take it from a copy."
         ) from error
 
 
@@ -158,17 +162,15 @@ def _part(name: str, part: str) -> str:
 
 def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
     """What a leaf is, and its arrays: those of a QArray by name, that of an array by no name."""
-    said: dict[str, Any]
+    said: dict[str, Any] = {"kind": type(leaf).__name__ if _is_group(leaf) else "array"}
+    fields = _fields(leaf) if _is_group(leaf) else {"": leaf}
+    arrays = {part: _numpy(_part(name, part), v) for part, v in fields.items() if part not in ("spec", "dtype")}
     if isinstance(leaf, QArray):
-        checked_qarray(name, leaf)
-        values = pack(leaf.values, leaf.spec.bits) if leaf.spec.bits <= 4 else leaf.values
-        said = {"kind": "QArray", "shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": _spec_said(leaf.spec)}
-        arrays = {"values": values, "scale": leaf.scale, "zero_point": leaf.zero_point}
-    elif isinstance(leaf, QParams | Range):
-        said, arrays = {"kind": type(leaf).__name__}, leaf._asdict()
-    else:
-        said, arrays = {"kind": "array"}, {"": leaf}
-    arrays = {part: _numpy(_part(name, part), value) for part, value in arrays.items()}
+        said |= {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": _spec_said(leaf.spec)}
+        with named_in_errors(name):
+            checked_qarray("the QArray", leaf)
+            if leaf.spec.bits <= 4:
+                arrays["values"] = np.asarray(pack(arrays["values"], leaf.spec.bits))
     said["dtypes"] = {part: str(value.dtype) for part, value in arrays.items()}
     return said, {part: _plain(value) for part, value in arrays.items()}
 
@@ -181,17 +183,24 @@ def _numpy(name: str, value: Any) -> np.ndarray:
             "arrays of a model, such as eqx.filter(model, eqx.is_array); numbers convert by jnp.asarray, PRNG keys by "
             "jax.random.key_data."
         )
-    return np.asarray(value)
+    if name in _RESERVED or "\0" in name or len(name.encode()) > _LONGEST_NAME:
+        raise ValueError(
+            f"`tree` must have paths that files can hold, got {name[:80]!r}. Rename the key: not "
+            f"{' or '.join(_RESERVED)}, no NUL, at most {_LONGEST_NAME} bytes."
+        )
+    value = np.asarray(value)
+    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
 
 
 def _is_numeric(dtype: Any) -> bool:
-    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
+    of_jax = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
+    return of_jax and (str(dtype) in _OF_NUMPY or np.dtype(dtype).isbuiltin != 1)  # not NumPy's long double
 
 
 def _plain(value: np.ndarray) -> np.ndarray:
     """As a dtype that NumPy and every reader knows: bfloat16 and its like as whole numbers of their bits."""
-    known = value.dtype.kind in "biufc"
-    return np.ascontiguousarray(value if known else value.view(f"u{value.dtype.itemsize}")).reshape(value.shape)
+    of_numpy = str(value.dtype) in _OF_NUMPY
+    return np.ascontiguousarray(value if of_numpy else value.view(f"u{value.dtype.itemsize}")).reshape(value.shape)
 
 
 def _spec_said(spec: QuantSpec) -> dict:
@@ -208,18 +217,21 @@ def _spec_read(said: dict) -> QuantSpec:
 
 
 def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
-    parts = {
-        part: jnp.asarray(arrays[_part(name, part)].view(jnp.dtype(dtype)))
-        for part, dtype in described["dtypes"].items()
-    }
+    dtypes = described["dtypes"]
+    parts = {part: jnp.asarray(arrays[_part(name, part)].view(jnp.dtype(dtype))) for part, dtype in dtypes.items()}
     if described["kind"] == "array":
         return parts[""]
-    if described["kind"] in _GROUPS:
-        return _GROUPS[described["kind"]](**parts)
-    spec, shape = _spec_read(dict(described["spec"])), tuple(described["shape"])
+    if described["kind"] in _PAIRS:
+        return _PAIRS[described["kind"]](**parts)
+    spec, shape, dtype = _spec_read(dict(described["spec"])), tuple(described["shape"]), jnp.dtype(described["dtype"])
     if spec.bits <= 4:
+        if len(shape) > _HIGHEST_RANK:
+            raise ValueError(f"{name!r} has rank {len(shape)}")
         parts["values"] = unpack(parts["values"], spec.bits, shape, spec.dtype)
-    return checked_qarray(name, QArray(**parts, spec=spec, dtype=jnp.dtype(described["dtype"])))
+    got = [parts["values"].shape, *(parts[part].dtype for part in ("values", "scale", "zero_point"))]
+    if got != [shape, spec.dtype, jnp.float32, spec.dtype] or not checks.is_float(described["dtype"]):
+        raise ValueError(f"the arrays of {name!r} are not those of {spec} and {dtype}")
+    return checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype))
 
 
 def _digest(leaves: dict, arrays: dict[str, np.ndarray]) -> str:
@@ -231,7 +243,11 @@ def _digest(leaves: dict, arrays: dict[str, np.ndarray]) -> str:
 
 
 def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
-    expected = dict(with_paths(like, is_leaf=_is_group))
+    found = list(with_paths(like, is_leaf=_is_group))
+    expected = dict(found)
+    if len(found) > len(expected):
+        twice = sorted({path for path, _ in found if sum(path == p for p, _ in found) > 1})
+        raise ValueError(f"`like` must have one leaf for each path, got several at {twice}. Rename a key.")
     if set(expected) != set(leaves):
         raise ValueError(
             f"`like` must have the paths of the file, got {sorted(set(expected) - set(leaves))} that the file has not "
@@ -267,11 +283,11 @@ def _container(path: Any) -> tuple[pathlib.Path, tuple[Callable, Callable]]:
     return path, _CONTAINERS[path.suffix]
 
 
-def _write_npz(path: str, header: str, arrays: dict[str, np.ndarray]) -> None:
+def _write_npz(path: pathlib.Path, header: str, arrays: dict[str, np.ndarray]) -> None:
     members = {_HEADER: np.frombuffer(header.encode(), np.uint8), **arrays}
     with zipfile.ZipFile(path, "w") as file:
         for name, value in members.items():
-            # Of a ZipInfo, because then no time is written, and equal trees make equal files.
+            # Of a ZipInfo, which has no time of its own, so that equal trees make equal files.
             with file.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, value, allow_pickle=False)
 
@@ -308,8 +324,10 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def _write_safetensors(path: str, header: str, arrays: dict[str, np.ndarray]) -> None:
-    _safetensors().numpy.save_file(arrays, path, metadata={_HEADER: header})
+def _write_safetensors(path: pathlib.Path, header: str, arrays: dict[str, np.ndarray]) -> None:
+    if wide := [name for name, value in arrays.items() if value.dtype == np.complex128]:
+        raise TypeError(f"A .safetensors file holds no complex128, got some at {wide}. Save them as .npz.")
+    path.write_bytes(_safetensors().numpy.save(arrays, {_HEADER: header}))
 
 
 def _read_safetensors(path: pathlib.Path) -> tuple[str, dict[str, np.ndarray]]:

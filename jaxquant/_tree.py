@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,8 +122,18 @@ def with_paths(tree: Any, path: KeyPath = (), is_leaf: Callable[[Any], bool] = _
             yield keystr(path + keys, simple=True, separator="/"), node
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
+@contextlib.contextmanager
+def named_in_errors(path: str, rule: Rule | None = None) -> Iterator[None]:
+    """An error inside also says which leaf it is about, and the rule that chose it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        by = f", chosen by the rule {rule.pattern!r}" if rule else ""
+        raise kind(f"At {path!r}{by}: {error}") from error
+
+
+class _Leaf(NamedTuple):
     path: str
     value: Any
     rule: Rule | None
@@ -132,15 +142,8 @@ class _Leaf:
     def spec(self) -> QuantSpec | None:
         return self.rule and self.rule.weight
 
-    @contextlib.contextmanager
-    def named_in_errors(self) -> Iterator[None]:
-        """An error inside also says which leaf it is about, and the rule that chose it."""
-        try:
-            yield
-        except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            by = f", chosen by the rule {self.rule.pattern!r}" if self.rule else ""
-            raise kind(f"At {self.path!r}{by}: {error}") from error
+    def named_in_errors(self) -> Any:
+        return named_in_errors(self.path, self.rule)
 
 
 def _leaves(params: Any, rules: Any) -> tuple[list[_Leaf], Any]:
@@ -242,7 +245,8 @@ def match_rules(params: Any, rules: Rules) -> Any:
 
     Args:
       params: any pytree of arrays; shapes and dtypes suffice (`jax.eval_shape`).
-      rules: list or tuple of pairs (pattern, spec) or Rules, static. A pair is short for Rule(pattern, spec).
+      rules: list or tuple of pairs (pattern, spec) or Rules, static; a tuple of them is hashable. A pair is short for
+        Rule(pattern, spec).
 
     Returns:
       The pytree of params with a QuantSpec in the place of each leaf that is quantized and None in the other places.
@@ -294,7 +298,7 @@ def fake_quant_params(
       key: PRNG key, for stochastic rounding alone; each parameter that rounds so gets a key of its own.
       bits: integer, traced or not, at most the bits of every spec: a schedule of widths without a recompile.
       lsq_gradient: static bool. True multiplies the gradient of each scale and zero point by 1 / sqrt(n * qmax), n
-        parameters sharing it, so that qparams learn at the rate of the parameters.
+        values sharing it, so that under SGD qparams learn at the rate of the parameters; Adam divides it out again.
 
     Returns:
       The same pytree; a leaf without a spec is the same object.
@@ -426,6 +430,6 @@ def dequantize_params(params: Any) -> Any:
     """
     new = []
     for path, value in with_paths(params):
-        with _Leaf(path, value, None).named_in_errors():
+        with named_in_errors(path):
             new.append(dequantize(value) if _is_qarray(value) else value)
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=_is_qarray), new)
