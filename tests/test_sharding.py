@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The params transforms on several devices: bits, gradients and shardings under FSDP, tensor and data parallelism."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import affine_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+from inputs import hard_values
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxquant import (
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    QArray,
+    QParams,
+    QuantSpec,
+    Range,
+    activation_spec,
+    calibrate,
+    dequantize_params,
+    fake_quant,
+    fake_quant_params,
+    fit_qparams,
+    init_qparams,
+    qparams_from_range,
+    quantize_params,
+    weight_spec,
+)
+
+F = np.float32
+SCRIPTS = pathlib.Path(__file__).parents[1] / "docs" / "sharding"
+both_kinds = pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+
+
+def mesh(kind, shape=(4,), names=("data",)):
+    return jax.make_mesh(shape, names, axis_types=(getattr(jax.sharding.AxisType, kind),) * len(names))
+
+
+def same(got, want, what=""):
+    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert_same_bits(one, other, f"{what}{jax.tree_util.keystr(path)}")
+
+
+def split_as(spec, shape):
+    """The sharding of the qparams of a kernel: its own, along the axes that they do not share."""
+    return P(*(axis if n > 1 else None for axis, n in zip(spec, shape, strict=True)))
+
+
+# Every granularity on one kernel each, in one program.
+SHAPE, AFFINE = (16, 8), {"symmetric": False}
+SPECS = {
+    "tensor": QuantSpec(bits=4, granularity=PerTensor(), **AFFINE),
+    "rows": QuantSpec(granularity=PerChannel(0)),
+    "columns": QuantSpec(bits=4, rounding="half_away", granularity=PerChannel(-1), **AFFINE),
+    "blocks/of rows": QuantSpec(bits=4, granularity=PerBlock(0, 4), **AFFINE),
+    "blocks/of columns": QuantSpec(signed=False, rounding="half_up", granularity=PerBlock(-1, 2), **AFFINE),
+}
+RULES = list(SPECS.items())
+GROUPS = {"tensor": (), "rows": (16, 1), "columns": (1, 8), "blocks/of rows": (4, 8), "blocks/of columns": (16, 4)}
+GRID = (2, 2), ("data", "model")
+LAYOUTS = {
+    "fsdp, rows": (((4,), ("data",)), P("data", None)),
+    "fsdp, columns": (((4,), ("data",)), P(None, "data")),
+    "column parallel": (GRID, P(None, "model")),
+    "row parallel": (GRID, P("model", None)),
+    "fsdp and column parallel": (GRID, P("data", "model")),
+    "both axes on rows": (GRID, P(("data", "model"), None)),
+}
+CORE = ("fsdp, rows", "Auto"), ("fsdp, rows", "Explicit"), ("fsdp and column parallel", "Explicit")  # others are slow
+CASES = [(layout, kind) for layout in LAYOUTS for kind in ("Auto", "Explicit")]
+marked = [pytest.param(*case, marks=() if case in CORE else pytest.mark.slow) for case in CASES]
+
+
+def nested(leaves):
+    """A params pytree of the leaves by path, with one that no rule chooses."""
+    tree = {name: leaf for name, leaf in leaves.items() if "/" not in name}
+    return {**tree, "blocks": {n.split("/")[1]: leaf for n, leaf in leaves.items() if "/" in n}}
+
+
+@functools.cache
+def inputs(exact):
+    """Kernels, qparams and integer cotangents: with sums that no order changes, or at ties and NaN."""
+    rng, leaves, qparams, g = np.random.default_rng([11, exact]), {}, {}, {}
+    for name, spec in SPECS.items():
+        scale = np.exp2(rng.integers(-6, 6, GROUPS[name])).astype(F) * (1 if exact else F(rng.uniform(1, 2)))
+        steps = 2**spec.bits
+        if exact:
+            x = rng.integers(-4 * steps, 4 * steps + 1, SHAPE).astype(F) / 4
+        else:
+            x = hard_values(rng, 128, -steps, steps, 2 * steps).reshape(SHAPE)
+            x = np.where(np.abs(x) < 1e30, x, F(np.nan))
+        leaves[name] = x * affine_oracle.spread(scale, SHAPE).astype(F)
+        zero_point = rng.integers(spec.qmin, spec.qmax + 1, GROUPS[name]) * (not spec.symmetric)
+        qparams[name] = QParams(scale, np.asarray(zero_point, F))
+        g[name] = rng.integers(-8, 9, SHAPE).astype(F)
+    return nested(leaves), qparams, nested(g)
+
+
+def everything(params, qparams, g):
+    """All that the transforms give, of the range of the kernels and of given qparams: like the kernels, and not."""
+    of_data, of_data_vjp = jax.vjp(lambda p: fake_quant_params(p, RULES), params)
+    y, vjp = jax.vjp(lambda p, q: fake_quant_params(p, RULES, q), params, qparams)
+    codes, (dparams, dqparams) = quantize_params(params, RULES, qparams), vjp(g)
+    like = {
+        "of data": of_data,
+        "its gradient": of_data_vjp(g)[0],
+        "y": y,
+        "codes": jax.tree.map(lambda q: q.values, codes, is_leaf=lambda q: isinstance(q, QArray)),
+        "dequantized": dequantize_params(codes),
+        "dparams": dparams,
+    }
+    fitted, of_data = init_qparams(params, RULES, "minmax"), quantize_params(params, RULES)
+    rest = {"fitted": fitted, "codes": codes, "codes of data": of_data, "dqparams": dqparams}
+    return like, rest
+
+
+@functools.cache
+def expected(exact):
+    """On one device."""
+    return jax.jit(everything)(*inputs(exact))
+
+
+def without_dscale(rest):
+    """Of sums of floats; `shard_map` below bounds their rounding."""
+    return {**rest, "dqparams": {path: d.zero_point for path, d in rest["dqparams"].items()}}
+
+
+def kernels(layout, kind):
+    """The mesh, and params, qparams and cotangents on it: the qparams whole for FSDP, else split with the kernels."""
+    (shape, names), spec = LAYOUTS[layout]
+    on = mesh(kind, shape, names)
+    of_qparams = lambda v: P() if layout.startswith("fsdp,") or not np.ndim(v) else split_as(spec, v.shape)
+    put = lambda v, s: jax.device_put(v, NamedSharding(on, s))
+    sets = []
+    for exact in (True, False):
+        params, qparams, g = inputs(exact)
+        qparams = jax.tree.map(lambda v: put(v, of_qparams(v)), qparams)
+        sets.append((put(params, spec), qparams, put(g, spec)))
+    return on, NamedSharding(on, spec), sets
+
+
+@pytest.mark.parametrize(("layout", "kind"), marked)
+def test_sharded_params_give_the_bits_of_one_device_and_stay_sharded(layout, kind):
+    on, sharding, sets = kernels(layout, kind)
+    with jax.set_mesh(on):
+        compiled = jax.jit(everything).lower(*sets[0]).compile()
+        (like, rest), (hard_like, hard_rest) = (compiled(*a) for a in sets)
+    same((like, rest), expected(True))
+    same((hard_like, without_dscale(hard_rest)), (expected(False)[0], without_dscale(expected(False)[1])))
+    for path, leaf in jax.tree.leaves_with_path(like):
+        assert leaf.sharding.is_equivalent_to(sharding, 2), (path, leaf.sharding)
+    for path, qparams in sets[0][1].items():
+        d, q = rest["dqparams"][path].scale, qparams.scale
+        assert kind == "Auto" or d.sharding.is_equivalent_to(q.sharding, q.ndim), (path, d.sharding)
+    # What goes between devices are ranges and sums of groups, never a kernel.
+    assert "f32[16,8]{1,0} all-gather" not in compiled.as_text()
+
+
+def test_blocks_that_lie_on_two_shards():
+    rules, (params, *_) = [("w", QuantSpec(symmetric=False, granularity=PerBlock(0, 8)))], inputs(False)
+    f = lambda p: (init_qparams(p, rules, "minmax"), fake_quant_params(p, rules), quantize_params(p, rules))
+    w = {"w": params["rows"]}
+    same(jax.jit(f)(jax.device_put(w, NamedSharding(mesh("Auto"), P("data")))), f(w))
+
+
+@both_kinds
+@pytest.mark.parametrize("spec", [weight_spec(8, -1), QuantSpec(**AFFINE)], ids=repr)
+def test_a_nan_on_one_shard_hides_nothing_from_the_range(spec, kind):
+    """XLA:CPU drops a NaN from a maximum over devices, and with it all that its shard holds."""
+    on, rules = mesh(kind), [("w", spec)]
+    f = lambda p: (init_qparams(p, rules, "minmax"), fake_quant_params(p, rules), quantize_params(p, rules))
+    run, results = jax.jit(f), []
+    for shard in range(4):
+        w = np.ones((8, 4), F)
+        w[2 * shard] = 100, -50, 25, 3
+        w[2 * shard + 1] = np.nan
+        with jax.set_mesh(on):
+            results.append(run(jax.device_put({"w": w}, NamedSharding(on, P("data")))))
+        same(results[-1], f({"w": jnp.asarray(w)}), f"shard {shard}")
+        assert np.max(results[-1][0]["w"].scale) > 0.4
+
+
+# A network whose sums are exact in every order, so that whatever the compiler makes of it has one value.
+WEIGHTS = {"up": weight_spec(4, channel_axis=-1), "down": weight_spec(4, channel_axis=-1, block_size=4)}
+MODEL_RULES = [(f"{name}/kernel", spec) for name, spec in WEIGHTS.items()]
+ACTIVATION = activation_spec(8)
+
+
+def model_inputs(powers_of_two=True):
+    rng = np.random.default_rng(12)
+    kernel = lambda *shape: rng.integers(-36, 37, shape).astype(F) / 16  # scale 1/4: quarters of levels up to +-9
+    params = {"up": {"kernel": kernel(8, 16)}, "down": {"kernel": kernel(16, 4)}}
+    qparams = {f"{n}/kernel": np.full(s, 0.25, F) for n, s in (("up", (1, 16)), ("down", (4, 4)))}
+    qparams = {path: QParams(scale, np.zeros_like(scale)) for path, scale in qparams.items()}
+    x, g = rng.integers(-3, 4, (8, 8)).astype(F), rng.integers(-3, 4, (8, 4)).astype(F)
+    hidden = QParams(F(1), F(120))  # quarters of levels again, clipped at 7
+    if not powers_of_two:
+        x, g, params, qparams = jax.tree.map(lambda v: v * F(1.1), (x, g, params, qparams))
+        hidden = hidden._replace(scale=F(1.1))
+    return params, qparams, hidden, x, g
+
+
+def loss(params, qparams, hidden, x, g, whole=lambda w: w, dot=jnp.matmul):
+    """`whole` gathers a kernel where axis types make the reader say it; so does `dot` the sum over devices."""
+    w = fake_quant_params(params, MODEL_RULES, qparams)
+    h = fake_quant(jax.nn.relu(x @ whole(w["up"]["kernel"])), ACTIVATION, hidden)
+    return (dot(h, whole(w["down"]["kernel"])) * g).sum()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_network_trains_and_clips_everything(exact):
+    """Else the comparisons below would be of zeros."""
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*model_inputs(exact))
+    dparams, dqparams, dhidden = jax.tree.map(np.asarray, gradients)
+    assert all(0.1 < (leaf == 0).mean() < 0.9 for leaf in jax.tree.leaves(dparams))
+    assert all((d.scale != 0).mean() > 0.8 for d in dqparams.values())  # one or two hidden units are dead
+    assert dhidden.scale != 0
+    assert dhidden.zero_point != 0
+
+
+MODEL_LAYOUTS = {
+    "fsdp": (((4,), ("data",)), P("data", None), P("data", None)),
+    "tensor parallel": (GRID, P(None, "model"), P("model", None)),
+}
+
+
+@both_kinds
+@pytest.mark.parametrize("layout", MODEL_LAYOUTS)
+def test_a_qat_step_of_sharded_params(layout, kind):
+    """FSDP: the compiler gathers each kernel for its product. Tensor parallel: a column, then a row parallel kernel."""
+    (shape, names), up, down = MODEL_LAYOUTS[layout]
+    on, f = mesh(kind, shape, names), loss
+    if kind == "Explicit" and layout == "fsdp":
+        f = functools.partial(loss, whole=lambda w: jax.sharding.reshard(w, P()))
+    if kind == "Explicit" and layout == "tensor parallel":
+        f = functools.partial(loss, dot=functools.partial(jnp.einsum, "bi,io->bo", out_sharding=P("data", None)))
+    params, qparams, *rest = model_inputs()
+    specs = {"up": {"kernel": up}, "down": {"kernel": down}}
+    of_qparams = lambda spec, q: jax.tree.map(lambda v: split_as(spec, v.shape), q)
+    specs = (
+        specs,
+        {"up/kernel": of_qparams(up, qparams["up/kernel"]), "down/kernel": of_qparams(down, qparams["down/kernel"])},
+        QParams(P(), P()),
+        P("data"),
+        P("data"),
+    )
+    put = lambda v, s: jax.device_put(v, NamedSharding(on, s))
+    with jax.set_mesh(on):
+        args = jax.tree.map(put, (params, qparams, *rest), specs)
+        got = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*args)
+    same(got, jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*model_inputs()))
+    dkernels = jax.tree.leaves(got[1][0])
+    for d, kernel in zip(dkernels, jax.tree.leaves(args[0]), strict=True):
+        assert kind == "Auto" or d.sharding.is_equivalent_to(kernel.sharding, 2), d.sharding
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["integer cotangents", "float cotangents"])
+def test_shard_map_sums_the_gradients_of_replicated_qparams(exact):
+    inputs = model_inputs(exact)
+    per_shard = jax.grad(loss, (0, 1, 2))
+    specs = {"in_specs": (P(), P(), P(), P("data"), P("data")), "out_specs": P()}
+    got = jax.jit(jax.shard_map(per_shard, mesh=mesh("Auto"), **specs))(*inputs)
+    want = jax.jit(per_shard)(*inputs)
+    if exact:
+        same(got, want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1), PerChannel((1, -1))], ids=repr)
+def test_ranges_of_shards_merge_to_that_of_the_batch(granularity):
+    """The last shard has no finite value: its range is that of nothing, and neutral."""
+    spec, rng = activation_spec(8, granularity=granularity), np.random.default_rng(13)
+    x = np.abs(rng.normal(size=(8, 4, 6))).astype(F) + F(0.5)
+    x[1, 2, 3], x[3, 0, 0], x[6:] = np.nan, np.inf, np.nan
+
+    def merged(x):
+        own = calibrate(x, spec)
+        return Range(lax.pmin(own.x_min, "data"), lax.pmax(own.x_max, "data"))
+
+    got = jax.jit(jax.shard_map(merged, mesh=mesh("Auto"), in_specs=P("data"), out_specs=P()))(x)
+    same(got, calibrate(x, spec))
+    same(qparams_from_range(*got, spec), fit_qparams(x, spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["fsdp_and_tensor_parallel", "data_parallel", "two_processes"])
+def test_the_script_runs(script, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", SCRIPTS / f"{script}.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
