@@ -58,7 +58,8 @@ def save(path: Any, tree: Any) -> None:
 
     Source: the formats of numpy.savez and of safetensors 0.4.
 
-    >>>     >>> import jax.numpy as jnp
+    >>> import tempfile
+    >>> import jax.numpy as jnp
     >>> from jaxquant import load, quantize_params, save, weight_spec
     >>> q = quantize_params({"w": jnp.array([[0.7, -0.2]])}, [("w", weight_spec(4, channel_axis=0))])
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +113,8 @@ def load(path: Any, like: Any = None) -> Any:
 
     Source: as `save`.
 
-    >>>     >>> import jax, jax.numpy as jnp
+    >>> import tempfile
+    >>> import jax, jax.numpy as jnp
     >>> from jaxquant import load, save
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(f"{folder}/a.npz", {"w": [jnp.arange(2), jnp.ones(1)]})
