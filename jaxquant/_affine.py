@@ -137,8 +137,9 @@ def _gradient_of_fitted(g, x, scale, zero_point, qmin, qmax, noise, spec) -> Arr
     x = num.upcast(x, num.compute_dtype(x.dtype))
     used = _on_grid(scale, zero_point, qmin, qmax, spec, fitted=True)
     scale, zero_point, qmin, qmax = (v.astype(x.dtype) for v in (*used, qmin, qmax))
-    if spec.symmetric and spec.signed and noise is None:
-        # No level but that of an infinity lies outside of its own range, so that none need be computed.
+    if spec.symmetric and spec.narrow_range and spec.rounding in ("half_even", "half_away"):
+        # No finite value lies outside of its own range, so that no level need be computed; but those beyond half the
+        # largest float, where ranges end, and there ties with the next level round outwards.
         limit = num.spread((qmax + 0.5) * scale, x.shape)
         inside = (-limit < x) & (x < limit)
     else:

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_flatten_with_path
 
 from . import _checks as checks
+from . import _numerics as num
 from ._affine import QArray, checked_qparams, dequantize, fake_quant, quantize, scale_gradient
 from ._ranges._fit import fit_qparams
 from ._ranges._range import QParams
@@ -74,7 +76,13 @@ class Rule:
             return bool(re.fullmatch(_glob(self.pattern), path and f"{path}/"))
         if isinstance(self.pattern, re.Pattern):
             return bool(self.pattern.fullmatch(path))
-        return checks.static_bool(f"the result of pattern {self.pattern} at {path!r}", self.pattern(path, leaf))
+        matched = self.pattern(path, leaf)
+        if not isinstance(matched, bool | np.bool_):
+            raise TypeError(
+                f"`pattern` {self.pattern!r} must return a bool, got {checks.kind(matched)} at {path!r}. Decide by the "
+                "path, the shape and the dtype: values may be traced."
+            )
+        return bool(matched)
 
 
 Rules = Sequence[Rule | tuple[str | re.Pattern | Callable[[str, Any], bool], QuantSpec | None]]
@@ -213,7 +221,7 @@ def _qparams_of(leaves: list[_Leaf], qparams: Any) -> Mapping[str, QParams | Non
             f"`qparams` must be a dict from path to QParams, or None for ranges from the parameters, got "
             f"{checks.kind(qparams)}. Make one by init_qparams(params, rules)."
         )
-    missing, unknown = [p for p in paths if p not in qparams], [p for p in qparams if p not in paths]
+    missing, unknown = [p for p in paths if qparams.get(p) is None], [p for p in qparams if p not in paths]
     if missing or unknown:
         raise ValueError(
             f"`qparams` must have one entry for each parameter that a rule quantizes, got none for {missing} and "
@@ -274,7 +282,8 @@ def match_rules(params: Any, rules: Rules) -> Any:
 
 def _with_lsq_gradient(qparams: QParams, size: int, spec: QuantSpec, bits: Any) -> QParams:
     sharing = size // max(math.prod(qparams.scale.shape), 1)
-    factor = 1 / jnp.sqrt(max(sharing, 1) * grid(spec, bits, jnp.float32)[1])
+    # Guarded, because XLA makes of 1 / sqrt an rsqrt, which differs in the last bit.
+    factor = 1 / num.guard(jnp.sqrt(max(sharing, 1) * grid(spec, bits, jnp.float32)[1]))
     return QParams(*(scale_gradient(v, factor) for v in qparams))
 
 

@@ -93,7 +93,8 @@ def patterns_near(draw, path):
     out = []
     for segment in path.split("/") if path else []:
         kept = segment[: draw(st.integers(0, 2))] + "*"
-        out += draw(st.sampled_from([[segment], [segment], [kept], ["*"], ["**"], ["**", segment], []]))
+        any_of = [[segment], [segment], [kept], ["*"], ["**"], ["**", segment], ["." * len(segment)], []]
+        out += draw(st.sampled_from(any_of))
     return "/".join(out)
 
 
@@ -441,6 +442,14 @@ def test_the_lsq_gradient_is_the_plain_one_divided_by_the_root_of_n_times_qmax(n
     factor = np.float32(1) / np.sqrt(np.float32(LSQ[name] * qmax))
     same_tree(to_qparams, jax.tree.map(lambda v: v * factor, plain[2]))
     assert all(np.asarray(v.scale).any() for v in to_qparams.values())
+
+
+@pytest.mark.parametrize("size", [5, 6, 7, 11])
+def test_the_lsq_factor_of_traced_bits_has_the_same_bits_under_jit(size):
+    w, qparams = jnp.arange(-size, size, 2.0) / 7, {"w": jq.QParams(jnp.float32(0.5), jnp.float32(0))}
+    values = lambda v, bits: jq.fake_quant_params({"w": w}, [("w", S)], v, bits=bits, lsq_gradient=True)["w"]
+    gradient = jax.grad(lambda v, bits: (values(v, bits) * jnp.round(w * 4)).sum())
+    same_tree(*(f(qparams, jnp.int32(8)) for f in (jax.jit(gradient), gradient)))
 
 
 @pytest.mark.parametrize("bits", [None, 5])

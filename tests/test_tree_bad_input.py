@@ -59,9 +59,9 @@ BAD_RULES = [
     ([(re.compile(b"w"), S)], TypeError, ["`pattern`", "got bytes"]),
     ([("layer/w**", S)], ValueError, ["`pattern`", "'layer/w**'", "whole segment"]),
     ([("***/w", S)], ValueError, ["`pattern`", "'***/w'"]),
-    ([(is_kernel, S)], TypeError, ["is_kernel", "'layer/bias'", "static bool", "got int"]),
-    ([(lambda path, leaf: None, S)], TypeError, ["'layer/bias'", "static bool", "NoneType"]),
-    ([(lambda path, leaf: jnp.array(True), S)], TypeError, ["'layer/bias'", "static bool", "dtype bool"]),
+    ([(is_kernel, S)], TypeError, ["is_kernel", "'layer/bias'", "return a bool", "got int"]),
+    ([(lambda path, leaf: None, S)], TypeError, ["'layer/bias'", "return a bool", "NoneType"]),
+    ([(lambda path, leaf: jnp.array(True), S)], TypeError, ["'layer/bias'", "return a bool", "dtype bool"]),
 ]
 
 
@@ -186,6 +186,7 @@ MISFITS = [
         for f in takes_qparams
         for qparams, kind, texts in [
             ({}, ValueError, ["`qparams`", "got none for ['layer/w']", "init_qparams(params, rules)"]),
+            ({"layer/w": None}, ValueError, ["`qparams`", "got none for ['layer/w']"]),
             ({"w": PLAIN}, ValueError, ["got none for ['layer/w']", "unknown paths ['w']"]),
             ({"layer/w": PLAIN, "layer/bias": PLAIN}, ValueError, ["none for []", "unknown paths ['layer/bias']"]),
             ({"layer/w": PLAIN, 0: PLAIN}, ValueError, ["unknown paths [0]"]),
