@@ -164,7 +164,8 @@ def _part(name: str, part: str) -> str:
 
 def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
     """What a leaf is, and its arrays: those of a QArray by name, that of an array by no name."""
-    said: dict[str, Any] = {"kind": type(leaf).__name__ if _is_group(leaf) else "array"}
+    kinds = (kind for kind, of in {"QArray": QArray, **_PAIRS}.items() if isinstance(leaf, of))
+    said: dict[str, Any] = {"kind": next(kinds, "array")}
     fields = _fields(leaf) if _is_group(leaf) else {"": leaf}
     arrays = {part: _numpy(_part(name, part), v) for part, v in fields.items() if part not in ("spec", "dtype")}
     if isinstance(leaf, QArray):
@@ -185,10 +186,11 @@ def _numpy(name: str, value: Any) -> np.ndarray:
             "arrays of a model, such as eqx.filter(model, eqx.is_array); numbers convert by jnp.asarray, PRNG keys by "
             "jax.random.key_data."
         )
-    if name in _RESERVED or "\0" in name or len(name.encode()) > _LONGEST_NAME:
+    written = name.encode(errors="replace")
+    if name in _RESERVED or "\0" in name or written.decode() != name or len(written) > _LONGEST_NAME:
         raise ValueError(
             f"`tree` must have paths that files can hold, got {name[:80]!r}. Rename the key: not "
-            f"{' or '.join(_RESERVED)}, no NUL, at most {_LONGEST_NAME} bytes."
+            f"{' or '.join(_RESERVED)}, no NUL, at most {_LONGEST_NAME} bytes of UTF-8."
         )
     value = np.asarray(value)
     return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
@@ -196,7 +198,7 @@ def _numpy(name: str, value: Any) -> np.ndarray:
 
 def _is_numeric(dtype: Any) -> bool:
     of_jax = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
-    return of_jax and (str(dtype) in _OF_NUMPY or np.dtype(dtype).isbuiltin != 1)  # not NumPy's long double
+    return of_jax and (str(dtype) in _OF_NUMPY or np.dtype(dtype).isbuiltin == 2)  # of ml_dtypes
 
 
 def _plain(value: np.ndarray) -> np.ndarray:

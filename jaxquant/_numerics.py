@@ -97,19 +97,21 @@ ROUND = {"half_even": round_half_even, "half_up": round_half_up, "half_away": ro
 
 def affine_level(x: Array, scale: Array, zero_point: Array, rounding: str, noise: Array | None) -> Array:
     """The whole number of each real value on the affine grid, not yet clipped: `round(x / scale) + zero_point`."""
-    v = divide(x, scale)
+    # Of a constant x `divide` would fold the select that it hangs on.
+    v = divide(lax.optimization_barrier(x), scale)
     return (round_stochastic(v, noise) if noise is not None else ROUND[rounding](v)) + zero_point
 
 
 def affine_value(level: Array, scale: Array, zero_point: Array) -> Array:
     """The real value of each level, `(level - zero_point) * scale`; the product is last, so that zero is exactly 0.
 
-    It is selected where the difference is 0, which is two things at once. A guard of the product; and one zero: XLA
-    drops an addition of a constant zero point 0, and then the zero that a small negative value rounds to would be -0
-    in one program and 0 in another.
+    The sum with `|steps| * 0` is two things at once. It makes one zero: XLA drops an addition of a constant zero point
+    0, and then the zero that a small negative value rounds to would be -0 in one program and 0 in another. And it
+    guards the product: contracted with this sum it rounds to the same, and with the user's next one it cannot be. A
+    select would not do: LLVM moves an addition into one with a constant on a side.
     """
     steps = level - zero_point
-    return jnp.where(steps == 0, 0, steps * scale)
+    return steps * scale + jnp.abs(steps) * 0
 
 
 def product(g: Array, mask: Array) -> Array:

@@ -21,8 +21,10 @@ from jaxquant import (
     PerChannel,
     QParams,
     QuantSpec,
+    dequantize,
     fake_quant,
     fit_qparams,
+    quantize,
 )
 
 SHAPE = 16, 8
@@ -280,3 +282,32 @@ def test_a_nan_on_one_shard_hides_nothing_from_the_range(symmetric, at):
     sharded = jax.device_put(x, NamedSharding(mesh("Auto"), P("data")))
     assert_same_bits(fit_qparams(sharded, spec).scale, fit_qparams(x, spec).scale)
     assert_same_bits(fake_quant(sharded, spec), fake_quant(x, spec))
+
+
+CONSTANT = {
+    "y + c": lambda y, x: y + 0.37,
+    "c - y": lambda y, x: 0.37 - y,
+    "x - y": lambda y, x: x - y,
+    "2 x - y": lambda y, x: x * 2 - y,
+    "where(y) + c": lambda y, x: jnp.where(x > 0, y, 0) + 0.37,
+    "concatenate(y) + c": lambda y, x: jnp.concatenate([y, x]) + 0.37,
+}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("after", CONSTANT.values(), ids=CONSTANT)
+def test_the_sum_with_a_constant_behind_an_op_is_not_contracted(after, symmetric):
+    """LLVM moves the addition of a constant into a select, and past it to a product."""
+    x, spec = jax.random.normal(jax.random.key(0), (4096,)), QuantSpec(symmetric=symmetric)
+    for y in (lambda x: fake_quant(x, spec), lambda x: dequantize(quantize(x, spec))):
+        assert_same_bits(jax.jit(lambda x, y=y: after(y(x), x))(x), after(y(x), x))
+
+
+@pytest.mark.parametrize("spec", [QuantSpec(), QuantSpec(symmetric=False, granularity=PerChannel(-1))], ids=repr)
+@pytest.mark.parametrize("given", [False, True])
+def test_constants_of_a_program_have_the_levels_of_arguments(spec, given):
+    """Among the values are ties, which a reciprocal moves."""
+    x = jnp.round(jax.random.normal(jax.random.key(2), (512, 16)) * 40) * jnp.float32(0.035)
+    qparams = fit_qparams(x, spec) if given else None
+    for f in (lambda: quantize(x, spec, qparams).values, lambda: fake_quant(x, spec, qparams)):
+        assert_same_bits(jax.jit(f)(), f())
