@@ -551,11 +551,11 @@ def test_damage_gives_an_error_or_the_same_bits(tmp_path, suffix, tree, compared
             path.write_bytes(damaged(rng, data if kind == "bytes" else damaged(rng, data)))
         elif kind == "header text":  # in a container that is whole
             text = damaged(rng, json.dumps(header).encode()).decode(errors="replace")
-            write(str(path), text, arrays)
+            write(path, text, arrays)
         elif kind == "header":
-            write(str(path), json.dumps(edited(rng, header)), arrays)
+            write(path, json.dumps(edited(rng, header)), arrays)
         else:
-            write(str(path), json.dumps(header), rearranged(rng, arrays))
+            write(path, json.dumps(header), rearranged(rng, arrays))
         counts[kind, outcome_of_damage(path, want)] += 1
     assert sum(counts.values()) == 3400
     assert all(counts[kind, "error"] > 200 for kind, _ in counts), counts
