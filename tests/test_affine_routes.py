@@ -307,7 +307,7 @@ def test_the_sum_with_a_constant_behind_an_op_is_not_contracted(after, symmetric
 @pytest.mark.parametrize("given", [False, True])
 def test_constants_of_a_program_have_the_levels_of_arguments(spec, given):
     """Among the values are ties, which a reciprocal moves."""
-    x = jnp.round(jax.random.normal(jax.random.key(2), (512, 16)) * 40) * jnp.float32(0.035)
+    x = jnp.round(jax.random.normal(jax.random.key(2), (512, 16), jnp.float32) * 40) * jnp.float32(0.035)
     qparams = fit_qparams(x, spec) if given else None
     for f in (lambda: quantize(x, spec, qparams).values, lambda: fake_quant(x, spec, qparams)):
         assert_same_bits(jax.jit(f)(), f())
