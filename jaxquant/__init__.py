@@ -30,6 +30,8 @@ from ._spec import PerTensor as PerTensor
 from ._spec import QuantSpec as QuantSpec
 from ._spec import activation_spec as activation_spec
 from ._spec import weight_spec as weight_spec
+from ._transform._quantize_fn import quant_point as quant_point
+from ._transform._quantize_fn import quantize_fn as quantize_fn
 from ._tree import Rule as Rule
 from ._tree import dequantize_params as dequantize_params
 from ._tree import fake_quant_params as fake_quant_params

@@ -15,7 +15,7 @@ from jax import Array, lax
 from . import _checks as checks
 from . import _numerics as num
 from ._ranges._fit import fit_qparams
-from ._ranges._range import TINY, QParams
+from ._ranges._range import TINY, QParams, range_of, to_qparams
 from ._spec import PerBlock, PerTensor, QuantSpec, checked, grid, qparams_shape
 
 
@@ -315,6 +315,35 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     scale, zero_point = checked_qparams(x, spec, qparams, None)
     noise = _noise(x, spec, key)
     return _quantize(x, scale, zero_point, qmin, qmax, noise, spec, qparams is None)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "contracted"))
+def quantize_straight_through(x: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any) -> tuple[Any, QArray]:
+    """`fake_quant(x, spec)`, for its gradient, and `quantize(x, spec)`, with one range: an operand of a contraction.
+
+    The scale has the size of x on the axes that are not contracted, and is NaN where the values along the contracted
+    ones hold a NaN, so that the results that it enters are NaN.
+    """
+    qmin, qmax = grid(spec, None, jnp.float32)
+    noise = _noise(x, spec, key)
+    together = lambda *arrays: (
+        *num.vary_together(*arrays, qmin, qmax, *([] if noise is None else [noise])), *([None] if noise is None else [])
+    )  # fmt: skip
+    values = lax.stop_gradient(x)
+
+    def quantized(x_min, x_max, finite):
+        scale, zero_point = to_qparams(x_min, x_max, spec, qmin, qmax)
+        q = _quantize(*together(values, scale, zero_point), spec, fitted=True)
+        marks = jnp.sum(jnp.where(values == values, 0, jnp.nan), contracted, dtype=jnp.float32, keepdims=True)
+        return q.values, scale + (jnp.zeros_like(marks) if finite else marks), None if spec.symmetric else zero_point
+
+    # Quantized on both sides of the condition of the range, so that the integers stand alone: XLA:CPU would compute
+    # them anew, from quotients kept in float32, where the backward pass reads them.
+    integers, scale, zero_point = range_of(values, spec, quantized)
+    if zero_point is None:
+        zero_point = jnp.zeros_like(scale)
+    real = _fake_quant(*together(x, scale, zero_point), spec, True)
+    return real, QArray(integers, scale, zero_point.astype(spec.dtype), spec, x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -6,6 +6,7 @@ computed in int8, or in float32 that holds whole numbers, chunked so that no sum
 order of summation, because no step rounds.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -102,7 +103,17 @@ class Dot(NamedTuple):
 
     def real(self, a: Array, b: Array) -> Array:
         """The float formulation, whose gradient is that of the op."""
-        return lax.dot_general(a, b, (self.contracted, self.batch), preferred_element_type=jnp.float32)
+        free = self._free(a.ndim, 0)
+        if self.batch != ((), ()) or len(free) < 2 or any(axis is not None for axis in jax.typeof(a).sharding.spec):
+            return lax.dot_general(a, b, (self.contracted, self.batch), preferred_element_type=jnp.float32)
+        # As a matrix of rows: XLA:CPU takes up to twice the time for an activation of three axes.
+        rows = [a.shape[i] for i in free]
+        a = lax.reshape(
+            lax.transpose(a, (*free, *self.contracted[0])), [math.prod(rows), *(a.shape[i] for i in self.contracted[0])]
+        )
+        inner = tuple(range(1, a.ndim))
+        y = lax.dot_general(a, b, ((inner, self.contracted[1]), ((), ())), preferred_element_type=jnp.float32)
+        return lax.reshape(y, [*rows, *y.shape[1:]])
 
     def exact(self, a: QArray, b: QArray) -> Array:
         """The scaled integer contraction, block by block where a scale changes along it."""
@@ -247,23 +258,29 @@ def _first(q: QArray) -> QArray:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def contract(op: Any, x: Array, w: Array, a: QArray, b: QArray) -> Array:
-    """`op.exact(a, b)` with the gradients of `op.real(x, w)` to the real values `x` and `w`, and none to `a`, `b`."""
+    """`op.exact(a, b)`, with the gradients of `op.real` to `x` and `w`, the real values of `a` and `b`.
+
+    The values of `x` and `w` are not used, and so not computed: what the backward pass needs of them is kept as
+    integers.
+    """
     return op.exact(a, b)
 
 
 def _contract_bwd(op, residuals, g):
-    return *jax.vjp(op.real, *residuals)[1](g), None, None
+    return *jax.vjp(op.real, *(real_values(q, q.dtype) for q in residuals))[1](g), None, None
 
 
-contract.defvjp(lambda op, x, w, a, b: (contract(op, x, w, a, b), (x, w)), _contract_bwd)
+contract.defvjp(lambda op, x, w, a, b: (contract(op, x, w, a, b), (a, b)), _contract_bwd)
 
 
 @functools.partial(jax.jit, static_argnames="op")
 def _op(a: QArray, b: QArray, op: Any) -> Array:
-    return contract(op, real_values(a, jnp.float32), real_values(b, jnp.float32), a, b)
+    a, b = (dataclasses.replace(q, dtype=jnp.dtype(jnp.float32)) for q in (a, b))
+    return contract(op, real_values(a, a.dtype), real_values(b, b.dtype), a, b)
 
 
-def _execution(value: Any) -> str:
+def checked_execution(value: Any) -> str:
+    """Returns `execution` with what is best here for "auto"."""
     value = checks.one_of("execution", value, EXECUTIONS)
     return "int8" if value == "auto" else value
 
@@ -328,7 +345,7 @@ def dot_general(a: QArray, b: QArray, dimension_numbers: Any, *, execution: str 
                 f"The {what} axes must have the same sizes, got {sizes[0]} of `a`, shape {a.shape}, and {sizes[1]} of "
                 f"`b`, shape {b.shape}. Correct dimension_numbers={dimension_numbers}."
             )
-    return _op(a, b, Dot((ca, cb), (ba, bb), _execution(execution)))
+    return _op(a, b, Dot((ca, cb), (ba, bb), checked_execution(execution)))
 
 
 class Conv(NamedTuple):
@@ -521,7 +538,7 @@ def conv_general_dilated(
     pads = _pads(padding, a.ndim - 2)
     conv = Conv(
         window_strides, pads, a_dilation, b_dilation, dimensions, groups, batch_groups,
-        _execution(execution),
+        checked_execution(execution),
     )  # fmt: skip
     # JAX checks the shapes, as it does for floats.
     jax.eval_shape(conv.real, *(jax.ShapeDtypeStruct(q.shape, np.float32) for q in (a, b)))

@@ -21,6 +21,8 @@ from ._ranges._fit import fit_qparams
 from ._ranges._range import QParams
 from ._spec import QuantSpec, grid, qparams_shape
 
+KINDS = ("weight", "act_act", "derived", "captured", "gradient")
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -34,10 +36,26 @@ class Rule:
       activation: QuantSpec of the other operand of the op that uses the parameter; None leaves it in float. Functions
         that see the parameters alone cannot quantize it, and `fake_quant_params` refuses it.
       optional: static bool; True lets the rule match nothing, or nothing that an earlier rule left.
+      min_size: static int; parameters of fewer values are not matched.
+      dtype: parameters of another dtype are not matched; None takes any.
+
+    Of `quantize_fn` alone; functions that see the parameters alone refuse what is not the default:
+
+      kind: which ops the rule is for, and what its pattern matches. "weight": a parameter with something else, by the
+        path of the parameter. "act_act": two operands that depend on data; the pattern is matched with the name of the
+        op in the plan, or with what `quant_point` calls an operand, and `activation` is the spec of both. "derived": an
+        operand computed from parameters alone, by the name of the op or the path of one of them. "captured": an
+        operand that the function closes over, by the name of the op. "gradient": the backward pass of a function that
+        differentiates, by the name of the op.
+      op: "dot_general" or "conv_general_dilated"; None takes both.
+      scope: a path glob of the op's scope, which `jax.named_scope` and the modules of flax and haiku make.
+      custom: what to do where the op is inside a function with a derivative of its own (custom_jvp, custom_vjp).
+        "keep": the derivative that its author wrote, at the unquantized values. "inline": that of the quantized ops.
+        None raises.
 
     Raises:
       TypeError: for anything else.
-      ValueError: for `**` beside other characters in a segment.
+      ValueError: for `**` beside other characters in a segment, a weight where kind="act_act", and unknown words.
 
     >>> from jaxquant import Rule, weight_spec
     >>> Rule("decoder/**/kernel", weight_spec(8, channel_axis=-1), optional=True).optional
@@ -48,6 +66,12 @@ class Rule:
     weight: QuantSpec | None = None
     activation: QuantSpec | None = None
     optional: bool = dataclasses.field(default=False, kw_only=True)
+    min_size: int = dataclasses.field(default=0, kw_only=True)
+    dtype: Any = dataclasses.field(default=None, kw_only=True)
+    kind: str = dataclasses.field(default="weight", kw_only=True)
+    op: str | None = dataclasses.field(default=None, kw_only=True)
+    scope: str | None = dataclasses.field(default=None, kw_only=True)
+    custom: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         text = self.pattern.pattern if isinstance(self.pattern, re.Pattern) else self.pattern
@@ -69,9 +93,37 @@ class Rule:
                     "QuantSpec(...)."
                 )
         checks.static_bool("optional", self.optional)
+        checks.static_int_between("min_size", self.min_size, 0, 2**63 - 1)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        checks.one_of("kind", self.kind, KINDS)
+        if self.op is not None:
+            checks.one_of("op", self.op, ("dot_general", "conv_general_dilated"))
+        if self.custom is not None:
+            checks.one_of("custom", self.custom, ("keep", "inline"))
+        if not isinstance(self.scope, str | None):
+            raise TypeError(f"`scope` of a Rule must be a path glob or None, got {checks.kind(self.scope)}.")
+        if self.kind == "act_act" and self.weight:
+            raise ValueError(
+                f'`weight` of a Rule must be None where kind="act_act", got {self.weight}: no operand is one. Pass '
+                "activation=, the spec of both."
+            )
+
+    def of_quantize_fn(self) -> str:
+        """What it says that only `quantize_fn` can do, to be refused elsewhere; or nothing."""
+        fields = [f for f in dataclasses.fields(self) if f.name in ("kind", "op", "scope", "custom")]
+        return ", ".join(f"{f.name}={v!r}" for f in fields if (v := getattr(self, f.name)) != f.default)
+
+    def in_scope(self, scope: str) -> bool:
+        """Whether it is for ops of a scope."""
+        return self.scope is None or bool(re.fullmatch(_glob(self.scope), scope and f"{scope}/"))
 
     def matches(self, path: str, leaf: Any) -> bool:
-        """Whether the pattern matches a leaf at a path."""
+        """Whether it matches a leaf at a path, by pattern, size and dtype."""
+        if self.min_size and math.prod(getattr(leaf, "shape", ())) < self.min_size:
+            return False
+        if self.dtype is not None and getattr(leaf, "dtype", None) != self.dtype:
+            return False
         if isinstance(self.pattern, str):
             return bool(re.fullmatch(_glob(self.pattern), path and f"{path}/"))
         if isinstance(self.pattern, re.Pattern):
@@ -95,7 +147,8 @@ def _glob(pattern: str) -> str:
     return "".join("(?:[^/]*/)*" if segment == "**" else f"{within(segment)}/" for segment in segments)
 
 
-def _checked_rules(rules: Any) -> list[Rule]:
+def checked_rules(rules: Any) -> list[Rule]:
+    """`rules` as Rules."""
     is_pair = lambda rule: isinstance(rule, tuple | list) and len(rule) == 2
     if not isinstance(rules, tuple | list) or (is_pair(rules) and isinstance(rules[0], str | re.Pattern)):
         raise TypeError(
@@ -156,7 +209,13 @@ class _Leaf(NamedTuple):
 
 def _leaves(params: Any, rules: Any) -> tuple[list[_Leaf], Any]:
     """The leaves of a pytree, each with its rule, and its structure; every error of a choice is raised here."""
-    rules = _checked_rules(rules)
+    rules = checked_rules(rules)
+    for i, rule in enumerate(rules):
+        if said := rule.of_quantize_fn():
+            raise ValueError(
+                f"`rules[{i}]`, {rule.pattern!r}, has {said}, which a function that sees the parameters alone cannot "
+                "know. Drop it, or use quantize_fn(f, rules)."
+            )
     found = list(with_paths(params))
     matching = [[i for i, rule in enumerate(rules) if rule.matches(*pair)] for pair in found]
     for i, rule in enumerate(rules):

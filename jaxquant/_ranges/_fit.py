@@ -19,7 +19,7 @@ from ._range import LARGEST, TINY, QParams, finite_or, no_nonfinite, range_of, r
 
 
 def _minmax(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
-    return range_of(x, spec, lambda x_min, x_max: to_qparams(x_min, x_max, spec, qmin, qmax))
+    return range_of(x, spec, lambda x_min, x_max, _: to_qparams(x_min, x_max, spec, qmin, qmax))
 
 
 def _mean(x: Array, shape: tuple[int, ...]) -> Array:

@@ -68,23 +68,23 @@ def finite_or(x: Array, otherwise: float) -> Array:
 
 
 def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
-    """`then(x_min, x_max)` of the finite values of each group, of as few reductions as the spec needs.
+    """`then(x_min, x_max, finite)` of the finite values of each group, of as few reductions as the spec needs.
 
     The values are masked only if there are some to mask: XLA:CPU reduces what it reads, or its absolute value, at the
     speed of memory, and what else it computes first several times slower, through a copy of the array. `then` is on
-    both sides of the condition, so that its result stands alone, as in `num.once`.
+    both sides of the condition, so that its result stands alone, as in `num.once`; `finite` says, static, on which.
     """
     shape = qparams_shape(spec, x.shape)
     x = num.upcast(x, num.compute_dtype(x.dtype))
     reductions = (_LARGEST,) if spec.symmetric and spec.signed else (_LOWEST, _HIGHEST)
     plain = [num.gather(reduction(lambda v, _: v), x, shape) for reduction in reductions]
 
-    def of(extremes):
+    def of(extremes, finite):
         ends = [_to_float32(end) for end in extremes]
-        return then(-ends[0], ends[0]) if len(ends) == 1 else then(*ends)
+        return then(-ends[0], ends[0], finite) if len(ends) == 1 else then(*ends, finite)
 
-    masked = lambda x: of([num.gather(reduction(finite_or), x, shape) for reduction in reductions])
-    return lax.cond(_finite(x, plain), lambda x: of(plain), masked, x)
+    masked = lambda x: of([num.gather(reduction(finite_or), x, shape) for reduction in reductions], False)
+    return lax.cond(_finite(x, plain), lambda x: of(plain, True), masked, x)
 
 
 _LOWEST = lambda mask: lambda x, axes: jnp.min(mask(x, jnp.inf), axes, initial=jnp.inf)
@@ -110,7 +110,7 @@ def _to_float32(end: Array) -> Array:
 @functools.partial(jax.jit, static_argnames="spec")
 def _calibrate(x: Array, spec: QuantSpec) -> Range:
     both_ends = dataclasses.replace(spec, symmetric=False, narrow_range=False)
-    return range_of(x, both_ends, Range)
+    return range_of(x, both_ends, lambda x_min, x_max, _: Range(x_min, x_max))
 
 
 def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:

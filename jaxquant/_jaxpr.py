@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX programs as data: what each value is made of, and evaluation with other contractions in the places of some.
+
+The only file that knows how jax spells a program. What is left as it was is bound again by `jax.core.eval_jaxpr`, one
+equation at a time, so that jit, grad, vmap, scan, shard_map of the result are JAX's own affair; only an equation that
+holds a program with something to replace is built anew, by the public function that made it.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+Location = tuple[int, ...]  # the place of an equation in a program; then which program inside it, the place there, ...
+CONTRACTIONS = ("dot_general", "conv_general_dilated")
+# Contractions, or kernels that may hold one, which cannot be replaced from outside.
+_CLOSED = ("pallas_call", "ffi_call", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper", "scaled_dot")
+
+
+class Origin(NamedTuple):
+    """What a value was made of.
+
+    Attributes:
+      params: the paths of the parameters that it depends on.
+      data: whether it depends on another argument, too.
+      captured: whether it depends on an array that the function closes over.
+      path: that of the parameter whose values it holds, perhaps a part of them in another order; None if it was
+        computed from them.
+      axes: for each axis of the value, the axes of that parameter that it runs along.
+      name: what `quant_point` called it.
+    """
+
+    params: frozenset[str] = frozenset()
+    data: bool = False
+    captured: bool = False
+    path: str | None = None
+    axes: tuple[frozenset[int], ...] = ()
+    name: str | None = None
+
+    @property
+    def role(self) -> str:
+        """Of an operand: "weight", "data", "derived" from parameters alone, or "captured" from nothing of both."""
+        if self.path is not None:
+            return "weight"
+        return "data" if self.data else "derived" if self.params else "captured"
+
+
+DATA, CAPTURED, LITERAL = Origin(data=True), Origin(captured=True), Origin()
+
+
+def parameter(path: str, ndim: int) -> Origin:
+    """A parameter itself."""
+    return Origin(frozenset([path]), path=path, axes=tuple(frozenset([i]) for i in range(ndim)))
+
+
+def _mixed(origins: Sequence[Origin]) -> Origin:
+    """What is computed from several values."""
+    return Origin(
+        frozenset().union(*(o.params for o in origins)), any(o.data for o in origins), any(o.captured for o in origins)
+    )
+
+
+def _either(*origins: Origin) -> Origin:
+    """What is one of several values."""
+    return origins[0] if all(o == origins[0] for o in origins) else _mixed(origins)
+
+
+class Operand(NamedTuple):
+    """One of the two operands of a contraction."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    origin: Origin
+
+
+class Contraction(NamedTuple):
+    """A dot or convolution of a program, or an equation that may hold one and is closed."""
+
+    location: Location
+    op: str
+    scope: str
+    operands: tuple[Operand, ...]
+    params: Mapping[str, Any]
+    out: Any  # the ShapeDtypeStruct of the result
+    custom: tuple[Location, ...]  # the custom_jvp and custom_vjp calls around it
+    gradient: bool  # whether the function itself differentiates, and this is in the backward pass
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it cannot be replaced."""
+        return self.op not in CONTRACTIONS
+
+
+class _Place(NamedTuple):
+    """Where a walk is."""
+
+    location: Location = ()
+    scope: str = ""
+    custom: tuple[Location, ...] = ()
+
+    def of(self, eqn: JaxprEqn, i: int) -> "_Place":
+        """The place of an equation."""
+        stack = str(eqn.source_info.name_stack)
+        return self._replace(location=(*self.location, i), scope=f"{self.scope}/{stack}" if stack else self.scope)
+
+    def inside(self, k: int) -> "_Place":
+        """The place of a program in the equation here."""
+        return self._replace(location=(*self.location, k))
+
+
+_START = _Place()
+
+
+def traced(f: Callable, args: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
+    """The program of a function of a list of arrays, and its constants."""
+    return opened(jax.make_jaxpr(f)(args))
+
+
+def opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """A program and its constants; jax 0.11 made one type of the closed and the open one."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def programs(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[Any]]]:
+    """Those in the parameters of an equation, found by value: `cond` keeps its under `branches`."""
+    values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+    return [opened(v) for v in values if isinstance(getattr(v, "jaxpr", v), Jaxpr)]
+
+
+def _param(eqn: JaxprEqn, *names: str) -> Any:
+    """A parameter of an equation, whose name may have changed between versions of jax."""
+    for name in names:
+        if name in eqn.params:
+            return eqn.params[name]
+    raise NotImplementedError(
+        f"jaxquant does not know the parameters of the primitive {eqn.primitive.name!r} in jax {jax.__version__}: got "
+        f"{sorted(eqn.params)}, expected one of {names}. Use a version of jax that pyproject.toml names."
+    )
+
+
+def _avals(variables: Sequence[Any]) -> list[Any]:
+    return [v.aval for v in variables]
+
+
+def _contracts(jaxpr: Jaxpr) -> bool:
+    """Whether there is a dot or convolution anywhere in a program."""
+    return any(
+        eqn.primitive.name in (*CONTRACTIONS, *_CLOSED) or any(_contracts(inner) for inner, _ in programs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _clean(scope: str) -> str:
+    """A name stack without what transforms and einsum add to it."""
+    while (inner := re.sub(r"\b(?:jvp|transpose|vmap)\(([^()]*)\)", r"\1", scope)) != scope:
+        scope = inner
+    return "/".join(s for s in scope.split("/") if s and not re.search(r"->|\(|^(checkpoint|rematted_computation)$", s))
+
+
+class Walk:
+    """Follows the origin of every value through a program, and notes each contraction on the way."""
+
+    def __init__(self):
+        self.contractions: dict[Location, Contraction] = {}
+
+    def program(self, jaxpr: Jaxpr, ins: Sequence[Origin], place: _Place = _START) -> list[Origin]:
+        """The origins of the results of a program, given those of its arguments."""
+        env = dict.fromkeys(jaxpr.constvars, CAPTURED) | dict(zip(jaxpr.invars, ins, strict=True))
+        read = lambda v: LITERAL if isinstance(v, Literal) else env[v]
+        for i, eqn in enumerate(jaxpr.eqns):
+            env.update(
+                zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars], place.of(eqn, i)), strict=True)
+            )
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+        name = eqn.primitive.name
+        if name in _HIGHER_ORDER:
+            return _HIGHER_ORDER[name].walk(self, eqn, ins, place)
+        if name in CONTRACTIONS or name in _CLOSED or any(_contracts(inner) for inner, _ in programs(eqn)):
+            self._note(eqn, ins, place)
+        if name in _REARRANGING and ins[0].path is not None:
+            return [ins[0]._replace(axes=_REARRANGING[name](eqn, ins[0].axes))]
+        if name in _REARRANGING or name in _PASSING:
+            passed = ins if name in _PASSING_ALL else ins[:1]
+            return passed if name not in _NAMING else [_named(eqn, passed[0])]
+        return [_mixed(ins)] * len(eqn.outvars)
+
+    def _note(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> None:
+        operands = tuple(
+            Operand(aval.shape, aval.dtype, origin) for aval, origin in zip(_avals(eqn.invars), ins, strict=True)
+        )
+        self.contractions[place.location] = Contraction(
+            place.location,
+            eqn.primitive.name,
+            _clean(place.scope),
+            operands,
+            eqn.params,
+            eqn.outvars[0].aval,
+            place.custom,
+            "transpose(" in place.scope,
+        )
+
+
+def _named(eqn: JaxprEqn, origin: Origin) -> Origin:
+    prefix, _, name = str(eqn.params.get("name", "")).partition(":")
+    return origin._replace(name=name) if prefix == POINT else origin
+
+
+POINT = "jaxquant"  # what `quant_point` puts before the name of a checkpoint_name
+
+# Primitives whose results hold the values of their operands as they are, perhaps some of them, perhaps cast.
+_NAMING = ("name",)
+_PASSING_ALL = ("optimization_barrier", "device_put", "pvary", "pcast")
+_PASSING = (
+    *_NAMING, *_PASSING_ALL, "convert_element_type", "reduce_precision", "copy", "copy_p", "sharding_constraint",
+    "reshard", "mesh_cast", "slice", "dynamic_slice", "rev",
+)  # fmt: skip
+
+
+def _transposed(eqn: JaxprEqn, axes: tuple) -> tuple:
+    return tuple(axes[i] for i in _param(eqn, "permutation"))
+
+
+def _squeezed(eqn: JaxprEqn, axes: tuple) -> tuple:
+    return tuple(of for i, of in enumerate(axes) if i not in _param(eqn, "dimensions"))
+
+
+def _broadcasted(eqn: JaxprEqn, axes: tuple) -> tuple:
+    places = _param(eqn, "broadcast_dimensions")
+    return tuple(axes[places.index(i)] if i in places else frozenset() for i in range(_avals(eqn.outvars)[0].ndim))
+
+
+def _reshaped(eqn: JaxprEqn, axes: tuple) -> tuple:
+    """Which axes the new ones run along: in groups of equal size, each new axis along all the old ones of its group."""
+    old, new = _avals(eqn.invars)[0].shape, _avals(eqn.outvars)[0].shape
+    result = [frozenset[int]()] * len(new)
+    i = j = 0
+    while i < len(old) and j < len(new):
+        ends = i + 1, j + 1
+        while (sizes := (math.prod(old[i : ends[0]]), math.prod(new[j : ends[1]])))[0] != sizes[1]:
+            ends = (ends[0] + 1, ends[1]) if sizes[0] < sizes[1] else (ends[0], ends[1] + 1)
+            if ends[0] > len(old) or ends[1] > len(new):  # of an empty array
+                return (frozenset().union(*axes),) * len(new)
+        if sizes[0] == 1 and (old[i], new[j]) == (1, 1) and len(old) - i != len(new) - j:
+            # An axis of size 1 is there, or not, on one side alone.
+            ends = (i + 1, j) if len(old) - i > len(new) - j else (i, j + 1)
+        for k in range(j, ends[1]):
+            result[k] = frozenset().union(*axes[i : ends[0]])
+        i, j = ends
+    return tuple(result)
+
+
+_REARRANGING: dict[str, Callable[[JaxprEqn, tuple], tuple]] = {
+    "transpose": _transposed,
+    "reshape": _reshaped,
+    "squeeze": _squeezed,
+    "broadcast_in_dim": _broadcasted,
+    "expand_dims": _reshaped,
+}
+
+
+class Replacements:
+    """What to compute in the places of contractions, and how calls with a derivative of their own are treated."""
+
+    def __init__(self, contractions: Mapping[Location, Callable], custom: Mapping[Location, str]):
+        self.contractions, self.custom = contractions, custom
+        self.around = {location[:n] for location in contractions for n in range(1, len(location))}
+
+    def program(
+        self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], location: Location = (), shared: Any = None
+    ) -> list[Any]:
+        """The results of a program; `shared` is what its replacements have computed and may use again."""
+        shared = {} if shared is None else shared
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        read = lambda v: v.val if isinstance(v, Literal) else env[v]
+        for i, eqn in enumerate(jaxpr.eqns):
+            here, ins = (*location, i), [read(v) for v in eqn.invars]
+            if here in self.contractions:
+                outs = [self.contractions[here](eqn, *ins, shared)]
+            elif here in self.around:
+                outs = _HIGHER_ORDER[eqn.primitive.name].evaluate(self, eqn, ins, here, shared)
+            else:
+                outs = bound(eqn, ins, jaxpr)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def inner(self, eqn: JaxprEqn, k: int, location: Location) -> Callable[..., list[Any]]:
+        """Program `k` of an equation as a function that JAX traces for itself."""
+        jaxpr, consts = programs(eqn)[k]
+        return lambda *args: self.program(jaxpr, consts, args, (*location, k))
+
+
+def bound(eqn: JaxprEqn, ins: Sequence[Any], around: Jaxpr) -> list[Any]:
+    """The results of one equation as it stands; `around` is a program to take its debug information from."""
+    values = {v: value for v, value in zip(eqn.invars, ins, strict=True) if not isinstance(v, Literal)}
+    alone = around.replace(
+        constvars=[], invars=list(values), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
+    )
+    return jax.core.eval_jaxpr(alone, (), *values.values())
+
+
+class _HigherOrder(NamedTuple):
+    """How the origins go through a primitive that holds programs, and how to build it anew."""
+
+    walk: Callable[[Walk, JaxprEqn, list[Origin], _Place], Sequence[Origin]]
+    evaluate: Callable[[Replacements, JaxprEqn, list[Any], Location, Any], Sequence[Any]]
+
+
+def _walk_call(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    ((jaxpr, _),) = programs(eqn)
+    return walk.program(jaxpr, ins, place.inside(0))
+
+
+def _call(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+    (program,) = programs(eqn)
+    return replace.program(*program, ins, (*location, 0), shared)
+
+
+def _jit(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+    # Inlined; what its shardings demand, constraints demand too.
+    constrained = lambda values, name: [
+        lax.with_sharding_constraint(v, s) if isinstance(s, jax.sharding.Sharding) else v
+        for v, s in zip(values, _param(eqn, name), strict=True)
+    ]
+    outs = _call(replace, eqn, constrained(ins, "in_shardings"), location, shared)
+    return constrained(outs, "out_shardings")
+
+
+def _remat(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+    policy, prevent_cse = _param(eqn, "policy"), _param(eqn, "prevent_cse")
+    return jax.checkpoint(replace.inner(eqn, 0, location), prevent_cse=prevent_cse, policy=policy)(*ins)
+
+
+def _walk_custom(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    return _walk_call(walk, eqn, ins, place._replace(custom=(*place.custom, place.location)))
+
+
+def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+    if replace.custom[location] == "inline":
+        return _call(replace, eqn, ins, location, shared)
+
+    @jax.custom_vjp
+    def kept(*ins):
+        return replace.inner(eqn, 0, location)(*ins)
+
+    def backward(ins, g):
+        return jax.vjp(lambda *ins: bound(eqn, ins, programs(eqn)[0][0]), *ins)[1](g)
+
+    kept.defvjp(lambda *ins: (kept(*ins), ins), backward)
+    return kept(*ins)
+
+
+def _scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    consts = _param(eqn, "num_consts")
+    end = consts + _param(eqn, "num_carry")
+    return values[:consts], values[consts:end], values[end:]
+
+
+def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    consts, carry, xs = _scan_parts(eqn, ins)
+    slices = [x._replace(axes=x.axes[1:]) for x in xs]
+    body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], place.inside(0))
+    outs = _settled(lambda carry: body(carry), carry)
+    return [*outs[: len(carry)], *map(_stacked, outs[len(carry) :])]
+
+
+def _settled(body: Callable[[Sequence[Origin]], list[Origin]], carry: Sequence[Origin]) -> list[Origin]:
+    """The origins of what a loop returns, when another round changes those of its carry no more."""
+    while True:
+        outs = body(carry)
+        after = [_either(*pair) for pair in zip(carry, outs[: len(carry)], strict=True)]
+        if after == list(carry):
+            return [*carry, *outs[len(carry) :]]
+        carry = after
+
+
+def _stacked(origin: Origin) -> Origin:
+    return _mixed([origin])
+
+
+def _scan(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+    consts, carry, xs = _scan_parts(eqn, ins)
+    inner = replace.inner(eqn, 0, location)
+
+    def body(carry, xs):
+        outs = inner(*consts, *carry, *xs)
+        return outs[: len(carry)], outs[len(carry) :]
+
+    of = lambda name: _param(eqn, name)
+    carry, ys = lax.scan(body, list(carry), list(xs), of("length"), of("reverse"), of("unroll"))
+    return [*carry, *ys]
+
+
+def _while_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    condition = _param(eqn, "cond_nconsts")
+    end = condition + _param(eqn, "body_nconsts")
+    return values[:condition], values[condition:end], values[end:]
+
+
+def _while_programs(eqn: JaxprEqn) -> tuple[int, int]:
+    """Which of the programs of a loop is the condition, and which the body."""
+    condition, body = (programs(eqn).index(opened(_param(eqn, name))) for name in ("cond_jaxpr", "body_jaxpr"))
+    return condition, body
+
+
+def _walk_while(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    condition_consts, consts, carry = _while_parts(eqn, ins)
+    condition, body = _while_programs(eqn)
+    carry = _settled(lambda carry: walk.program(programs(eqn)[body][0], [*consts, *carry], place.inside(body)), carry)
+    walk.program(programs(eqn)[condition][0], [*condition_consts, *carry], place.inside(condition))
+    return carry
+
+
+def _while(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+    condition_consts, consts, carry = _while_parts(eqn, ins)
+    condition, body = (replace.inner(eqn, k, location) for k in _while_programs(eqn))
+    return lax.while_loop(
+        lambda carry: condition(*condition_consts, *carry)[0], lambda carry: body(*consts, *carry), list(carry)
+    )
+
+
+def _walk_cond(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    branches = [walk.program(jaxpr, ins[1:], place.inside(k)) for k, (jaxpr, _) in enumerate(programs(eqn))]
+    return [_either(*outs) for outs in zip(*branches, strict=True)]
+
+
+def _cond(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+    branches = [replace.inner(eqn, k, location) for k in range(len(programs(eqn)))]
+    return lax.switch(ins[0], branches, *ins[1:])
+
+
+def _shard_map(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+    of = functools.partial(_param, eqn)
+    inner = replace.inner(eqn, 0, location)
+    return jax.shard_map(
+        lambda *args: tuple(inner(*args)), mesh=of("mesh"), in_specs=tuple(of("in_specs")),
+        out_specs=tuple(of("out_specs")), check_vma=of("check_vma"),
+        axis_names=set(of("manual_axes", "newly_manual_axes")),
+    )(*ins)  # fmt: skip
+
+
+_CALL, _REMAT, _CUSTOM = (
+    _HigherOrder(_walk_call, _call),
+    _HigherOrder(_walk_call, _remat),
+    _HigherOrder(_walk_custom, _custom),
+)
+_HIGHER_ORDER = {
+    "jit": _HigherOrder(_walk_call, _jit),
+    "pjit": _HigherOrder(_walk_call, _jit),
+    "closed_call": _CALL,
+    "core_call": _CALL,
+    "remat2": _REMAT,
+    "checkpoint": _REMAT,
+    "custom_jvp_call": _CUSTOM,
+    "custom_vjp_call": _CUSTOM,
+    "custom_vjp_call_jaxpr": _CUSTOM,
+    "scan": _HigherOrder(_walk_scan, _scan),
+    "while": _HigherOrder(_walk_while, _while),
+    "cond": _HigherOrder(_walk_cond, _cond),
+    "shard_map": _HigherOrder(_walk_call, _shard_map),
+}

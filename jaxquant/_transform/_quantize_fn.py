@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function with the dots and convolutions that the rules choose quantized."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.ad_checkpoint
+import numpy as np
+from jax import Array
+
+from .. import _checks as checks
+from .._affine import fake_quant, quantize_straight_through
+from .._integer import Conv, Dot, checked_execution, contract
+from .._jaxpr import DATA, POINT, Contraction, Origin, Replacements, Walk, parameter, traced
+from .._tree import Rules, checked_rules, named_in_errors, with_paths
+from ._plan import Decision, Decisions, Plan, decide
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A leaf that is no array, with its type, because 1 == True."""
+
+    kind: type
+    value: Any
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Whether a leaf is an argument of the program: arrays, floats; not bool, str, int, which stay Python's."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSU"
+    return isinstance(leaf, Array | jax.ShapeDtypeStruct | float | complex)
+
+
+class _Call(NamedTuple):
+    """What is static of the arguments of one call."""
+
+    structure: Any
+    leaves: tuple[_Static | None, ...]  # None where an array is
+    params: tuple[int, int]  # which of the leaves are those of the params
+
+    def arguments(self, arrays: Sequence[Any]) -> tuple[tuple, dict]:
+        """`args` and `kwargs` again."""
+        values = iter(arrays)
+        return jax.tree.unflatten(self.structure, [next(values) if s is None else s.value for s in self.leaves])
+
+
+class _Program(NamedTuple):
+    """A function as a program, with what it is decided to do with it."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    decisions: Decisions
+    structure: Any
+    static: tuple[_Static | None, ...]  # of the results; None where an array is
+
+
+class QuantizedFunction:
+    """What `quantize_fn` returns: the function, quantized; and its plan."""
+
+    def __init__(self, f: Callable, rules: Rules, params_argnum: int, execution: str, strict: bool):
+        functools.update_wrapper(self, f)
+        self._f, self._rules, self._argnum = f, checked_rules(rules), params_argnum
+        self._execution, self._strict = execution, strict
+        try:
+            names = inspect.signature(f).parameters
+        except (TypeError, ValueError):
+            names = {}
+        self._key_is_mine = "key" not in names
+        # Jitted, because without it a call outside of jit would compile every loop in f again.
+        self._jitted = jax.jit(self._evaluated, static_argnums=0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = kwargs.pop("key", None) if self._key_is_mine else None
+        if key is not None:
+            key = checks.prng_key("key", key)
+        call, arrays = self._call(args, kwargs)
+        leaves, structure = self._jitted(call, arrays, key)
+        return jax.tree.unflatten(
+            structure.value, [leaf.value if isinstance(leaf, _Static) else leaf for leaf in leaves]
+        )
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The sites of the function for these arguments; raises what a call would raise.
+
+        Args:
+          *args, **kwargs: those of the function; `jax.ShapeDtypeStruct`s suffice for arrays.
+
+        Returns:
+          Plan, to be printed; also a sequence of `Site`s.
+        """
+        key = kwargs.pop("key", None) if self._key_is_mine else None
+        call, arrays = self._call(args, kwargs)
+        if key is None and any(
+            "stochastic" in (s.rounding for s in (r.weight, r.activation) if s) for r in self._rules
+        ):
+            key = jax.eval_shape(lambda: jax.random.key(0))
+        jax.eval_shape(functools.partial(self._evaluated, call), arrays, key)
+        return self._program(call, arrays).decisions.plan
+
+    def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
+        if len(args) <= self._argnum:
+            raise TypeError(
+                f"`params_argnum={self._argnum}` must be one of the positional arguments, got {len(args)} of them. "
+                "Pass the params by position."
+            )
+        leaves, structure = jax.tree.flatten((args, dict(kwargs)))
+        start = len(jax.tree.leaves(args[: self._argnum]))
+        params = start, start + len(jax.tree.leaves(args[self._argnum]))
+        static = tuple(None if _is_traced(leaf) else _Static(type(leaf), leaf) for leaf in leaves)
+        try:
+            hash(static)
+        except TypeError:
+            kinds = sorted({type(leaf).__name__ for leaf in leaves if not _is_traced(leaf)})
+            raise TypeError(
+                f"An argument must have leaves that are arrays or have a hash, got leaves of types {kinds}. Register "
+                "the one without a hash as a pytree, or close over it."
+            ) from None
+        arrays = [leaf for leaf, s in zip(leaves, static, strict=True) if s is None]
+        return _Call(structure, static, params), arrays
+
+    def _program(self, call: _Call, arrays: Sequence[Any]) -> _Program:
+        results = []
+
+        def flat(arrays):
+            args, kwargs = call.arguments(arrays)
+            leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
+            is_array = [isinstance(leaf, Array | np.ndarray | np.generic) for leaf in leaves]
+            static = (None if a else _Static(type(v), v) for v, a in zip(leaves, is_array, strict=True))
+            results[:] = structure, tuple(static)
+            return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
+
+        jaxpr, consts = traced(flat, list(arrays))
+        params, origins = self._origins(call, arrays)
+        walk = Walk()
+        walk.program(jaxpr, origins)
+        name = f"params_argnum={self._argnum}"
+        decisions = decide(list(walk.contractions.values()), self._rules, params, name, self._strict)
+        return _Program(jaxpr, consts, decisions, *results)
+
+    def _origins(self, call: _Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Origin]]:
+        """The parameters by their paths, and the origin of each argument of the program."""
+        params, origins = {}, []
+        args, _ = call.arguments(arrays)
+        named = with_paths(args[self._argnum], is_leaf=lambda node: False)
+        paths = dict(zip(range(*call.params), (path for path, _ in named), strict=True))
+        values = iter(arrays)
+        for i, static in enumerate(call.leaves):
+            if static is not None:
+                continue
+            value = next(values)
+            if i not in paths:
+                origins.append(DATA)
+                continue
+            path, shape, dtype = paths[i], np.shape(value), getattr(value, "dtype", None)
+            if path in params:
+                raise ValueError(f"Two parameters have the path {path!r}. Rename one of the keys that make it.")
+            params[path] = jax.ShapeDtypeStruct(shape, dtype or np.dtype(np.float32))
+            origins.append(parameter(path, len(shape)))
+        return params, origins
+
+    def _evaluated(self, call: _Call, arrays: Sequence[Any], key: Any) -> tuple[list[Any], _Static]:
+        program = self._program(call, arrays)
+        replaced = {}
+        for i, (location, decision) in enumerate(program.decisions.of.items()):
+            replaced[location] = functools.partial(_quantized, decision, self._execution, key, i)
+        replacements = Replacements(replaced, program.decisions.custom)
+        results = iter(replacements.program(program.jaxpr, program.consts, arrays))
+        leaves = [next(results) if s is None else s for s in program.static]
+        return leaves, _Static(type(program.structure), program.structure)
+
+
+@functools.partial(jax.jit, static_argnames="op")
+def _contracted(op: Any, x: Array, w: Array, a: Any, b: Any) -> Array:
+    return contract(op, x, w, a, b)
+
+
+def _quantized(
+    decision: Decision, execution: str, key: Any, i: int, eqn: Any, lhs: Array, rhs: Array, shared: dict
+) -> Array:
+    """The result of a contraction of the program, with what was decided about its operands."""
+    values, specs = [lhs, rhs], decision.specs
+    keys: list[Any] = [None, None]
+    for side, spec in enumerate(specs):
+        if spec is not None and spec.rounding == "stochastic" and key is not None:
+            keys[side] = jax.random.fold_in(key, 2 * i + side)
+    operands = []
+    for side, spec in enumerate(specs):
+        with named_in_errors(decision.names[side], decision.rules[side]):
+            if None not in specs:
+                operands.append(_operand(values[side], spec, decision.contracted[side], keys[side], shared))
+            elif spec is not None:
+                values[side] = fake_quant(values[side], spec, key=keys[side])
+    if not operands:
+        return eqn.primitive.bind(*values, **eqn.params)
+    (x, a), (w, b) = operands
+    with named_in_errors(decision.names[0]), named_in_errors(decision.names[1]):
+        y = _contracted(_op_of(decision.contraction, execution), x, w, a, b)
+    return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
+
+
+def _operand(value: Array, spec: Any, contracted: tuple[int, ...], key: Any, shared: dict) -> Any:
+    """An operand in integers; once for all the ops of a program that use it so."""
+    at = id(value), spec, contracted
+    if key is None and at in shared:
+        return shared[at][1]
+    result = quantize_straight_through(value, spec, contracted, key)
+    shared[at] = value, result  # the value too: no other then gets its id
+    return result
+
+
+def _like(y: Array, out: Any) -> Array:
+    """`y` with the sharding that the program says, on a mesh with explicit axes."""
+    wanted = out.sharding
+    return y if wanted.mesh.empty or jax.typeof(y).sharding == wanted else jax.sharding.reshard(y, wanted)
+
+
+def _op_of(contraction: Contraction, execution: str) -> Dot | Conv:
+    params = contraction.params
+    if contraction.op == "dot_general":
+        (ca, cb), (ba, bb) = params["dimension_numbers"]
+        return Dot((tuple(ca), tuple(cb)), (tuple(ba), tuple(bb)), execution)
+    return Conv(
+        tuple(params["window_strides"]), tuple((low, high) for low, high in params["padding"]),
+        tuple(params["lhs_dilation"]), tuple(params["rhs_dilation"]), params["dimension_numbers"],
+        params["feature_group_count"], params["batch_group_count"], execution,
+    )  # fmt: skip
+
+
+def quantize_fn(
+    f: Callable, rules: Rules, *, params_argnum: int = 0, execution: str = "auto", strict: bool = False
+) -> QuantizedFunction:
+    """Quantizes the dots and convolutions of any function that JAX can trace, without a change to it.
+
+    The function is traced, the parameters are followed to the dots and convolutions that use them, and the program is
+    evaluated with those quantized that the rules choose. Where both operands are quantized, the value is the exact
+    contraction in whole numbers, scaled once, as in `dot_general`; where one is, it is `fake_quant` of it in the op as
+    it was. Ranges are those of the values at hand, by min-max.
+
+    Args:
+      f: pure function of arrays and anything else, as for `jax.jit`: it is traced once for each kind of arguments. A
+        model of flax, nnx, equinox or haiku is applied in it as always.
+      rules: static, as in `match_rules`, or with all that `Rule` says; the first that matches an op decides about it. A
+        pair (pattern, spec) quantizes the weight alone; Rule(pattern, weight=, activation=) both operands. A spec whose
+        axis is None is complete: for a weight it means the output channels of the op; for an activation all axes but
+        the contracted, so PerChannel(None) is per token. Axes of a parameter are counted on the parameter.
+      params_argnum: static int, the positional argument of f that holds the parameters.
+      execution: static, as in `dot_general`; cannot change a bit.
+      strict: static bool. True makes sites that no rule matches an error.
+
+    Returns:
+      A function with the arguments of f and `key=`, a PRNG key for stochastic rounding alone (where f has an argument
+      `key` of its own, it is that). It can be transformed as f can, by jit, grad, vmap, checkpoint, scan, shard_map
+      and jax.export. `.plan(*args)` is the table of its sites.
+
+    Gradient: to each operand straight through its quantizer, then that of the op at the quantized values; none through
+    ranges. Reverse mode alone: `jax.jvp` raises.
+
+    Raises:
+      TypeError: for rules of another kind.
+      ValueError: when it is called, or its plan made, for a rule that matches no site, unless it is optional; for a
+        spec that does not fit the operand; for a site inside a function with a derivative of its own, if no rule says
+        what becomes of that; for a parameter that a rule chooses and that goes where nothing can be replaced
+        (pallas_call, ragged_dot, FFI), or into a backward pass that f itself contains.
+
+    Source: Jacob et al., 2018, for the integer contraction; the gradient as `fake_quant`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import Rule, activation_spec, quantize_fn, weight_spec
+    >>> f = lambda params, x: jnp.tanh(x @ params["w1"]) @ params["w2"]
+    >>> params, x = {"w1": jnp.ones((4, 8)), "w2": jnp.ones((8, 2))}, jnp.ones((3, 4))
+    >>> q = quantize_fn(f, [Rule("**", weight_spec(8), activation_spec(8))])
+    >>> q(params, x).shape
+    (3, 2)
+    >>> [site.name for site in q.plan(params, x)]
+    ['w1:input', 'w1', 'w2:input', 'w2']
+    """
+    if not callable(f):
+        raise TypeError(f"`f` must be a function, got {checks.kind(f)}. Pass one such as lambda params, x: ....")
+    params_argnum = checks.static_int_between("params_argnum", params_argnum, 0, 255)
+    execution = checked_execution(execution)
+    return QuantizedFunction(f, rules, params_argnum, execution, checks.static_bool("strict", strict))
+
+
+def quant_point(x: Any, name: str) -> Array:
+    """`x` itself, with a name for the site where it becomes an operand: one that has no parameter.
+
+    The name stays with it through reshapes, transposes, slices and casts, and a Rule of kind "act_act" is matched with
+    it. Outside of `quantize_fn` it does nothing.
+
+    Args:
+      x: array of any shape and dtype.
+      name: static str, not empty.
+
+    Returns:
+      `x`.
+
+    Gradient: that of the identity.
+
+    Raises:
+      TypeError: for anything but an array, or a name that is no str.
+
+    Source: `jax.ad_checkpoint.checkpoint_name`, which it is: a checkpoint policy sees the name "jaxquant:name".
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import Rule, activation_spec, quant_point, quantize_fn
+    >>> scores = lambda params, q, k: quant_point(q, "q") @ quant_point(k, "k").T
+    >>> q = quantize_fn(scores, [Rule("q", activation=activation_spec(8), kind="act_act")])
+    >>> [site.name for site in q.plan({}, jnp.ones((3, 4)), jnp.ones((5, 4))) if site.spec]
+    ['q']
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"`name` must be a str that is not empty, got {name!r}. Pass one such as 'attention/scores'.")
+    x = checks.unwrapped(x)
+    if not checks.is_array(x):
+        raise TypeError(f"`x` must be an array, got {checks.kind(x)}. Convert it by jnp.asarray(...).")
+    return jax.ad_checkpoint.checkpoint_name(x, f"{POINT}:{name}")
