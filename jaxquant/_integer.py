@@ -84,8 +84,8 @@ def _fits(length: int, a: QuantSpec, b: QuantSpec, execution: str) -> None:
     largest = _bound(a) * _bound(b)
     if length * largest >= 2**31:
         raise ValueError(
-            f"A contraction of {length} products of {a} and {b} does not fit int32: each is up to {largest}, so that "
-            f"{(2**31 - 1) // largest} do. Use fewer bits, or PerBlock along the contracted axis."
+            f"A contraction of {length} products of {a} and {b} does not fit int32: each is up to {largest}, and no "
+            f"more than {(2**31 - 1) // largest} of them fit. Use fewer bits, or PerBlock along the contracted axis."
         )
     if execution == "float32" and largest > _EXACT:
         raise ValueError(

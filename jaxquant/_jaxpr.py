@@ -190,7 +190,11 @@ class Walk:
         if name in _REARRANGING or name in _PASSING:
             passed = ins if name in _PASSING_ALL else ins[:1]
             return passed if name not in _NAMING else [_named(eqn, passed[0])]
-        return [_mixed(ins)] * len(eqn.outvars)
+        mixed = _mixed(ins)
+        if name in CONTRACTIONS and any(o.role == "captured" for o in ins):
+            # What meets a parameter in a contraction is data, also where the function closes over it.
+            mixed = mixed._replace(data=bool(mixed.params))
+        return [mixed] * len(eqn.outvars)
 
     def _note(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> None:
         operands = tuple(

@@ -9,7 +9,7 @@ Each function below says which rewrite it stops.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -278,7 +278,11 @@ def shard_like(v: Array, like: Array) -> Array:
     return v if wanted.mesh.empty or jax.typeof(v).sharding == wanted else jax.sharding.reshard(v, wanted)
 
 
-def replicated(v: Array) -> Array:
-    """`v` whole on every device of a mesh with explicit axes, for what XLA cannot do in pieces; else `v` itself."""
-    axes = jax.typeof(v).sharding.spec
-    return v if all(axis is None for axis in axes) else jax.sharding.reshard(v, jax.P(*(None for _ in axes)))
+def replicated(v: Array, axes: Sequence[int] | None = None) -> Array:
+    """`v` with all or some axes whole on every device of a mesh with explicit axes, for what XLA cannot do in pieces.
+
+    Anywhere else `v` itself.
+    """
+    spec = jax.typeof(v).sharding.spec
+    wanted = [None if axes is None or i in axes else axis for i, axis in enumerate(spec)]
+    return v if list(spec) == wanted else jax.sharding.reshard(v, jax.P(*wanted))

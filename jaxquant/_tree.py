@@ -80,11 +80,13 @@ class Rule:
                 f"`pattern` of a Rule must be a path glob, a compiled regex of str or a function (path, leaf) -> bool, "
                 f"got {checks.kind(text)}. A glob of every path is '**'."
             )
-        if isinstance(self.pattern, str) and any("**" in s and s != "**" for s in self.pattern.split("/")):
-            raise ValueError(
-                f"`pattern` must have `**` as a whole segment, got {self.pattern!r}. Within a segment write `*`; "
-                "a regex is re.compile(...)."
-            )
+        for name in ("pattern", "scope"):
+            glob = getattr(self, name)
+            if isinstance(glob, str) and any("**" in s and s != "**" for s in glob.split("/")):
+                raise ValueError(
+                    f"`{name}` must have `**` as a whole segment, got {glob!r}. Within a segment write `*`; "
+                    "a regex, as the pattern, is re.compile(...)."
+                )
         for name in ("weight", "activation"):
             if not isinstance(getattr(self, name), QuantSpec | None):
                 raise TypeError(
@@ -95,7 +97,12 @@ class Rule:
         checks.static_bool("optional", self.optional)
         checks.static_int_between("min_size", self.min_size, 0, 2**63 - 1)
         if self.dtype is not None:
-            object.__setattr__(self, "dtype", np.dtype(self.dtype))
+            try:
+                object.__setattr__(self, "dtype", np.dtype(self.dtype))
+            except TypeError:
+                raise TypeError(
+                    f"`dtype` of a Rule must be a dtype or None, got {self.dtype!r}. Pass one such as jnp.bfloat16."
+                ) from None
         checks.one_of("kind", self.kind, KINDS)
         if self.op is not None:
             checks.one_of("op", self.op, ("dot_general", "conv_general_dilated"))
@@ -184,14 +191,14 @@ def with_paths(tree: Any, path: KeyPath = (), is_leaf: Callable[[Any], bool] = _
 
 
 @contextlib.contextmanager
-def named_in_errors(path: str, rule: Rule | None = None) -> Iterator[None]:
-    """An error inside also says which leaf it is about, and the rule that chose it."""
+def named_in_errors(*paths: str, rule: Rule | None = None) -> Iterator[None]:
+    """An error inside also says which leaf, or operands, it is about, and the rule that chose it."""
     try:
         yield
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         by = f", chosen by the rule {rule.pattern!r}" if rule else ""
-        raise kind(f"At {path!r}{by}: {error}") from error
+        raise kind(f"At {' and '.join(map(repr, paths))}{by}: {error}") from error
 
 
 class _Leaf(NamedTuple):
@@ -204,7 +211,7 @@ class _Leaf(NamedTuple):
         return self.rule and self.rule.weight
 
     def named_in_errors(self) -> Any:
-        return named_in_errors(self.path, self.rule)
+        return named_in_errors(self.path, rule=self.rule)
 
 
 def _leaves(params: Any, rules: Any) -> tuple[list[_Leaf], Any]:

@@ -23,7 +23,7 @@ def run(code):
 def test_the_examples_run_and_learn():
     *training, integers = re.findall(r"```python\n(.*?)```", README, re.S)
     run(integers)
-    assert len(training) == 2
+    assert len(training) == 3
     for code in training:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

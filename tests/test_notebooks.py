@@ -42,7 +42,8 @@ def test_the_notebook_ends_in_asserts(script):
 @pytest.mark.slow
 @each_notebook
 def test_the_script_runs(script, tmp_path):
-    for package, extra in (("sklearn", "notebooks"), ("flax", "frameworks"), ("equinox", "frameworks")):
+    frameworks = [(package, "frameworks") for package in ("flax", "equinox", "haiku")]
+    for package, extra in (("sklearn", "notebooks"), *frameworks):
         if re.search(rf"^(import|from) {package}\b", script.read_text(), re.M):
             pytest.importorskip(package, reason=f"needs the `{extra}` extra")
     env = {**os.environ, "MPLBACKEND": "Agg"}

@@ -73,7 +73,7 @@ class Plan:
                 f"{site.dtype}[{','.join(map(str, site.shape))}]",
                 str(site.length),
                 _in_words(site.spec) if site.spec else "-",
-                "-" if site.rule is None else str(site.rule),
+                "-" if site.rule is None else _pattern_in_words(site.rule),
                 site.why,
             )
             for site in self.sites
@@ -82,6 +82,12 @@ class Plan:
         line = lambda row: "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         quantized = sum(site.spec is not None for site in self.sites)
         return "\n".join([line(header), *map(line, rows), f"{quantized} of {len(rows)} sites are quantized"])
+
+
+def _pattern_in_words(pattern: Any) -> str:
+    if isinstance(pattern, str):
+        return pattern
+    return getattr(pattern, "pattern", None) or getattr(pattern, "__name__", type(pattern).__name__)
 
 
 def _in_words(spec: QuantSpec) -> str:
@@ -109,6 +115,10 @@ class Decisions(NamedTuple):
     plan: Plan
     of: Mapping[Location, Decision]
     custom: Mapping[Location, str]
+
+    def rounds_stochastically(self) -> bool:
+        """Whether a key is needed."""
+        return any(site.spec is not None and site.spec.rounding == "stochastic" for site in self.plan)
 
 
 def _nearest(text: str, names: Sequence[str], n: int = 5) -> str:
@@ -179,17 +189,19 @@ class _Op(NamedTuple):
     name: str
     weight: int | None
 
-    def subjects(self, side: int) -> list[tuple[str, Any]]:
+    @property
+    def origins(self) -> list[Origin]:
+        """Those of the operands."""
+        return [operand.origin for operand in self.contraction.operands]
+
+    def subjects(self, side: int) -> list[str]:
         """What the pattern of a rule for an operand is matched with."""
-        operands = self.contraction.operands
+        of_weight = self.origins[self.weight or 0]
         if self.kind == "weight":
-            side = self.weight or 0
-        leaf = jax.ShapeDtypeStruct(operands[side].shape, operands[side].dtype)
-        origin = operands[side].origin
-        if self.kind == "weight":
-            return [(origin.path or "", leaf)]
-        names = [self.name, *([origin.name] if origin.name else [])]
-        return [(name, leaf) for name in (*names, *(sorted(origin.params) if self.kind == "derived" else []))]
+            return [of_weight.path or ""]
+        if self.kind in ("derived", "captured"):
+            return [self.name, *filter(None, [of_weight.name]), *sorted(of_weight.params)]
+        return list(dict.fromkeys([self.name, _names(self)[side]]))
 
 
 def _kind(contraction: Contraction) -> str:
@@ -237,34 +249,51 @@ def _names(op: _Op) -> list[str]:
 class _Matcher:
     """The rules, and which of them have decided something."""
 
-    def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Any]):
-        self.rules, self.leaves = rules, leaves
+    def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Any], params: str):
+        self.rules, self.leaves, self.params = rules, leaves, params
         self.used, self.shadowed = set(), {}
 
     def first(self, op: _Op, side: int) -> Rule | None:
         """The rule for an operand."""
-        found = None
+        operand, found = op.contraction.operands[op.weight or 0 if op.kind == "weight" else side], None
         for i, rule in enumerate(self.rules):
-            c = op.contraction
-            if rule.kind != op.kind or rule.op not in (None, c.op) or not rule.in_scope(c.scope):
+            if rule.kind != op.kind or not _is_for(rule, op):
                 continue
-            if any(rule.matches(name, self.leaves.get(name, leaf)) for name, leaf in op.subjects(side)):
-                if found is None:
-                    self.used.add(i)
-                    found = rule
-                else:
-                    self.shadowed.setdefault(i, (op.name if op.kind != "weight" else op.subjects(side)[0][0], found))
+            leaf = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+            matched = [name for name in op.subjects(side) if rule.matches(name, self.leaves.get(name, leaf))]
+            if matched and found is None:
+                self.used.add(i)
+                found = rule
+            elif matched:
+                self.shadowed.setdefault(i, (matched[0], found))
         return found
 
-    def of_parameter(self, path: str) -> Rule | None:
-        """The rule that would decide about a parameter, if its op could be quantized."""
-        if path not in self.leaves:
-            return None
-        for i, rule in enumerate(self.rules):
-            if rule.kind == "weight" and rule.matches(path, self.leaves[path]):
+    def of_parameter(self, op: _Op, path: Any) -> Rule | None:
+        """The rule for a parameter where it is no operand that a rule of kind "weight" is for."""
+        rules = enumerate(self.rules) if path in self.leaves else ()
+        for i, rule in rules:
+            if rule.kind == "weight" and _is_for(rule, op) and rule.matches(path, self.leaves[path]):
                 self.used.add(i)
                 return rule
         return None
+
+    def resolved(self, op: _Op) -> _Op:
+        """Of two parameters the one that a rule quantizes is the weight, and the other its input."""
+        rules = [self.of_parameter(op, origin.path) for origin in op.origins]
+        wanted = [side for side, rule in enumerate(rules) if _wanted(rule)]
+        if len(wanted) == 2:
+            (a, b), patterns = (origin.path for origin in op.origins), [rule.pattern for rule in rules if rule]
+            raise ValueError(
+                f"At {a!r} and {b!r}, chosen by the rules {patterns}: two parameters are contracted with each other, "
+                f"in {op.name!r}, and one of them must be the input. Name it by a rule with None before these. If all "
+                f"operations look so, {self.params} is wrong."
+            )
+        chosen = wanted or [side for side, rule in enumerate(rules) if rule]
+        return op._replace(kind="weight", weight=chosen[0]) if chosen else op
+
+
+def _is_for(rule: Rule, op: _Op) -> bool:
+    return rule.op in (None, op.contraction.op) and rule.in_scope(op.contraction.scope)
 
 
 def _wanted(rule: Rule | None) -> bool:
@@ -275,9 +304,11 @@ def decide(
     contractions: Sequence[Contraction], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str, strict: bool
 ) -> Decisions:
     """Matches rules and sites; every error of selection is raised here."""
-    matcher, ops = _Matcher(rules, leaves), _ops(contractions)
+    matcher, ops = _Matcher(rules, leaves, params), _ops(contractions)
     seen, sites, decisions, custom = collections.Counter(), [], {}, {}
-    for op in ops:
+    for i, op in enumerate(ops):
+        if op.kind == "params":
+            ops[i] = op = matcher.resolved(op)
         names = [_numbered(name, seen) for name in _names(op)]
         if op.kind == "closed":
             sites += _closed(op, names, matcher)
@@ -291,7 +322,7 @@ def decide(
             _note_custom(op, decision, custom)
     for i, rule in enumerate(rules):
         if i not in matcher.used and not rule.optional:
-            raise ValueError(_unused(i, rule, matcher, ops, sites, params))
+            raise ValueError(_unused(i, rule, matcher, ops))
     open_ = [site.name for site in sites if site.rule is None and not site.spec and site.kind != "closed"]
     if strict and open_:
         raise ValueError(
@@ -313,9 +344,11 @@ def _decision(op: _Op, names: list[str], matcher: _Matcher) -> Decision:
     for side, operand in enumerate(contraction.operands):
         rule = matcher.first(op, side)
         is_weight = side == op.weight or (op.kind == "gradient" and operand.origin.role != "data")
+        if op.kind == "weight" and not is_weight:  # a parameter as the input of another may have a rule of its own
+            rule = matcher.of_parameter(op, operand.origin.path) or rule
         spec = rule and (rule.weight if is_weight else rule.activation)
         if spec is not None:
-            with named_in_errors(names[side], rule):
+            with named_in_errors(names[side], rule=rule):
                 if not checks.is_float(operand.dtype):
                     raise ValueError(
                         f"an operand must be floating to be quantized, got {operand.dtype}. Leave it in float by a "
@@ -359,9 +392,9 @@ def _closed(op: _Op, names: list[str], matcher: _Matcher) -> Iterator[Site]:
         path = operand.origin.path
         if path is None:
             continue
-        rule = matcher.of_parameter(path)
+        rule = matcher.of_parameter(op, path)
         if rule is not None and _wanted(rule):
-            with named_in_errors(path, rule):
+            with named_in_errors(path, rule=rule):
                 raise ValueError(
                     f"the parameter goes into {op.contraction.op!r}, at {op.name!r}, where quantize_fn cannot replace "
                     f"anything. Leave it in float by a rule ({path!r}, None) before this one, or quantize it by "
@@ -379,9 +412,9 @@ def _refuse_gradient(op: _Op, matcher: _Matcher) -> None:
         path = operand.origin.path
         if path is None or matcher.first(op, side):
             continue
-        rule = matcher.of_parameter(path)
+        rule = matcher.of_parameter(op, path)
         if rule is not None and _wanted(rule):
-            with named_in_errors(path, rule):
+            with named_in_errors(path, rule=rule):
                 raise ValueError(
                     f"the function differentiates by itself, and uses the parameter in a backward pass, {op.name!r}. "
                     "Differentiate the quantized function instead: jax.grad(quantize_fn(loss, rules)), not "
@@ -392,20 +425,22 @@ def _refuse_gradient(op: _Op, matcher: _Matcher) -> None:
 
 def _note_custom(op: _Op, decision: Decision, custom: dict[Location, str]) -> None:
     """How the calls with a derivative of their own around an op are treated."""
-    said: set[Any] = {rule.custom for rule, spec in zip(decision.rules, decision.specs, strict=True) if rule and spec}
+    said = [rule.custom for rule, spec in zip(decision.rules, decision.specs, strict=True) if rule and spec]
     for location in op.contraction.custom:
-        said |= {custom[location]} if location in custom else set()
-        if None in said or len(said) > 1:
+        choices = {*said, custom.get(location, said[0])}
+        if None in choices or len(choices) > 1:
+            of_rules = "nothing" if choices == {None} else " and ".join(sorted(repr(c) for c in choices))
             raise ValueError(
                 f"At {decision.names[0]!r} and {decision.names[1]!r}: the op is inside a function with a derivative of "
-                f"its own (jax.custom_jvp or custom_vjp), for which the rules say {sorted(map(str, said))}. Say it the "
-                'same for all sites in it: Rule(..., custom="keep") for the derivative that its author wrote, at the '
-                'unquantized values, or Rule(..., custom="inline") for that of the quantized ops.'
+                f"its own (jax.custom_jvp or custom_vjp), of which the rules say {of_rules}. Say one for all sites in "
+                'it: Rule(..., custom="keep") for the derivative that its author wrote, at the unquantized values, or '
+                'Rule(..., custom="inline") for that of the quantized ops.'
             )
-        custom[location] = next(iter(said))
+        custom[location] = choices.pop() or ""
 
 
-def _unused(i: int, rule: Rule, matcher: _Matcher, ops: list[_Op], sites: list[Site], params: str) -> str:
+def _unused(i: int, rule: Rule, matcher: _Matcher, ops: list[_Op]) -> str:
+    """What is wrong with a rule that decided nothing."""
     if i in matcher.shadowed:
         name, earlier = matcher.shadowed[i]
         return (
@@ -413,23 +448,30 @@ def _unused(i: int, rule: Rule, matcher: _Matcher, ops: list[_Op], sites: list[S
             f"rule {earlier.pattern!r}. Put the narrower rule first, drop one, or pass Rule(..., optional=True)."
         )
     pattern = rule.pattern if isinstance(rule.pattern, str) else str(getattr(rule.pattern, "pattern", ""))
-    of_kind = [site.name for site in sites if site.kind == rule.kind]
+    of_kind = [name for op in ops if op.kind == rule.kind for side in range(2) for name in op.subjects(side)]
     message = (
-        f"`rules[{i}]`, {rule.pattern!r}, matched no site of kind {rule.kind!r}. The nearest of {len(of_kind)}: "
-        f"{_nearest(pattern, of_kind)}."
+        f"`rules[{i}]`, {rule.pattern!r}, matched no site of kind {rule.kind!r}. The nearest of "
+        f"{len(set(of_kind))} names: {_nearest(pattern, of_kind)}."
     )
-    elsewhere = sorted(
-        {(name, op.kind) for op in ops if op.kind != rule.kind for operand in op.contraction.operands
-         for name in operand.origin.params if rule.matches(name, matcher.leaves.get(name))}
-    )  # fmt: skip
-    unreached = [path for path, leaf in matcher.leaves.items() if rule.matches(path, leaf)]
-    if rule.kind == "weight" and not of_kind:
+    bare = dataclasses.replace(rule, min_size=0, dtype=None)
+    matches = lambda name: bare.matches(name, matcher.leaves.get(name))
+    excluded = [name for name in of_kind if matches(name)]
+    parameters = [path for path in matcher.leaves if matches(path)]
+    elsewhere = [
+        (path, op.kind) for path in parameters for op in ops if op.kind != rule.kind
+        for origin in op.origins if path in origin.params and (origin.role in ("weight", "derived"))
+    ]  # fmt: skip
+    if excluded:
+        fields = {name: getattr(rule, name) for name in ("op", "scope", "min_size", "dtype") if getattr(rule, name)}
+        said = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        message += f" The pattern matches {excluded[0]!r}, which {said} excludes."
+    elif elsewhere:
+        message += f" It matches the parameter {elsewhere[0][0]!r}, which is in an op of kind {elsewhere[0][1]!r}."
+    elif parameters and rule.kind == "weight":
+        message += f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is."
+    elif rule.kind == "weight":
         message += (
-            f" No parameter meets anything else in a dot or convolution: is `params_argnum` right? {params} has "
-            f"{len(matcher.leaves)} arrays, the nearest of them {_nearest(pattern, list(matcher.leaves))}."
+            f" No parameter has such a path: is `{matcher.params}` right? It has {len(matcher.leaves)} arrays, the "
+            f"nearest of them {_nearest(pattern, list(matcher.leaves))}."
         )
-    if elsewhere:
-        message += f" It matches {elsewhere[0][0]!r}, which is in ops of kind {elsewhere[0][1]!r}."
-    elif unreached and rule.kind == "weight":
-        message += f" It matches the parameter {unreached[0]!r}, which no dot or convolution uses as it is."
-    return f"{message} Repair the pattern, or pass Rule(..., optional=True); q.plan(...) without it prints all sites."
+    return f"{message} Repair the rule, or pass Rule(..., optional=True); q.plan(...) without it prints all sites."

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from .. import _checks as checks
+from .. import _numerics as num
 from .._affine import fake_quant, quantize_straight_through
 from .._integer import Conv, Dot, checked_execution, contract
 from .._jaxpr import DATA, POINT, Contraction, Origin, Replacements, Walk, parameter, traced
@@ -23,17 +24,22 @@ from ._plan import Decision, Decisions, Plan, decide
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """A leaf that is no array, with its type, because 1 == True."""
+    """A leaf that is no array, with its type and, of numbers, its text: 1 == True, and 0.0 == -0.0."""
 
-    kind: type
     value: Any
+    kind: type
+    text: str
+
+    @classmethod
+    def of(cls, leaf: Any) -> "_Static":
+        return cls(leaf, type(leaf), repr(leaf) if isinstance(leaf, float | complex) else "")
 
 
 def _is_traced(leaf: Any) -> bool:
-    """Whether a leaf is an argument of the program: arrays, floats; not bool, str, int, which stay Python's."""
+    """Whether a leaf is an argument of the program: arrays. Numbers of Python stay what they are, as in f itself."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind not in "OSU"
-    return isinstance(leaf, Array | jax.ShapeDtypeStruct | float | complex)
+    return isinstance(leaf, Array | jax.ShapeDtypeStruct)
 
 
 class _Call(NamedTuple):
@@ -63,7 +69,7 @@ class QuantizedFunction:
     """What `quantize_fn` returns: the function, quantized; and its plan."""
 
     def __init__(self, f: Callable, rules: Rules, params_argnum: int, execution: str, strict: bool):
-        functools.update_wrapper(self, f)
+        functools.update_wrapper(self, f, updated=())
         self._f, self._rules, self._argnum = f, checked_rules(rules), params_argnum
         self._execution, self._strict = execution, strict
         try:
@@ -75,9 +81,7 @@ class QuantizedFunction:
         self._jitted = jax.jit(self._evaluated, static_argnums=0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = kwargs.pop("key", None) if self._key_is_mine else None
-        if key is not None:
-            key = checks.prng_key("key", key)
+        key = self._key(kwargs)
         call, arrays = self._call(args, kwargs)
         leaves, structure = self._jitted(call, arrays, key)
         return jax.tree.unflatten(
@@ -91,16 +95,19 @@ class QuantizedFunction:
           *args, **kwargs: those of the function; `jax.ShapeDtypeStruct`s suffice for arrays.
 
         Returns:
-          Plan, to be printed; also a sequence of `Site`s.
+          Plan, to be printed; iterate over its `Site`s, or take one by its name.
         """
-        key = kwargs.pop("key", None) if self._key_is_mine else None
+        key = self._key(kwargs)
         call, arrays = self._call(args, kwargs)
-        if key is None and any(
-            "stochastic" in (s.rounding for s in (r.weight, r.activation) if s) for r in self._rules
-        ):
-            key = jax.eval_shape(lambda: jax.random.key(0))
+        decisions = self._program(call, arrays).decisions
+        if key is None and decisions.rounds_stochastically():
+            key = jax.eval_shape(lambda: jax.random.key(0))  # a plan needs none
         jax.eval_shape(functools.partial(self._evaluated, call), arrays, key)
-        return self._program(call, arrays).decisions.plan
+        return decisions.plan
+
+    def _key(self, kwargs: dict[str, Any]) -> Any:
+        key = kwargs.pop("key", None) if self._key_is_mine else None
+        return None if key is None else checks.prng_key("key", key)
 
     def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
         if len(args) <= self._argnum:
@@ -111,7 +118,7 @@ class QuantizedFunction:
         leaves, structure = jax.tree.flatten((args, dict(kwargs)))
         start = len(jax.tree.leaves(args[: self._argnum]))
         params = start, start + len(jax.tree.leaves(args[self._argnum]))
-        static = tuple(None if _is_traced(leaf) else _Static(type(leaf), leaf) for leaf in leaves)
+        static = tuple(None if _is_traced(leaf) else _Static.of(leaf) for leaf in leaves)
         try:
             hash(static)
         except TypeError:
@@ -130,7 +137,7 @@ class QuantizedFunction:
             args, kwargs = call.arguments(arrays)
             leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
             is_array = [isinstance(leaf, Array | np.ndarray | np.generic) for leaf in leaves]
-            static = (None if a else _Static(type(v), v) for v, a in zip(leaves, is_array, strict=True))
+            static = (None if a else _Static.of(v) for v, a in zip(leaves, is_array, strict=True))
             results[:] = structure, tuple(static)
             return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
 
@@ -165,13 +172,18 @@ class QuantizedFunction:
 
     def _evaluated(self, call: _Call, arrays: Sequence[Any], key: Any) -> tuple[list[Any], _Static]:
         program = self._program(call, arrays)
+        if key is not None and not program.decisions.rounds_stochastically():
+            raise ValueError(
+                "`key` is for stochastic rounding alone, got one, and no rule rounds so. Drop it, or give a spec "
+                "rounding='stochastic'."
+            )
         replaced = {}
         for i, (location, decision) in enumerate(program.decisions.of.items()):
             replaced[location] = functools.partial(_quantized, decision, self._execution, key, i)
         replacements = Replacements(replaced, program.decisions.custom)
         results = iter(replacements.program(program.jaxpr, program.consts, arrays))
         leaves = [next(results) if s is None else s for s in program.static]
-        return leaves, _Static(type(program.structure), program.structure)
+        return leaves, _Static.of(program.structure)
 
 
 @functools.partial(jax.jit, static_argnames="op")
@@ -190,15 +202,18 @@ def _quantized(
             keys[side] = jax.random.fold_in(key, 2 * i + side)
     operands = []
     for side, spec in enumerate(specs):
-        with named_in_errors(decision.names[side], decision.rules[side]):
+        with named_in_errors(decision.names[side], rule=decision.rules[side]):
             if None not in specs:
                 operands.append(_operand(values[side], spec, decision.contracted[side], keys[side], shared))
             elif spec is not None:
                 values[side] = fake_quant(values[side], spec, key=keys[side])
     if not operands:
         return eqn.primitive.bind(*values, **eqn.params)
+    if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
+        whole = lambda axes: lambda v: num.replicated(v, axes) if v.ndim else v
+        operands = [jax.tree.map(whole(axes), pair) for pair, axes in zip(operands, decision.contracted, strict=True)]
     (x, a), (w, b) = operands
-    with named_in_errors(decision.names[0]), named_in_errors(decision.names[1]):
+    with named_in_errors(*decision.names):
         y = _contracted(_op_of(decision.contraction, execution), x, w, a, b)
     return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
 

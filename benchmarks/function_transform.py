@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step of a quantized function costs, to the user's float step: an MLP and a transformer, with Adam."""
+
+import statistics
+import sys
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import qwix
+from runner import Ratio, machine, publish, seconds
+
+from jaxquant import Rule, activation_spec, quantize_fn, weight_spec
+
+RNG = np.random.default_rng(0)
+SYMMETRIC = Rule("**/kernel", weight_spec(8), activation_spec(8, symmetric=True))
+AFFINE = Rule("**/kernel", weight_spec(8), activation_spec(8))
+
+
+class Mlp(nn.Module):
+    """784-1024-1024-1024-10."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(3):
+            x = nn.relu(nn.Dense(1024, name=f"layer_{i}")(x))
+        return nn.Dense(10, name="head")(x)
+
+
+class Block(nn.Module):
+    """Attention of four heads and a feed-forward layer, each behind a LayerNorm."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm()(x)
+        q, k, v = (nn.Dense(self.width, name=name)(y) for name in ("q", "k", "v"))
+        q, k, v = (h.reshape(*h.shape[:2], 4, -1) for h in (q, k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1])
+        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+        x = x + nn.Dense(self.width, name="out")(y.reshape(x.shape))
+        y = nn.Dense(4 * self.width, name="up")(nn.LayerNorm()(x))
+        return x + nn.Dense(self.width, name="down")(nn.gelu(y))
+
+
+class Transformer(nn.Module):
+    """Activations of three axes: (batch, tokens, width)."""
+
+    layers: int = 4
+    width: int = 256
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.layers):
+            x = Block(self.width, name=f"block_{i}")(x)
+        return nn.Dense(10, name="head")(x.mean(1))
+
+
+def inputs(*shape):
+    x = jnp.asarray(RNG.normal(size=shape).astype(np.float32))
+    return x, jnp.asarray(RNG.integers(0, 10, shape[0]))
+
+
+MODELS = {"MLP": (Mlp(), inputs(256, 784)), "transformer": (Transformer(), inputs(8, 128, 256))}
+
+
+def of_qwix(model):
+    return qwix.quantize_model(model, qwix.QtProvider([qwix.QtRule(weight_qtype="int8", act_qtype="int8")]))
+
+
+def applies(model):
+    """The function of each contender, of (variables, x)."""
+    ours = lambda *rules, **kw: quantize_fn(model.apply, rules, **kw)
+    return {
+        "float": model.apply,
+        "int8": ours(SYMMETRIC),
+        "int8, affine activations": ours(AFFINE),
+        "float32": ours(SYMMETRIC, execution="float32"),
+        "qwix": of_qwix(model).apply,
+    }
+
+
+def step_of(apply):
+    optimizer = optax.adam(1e-3)
+
+    def loss(params, x, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(apply(params, x), labels).mean()
+
+    def step(params, state, x, labels):
+        updates, state = optimizer.update(jax.grad(loss)(params, x, labels), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return optimizer, step
+
+
+def steps(name):
+    """A run of each contender: a training step whose params and optimizer state are written in place."""
+    model, (x, labels) = MODELS[name]
+    params, runs = model.init(jax.random.key(0), x), {}
+    for contender, apply in applies(model).items():
+        optimizer, step = step_of(apply)
+        jitted, held = jax.jit(step, donate_argnums=(0, 1)), [jax.tree.map(jnp.copy, (params, optimizer.init(params)))]
+
+        def run(jitted=jitted, held=held):
+            held[0] = jax.block_until_ready(jitted(*held[0], x, labels))
+
+        runs[contender] = run
+    return runs
+
+
+GOALS = {
+    "MLP": {"int8": 0.80, "float32": 1.12},
+    "transformer": {"int8": 0.50, "float32": 1.12},
+}
+
+
+def step_rows(name, rounds):
+    times = seconds(steps(name), rounds)
+    to = lambda run, base="float": Ratio(*np.quantile(times[run] / times[base], [0.5, 0.25, 0.75]))
+    for contender in times:
+        if contender != "float":
+            yield f"{name} step, {contender}", to(contender), GOALS[name].get(contender)
+    yield f"{name} step, int8, to qwix", to("int8", "qwix"), 1.0
+
+
+def made(f, *args):
+    """Seconds to trace and to compile, with nothing cached."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    traced = jax.jit(f).trace(*args)
+    between = time.perf_counter()
+    traced.lower().compile()
+    return between - start, time.perf_counter() - between
+
+
+def making_rows(repeats):
+    """192 sites: both operands of 96 dots, in 16 layers."""
+    model = Transformer(layers=16, width=64)
+    x, labels = inputs(2, 16, 64)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    rules = [Rule("params/block_*/**/kernel", weight_spec(8), activation_spec(8, symmetric=True))]
+    quantized = quantize_fn(model.apply, rules)
+    sites = sum(site.spec is not None for site in quantized.plan(params, x))
+    fs = {"float": model.apply, "ours": quantized, "qwix": of_qwix(model).apply}
+    for what, part, goal, form in (
+        ("trace", 0, 3.0, lambda f: f),
+        ("trace of the gradient", 0, 2.5, None),
+        ("compile of the gradient", 1, 1.5, None),
+    ):
+        args = (params, x) if form else (params, x, labels)
+        form = form or (lambda f: jax.grad(lambda p, x, y: step_loss(f, p, x, y)))
+        taken = {name: statistics.median(made(form(f), *args)[part] for _ in range(repeats)) for name, f in fs.items()}
+        of = lambda name, taken=taken: f"{taken[name] / taken['float']:.2f}"
+        yield f"{what}, {sites} sites, to the float function (qwix {of('qwix')})", of("ours"), goal
+
+
+def step_loss(apply, params, x, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(apply(params, x), labels).mean()
+
+
+PARTS = {
+    "mlp": lambda: step_rows("MLP", 101),
+    "transformer": lambda: step_rows("transformer", 61),
+    "making": lambda: making_rows(5),
+}
+
+
+def main(parts):
+    rows = [row for part in parts for row in PARTS[part]()]
+    lines = [f"Measured on: {machine('flax', 'optax', 'qwix')}.", "", "| | ratio | goal |", "|---|---|---|"]
+    for name, got, goal in rows:
+        met = goal is not None and float(str(got).split()[0]) <= goal
+        lines.append(f"| {name} | {got} | {'' if goal is None else f'{goal}, ' + ('met' if met else 'missed')} |")
+    if parts == list(PARTS):
+        publish("function_transform", "\n".join(lines))
+    else:
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(PARTS))
