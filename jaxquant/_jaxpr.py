@@ -33,6 +33,7 @@ class Origin(NamedTuple):
       path: that of the parameter whose values it holds, perhaps a part of them in another order; None if it was
         computed from them.
       axes: for each axis of the value, the axes of that parameter that it runs along.
+      picked: whether data say which part of that parameter it is.
       name: what `quant_point` called it.
     """
 
@@ -41,6 +42,7 @@ class Origin(NamedTuple):
     captured: bool = False
     path: str | None = None
     axes: tuple[frozenset[int], ...] = ()
+    picked: bool = False
     name: str | None = None
 
     @property
@@ -89,7 +91,7 @@ class Contraction(NamedTuple):
     params: Mapping[str, Any]
     out: Any  # the ShapeDtypeStruct of the result
     custom: tuple[Location, ...]  # the custom_jvp and custom_vjp calls around it
-    gradient: bool  # whether the function itself differentiates, and this is in the backward pass
+    gradient: str  # "transpose(" or "jvp(" if the function itself differentiates, and this is in that pass; else ""
 
     @property
     def is_closed(self) -> bool:
@@ -169,6 +171,15 @@ class Walk:
     def __init__(self):
         self.contractions: dict[Location, Contraction] = {}
 
+    def found(self) -> list[Contraction]:
+        """The contractions, of which those of a forward pass count as of a gradient where that is all there is.
+
+        The name stack does not tell the tangents of `jax.jvp` from the values beside them.
+        """
+        backward = any(c.gradient == "transpose(" for c in self.contractions.values())
+        forward = lambda c: c._replace(gradient="") if c.gradient == "jvp(" and backward else c
+        return [forward(c) for c in self.contractions.values()]
+
     def program(self, jaxpr: Jaxpr, ins: Sequence[Origin], place: _Place = _START) -> list[Origin]:
         """The origins of the results of a program, given those of its arguments."""
         env = dict.fromkeys(jaxpr.constvars, CAPTURED) | dict(zip(jaxpr.invars, ins, strict=True))
@@ -187,9 +198,12 @@ class Walk:
             self._note(eqn, ins, place)
         if name in _REARRANGING and ins[0].path is not None:
             return [ins[0]._replace(axes=_REARRANGING[name](eqn, ins[0].axes))]
+        if name in _NAMING:
+            return [_named(eqn, ins[0])]
+        if name == "dynamic_slice":
+            return [ins[0]._replace(picked=ins[0].picked or any(index.data for index in ins[1:]))]
         if name in _REARRANGING or name in _PASSING:
-            passed = ins if name in _PASSING_ALL else ins[:1]
-            return passed if name not in _NAMING else [_named(eqn, passed[0])]
+            return ins if name in _PASSING_ALL else [ins[0]] * len(eqn.outvars)
         mixed = _mixed(ins)
         if name in CONTRACTIONS and any(o.role == "captured" for o in ins):
             # What meets a parameter in a contraction is data, also where the function closes over it.
@@ -208,7 +222,7 @@ class Walk:
             eqn.params,
             eqn.outvars[0].aval,
             place.custom,
-            "transpose(" in place.scope,
+            next((pass_ for pass_ in ("transpose(", "jvp(") if pass_ in place.scope), ""),
         )
 
 
@@ -223,8 +237,8 @@ POINT = "jaxquant"  # what `quant_point` puts before the name of a checkpoint_na
 _NAMING = ("name",)
 _PASSING_ALL = ("optimization_barrier", "device_put", "pvary", "pcast")
 _PASSING = (
-    *_NAMING, *_PASSING_ALL, "convert_element_type", "reduce_precision", "copy", "copy_p", "sharding_constraint",
-    "reshard", "mesh_cast", "slice", "dynamic_slice", "rev",
+    *_PASSING_ALL, "convert_element_type", "reduce_precision", "copy", "copy_p", "sharding_constraint",
+    "reshard", "mesh_cast", "slice", "split", "rev",
 )  # fmt: skip
 
 

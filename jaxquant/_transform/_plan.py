@@ -178,6 +178,20 @@ def _on_operand(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], 
     return with_(PerBlock(axes[0], kind.size)) if isinstance(kind, PerBlock) else per_channel(axes)
 
 
+def _check_shared(spec: QuantSpec, shape: tuple[int, ...], contracted: tuple[int, ...], op: str) -> None:
+    """A scale that is applied after the contraction is shared along it, or by the blocks of a dot."""
+    groups = qparams_shape(spec, shape) or (1,) * len(shape)
+    by_blocks = isinstance(spec.granularity, PerBlock) and op == "dot_general"
+    blocked = [(spec.granularity.axis or 0) % len(shape)] if by_blocks else []
+    if separate := [i for i in contracted if groups[i] > 1 and i not in blocked]:
+        raise ValueError(
+            f"along the contracted axes {separate} of an operand of shape {shape}, {spec} has a scale of its own for "
+            "each element, which cannot be applied after the contraction. Share the scale along them: PerTensor, "
+            "PerChannel on other axes, or, in a dot, PerBlock along a contracted one. With one operand in float any "
+            "does."
+        )
+
+
 # Which rule is for what
 
 
@@ -281,6 +295,8 @@ class _Matcher:
         """Of two parameters the one that a rule quantizes is the weight, and the other its input."""
         rules = [self.of_parameter(op, origin.path) for origin in op.origins]
         wanted = [side for side, rule in enumerate(rules) if _wanted(rule)]
+        if len(wanted) == 2 and op.origins[0].picked != op.origins[1].picked:
+            wanted = [side for side in wanted if not op.origins[side].picked]  # a row of an embedding is an input
         if len(wanted) == 2:
             (a, b), patterns = (origin.path for origin in op.origins), [rule.pattern for rule in rules if rule]
             raise ValueError(
@@ -313,13 +329,12 @@ def decide(
         if op.kind == "closed":
             sites += _closed(op, names, matcher)
             continue
-        if op.kind == "gradient":
-            _refuse_gradient(op, matcher)
         decision = _decision(op, names, matcher)
         sites += _sites(op, decision)
         if any(decision.specs):
             decisions[op.contraction.location] = decision
             _note_custom(op, decision, custom)
+    _refuse_gradient([site for site in sites if site.kind == "gradient" and site.rule is None], decisions, rules)
     for i, rule in enumerate(rules):
         if i not in matcher.used and not rule.optional:
             raise ValueError(_unused(i, rule, matcher, ops))
@@ -345,7 +360,8 @@ def _decision(op: _Op, names: list[str], matcher: _Matcher) -> Decision:
         rule = matcher.first(op, side)
         is_weight = side == op.weight or (op.kind == "gradient" and operand.origin.role != "data")
         if op.kind == "weight" and not is_weight:  # a parameter as the input of another may have a rule of its own
-            rule = matcher.of_parameter(op, operand.origin.path) or rule
+            own = matcher.of_parameter(op, operand.origin.path)
+            rule = rule if own is None or _wanted(own) else own
         spec = rule and (rule.weight if is_weight else rule.activation)
         if spec is not None:
             with named_in_errors(names[side], rule=rule):
@@ -358,6 +374,10 @@ def _decision(op: _Op, names: list[str], matcher: _Matcher) -> Decision:
                 qparams_shape(spec, operand.shape)
         rules.append(rule)
         specs.append(spec)
+    if None not in specs:
+        for name, rule, spec, operand, axes in zip(names, rules, specs, contraction.operands, contracted, strict=True):
+            with named_in_errors(name, rule=rule):
+                _check_shared(spec, operand.shape, axes, contraction.op)
     return Decision(contraction, tuple(specs), tuple(names), tuple(rules), contracted)
 
 
@@ -406,21 +426,16 @@ def _closed(op: _Op, names: list[str], matcher: _Matcher) -> Iterator[Site]:
         )  # fmt: skip
 
 
-def _refuse_gradient(op: _Op, matcher: _Matcher) -> None:
-    """A rule for a weight does not mean the backward pass that the function itself contains."""
-    for side, operand in enumerate(op.contraction.operands):
-        path = operand.origin.path
-        if path is None or matcher.first(op, side):
-            continue
-        rule = matcher.of_parameter(op, path)
-        if rule is not None and _wanted(rule):
-            with named_in_errors(path, rule=rule):
-                raise ValueError(
-                    f"the function differentiates by itself, and uses the parameter in a backward pass, {op.name!r}. "
-                    "Differentiate the quantized function instead: jax.grad(quantize_fn(loss, rules)), not "
-                    "quantize_fn(jax.grad(loss), rules). If the gradient belongs to the model, say what is meant by a "
-                    'Rule("**", None, kind="gradient"), which leaves it in float, or by one with specs.'
-                )
+def _refuse_gradient(sites: list[Site], decisions: Mapping[Location, Decision], rules: Sequence[Rule]) -> None:
+    """Rules for the function do not mean the derivatives that it takes by itself."""
+    meant = decisions or any(_wanted(rule) for rule in rules)
+    if sites and meant:
+        raise ValueError(
+            f"At {sites[0].name!r}: the function differentiates by itself, and the op is in that pass. Differentiate "
+            "the quantized function instead: jax.grad(quantize_fn(loss, rules)), not quantize_fn(jax.grad(loss), "
+            "rules). If the derivative belongs to the model, say what is meant by a "
+            'Rule("**", None, kind="gradient"), which leaves it in float, or by one with specs.'
+        )
 
 
 def _note_custom(op: _Op, decision: Decision, custom: dict[Location, str]) -> None:

@@ -146,7 +146,7 @@ class QuantizedFunction:
         walk = Walk()
         walk.program(jaxpr, origins)
         name = f"params_argnum={self._argnum}"
-        decisions = decide(list(walk.contractions.values()), self._rules, params, name, self._strict)
+        decisions = decide(walk.found(), self._rules, params, name, self._strict)
         return _Program(jaxpr, consts, decisions, *results)
 
     def _origins(self, call: _Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Origin]]:
