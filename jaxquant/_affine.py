@@ -318,11 +318,13 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "contracted"))
-def quantize_straight_through(x: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any) -> tuple[Any, QArray]:
+def quantize_straight_through(
+    x: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any
+) -> tuple[Any, QArray, Array]:
     """`fake_quant(x, spec)`, for its gradient, and `quantize(x, spec)`, with one range: an operand of a contraction.
 
-    The scale has the size of x on the axes that are not contracted, and is NaN where the values along the contracted
-    ones hold a NaN, so that the results that it enters are NaN.
+    And marks, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN, so
+    that the results which they enter are NaN; 0 elsewhere.
     """
     qmin, qmax = grid(spec, None, jnp.float32)
     noise = _noise(x, spec, key)
@@ -335,15 +337,16 @@ def quantize_straight_through(x: Array, spec: QuantSpec, contracted: tuple[int, 
         scale, zero_point = to_qparams(x_min, x_max, spec, qmin, qmax)
         q = _quantize(*together(values, scale, zero_point), spec, fitted=True)
         marks = jnp.sum(jnp.where(values == values, 0, jnp.nan), contracted, dtype=jnp.float32, keepdims=True)
-        return q.values, scale + (jnp.zeros_like(marks) if finite else marks), None if spec.symmetric else zero_point
+        marks = jnp.zeros_like(marks) if finite else marks
+        return q.values, scale, None if spec.symmetric else zero_point, marks
 
     # Quantized on both sides of the condition of the range, so that the integers stand alone: XLA:CPU would compute
     # them anew, from quotients kept in float32, where the backward pass reads them.
-    integers, scale, zero_point = range_of(values, spec, quantized)
+    integers, scale, zero_point, marks = range_of(values, spec, quantized)
     if zero_point is None:
         zero_point = jnp.zeros_like(scale)
     real = _fake_quant(*together(x, scale, zero_point), spec, True)
-    return real, QArray(integers, scale, zero_point.astype(spec.dtype), spec, x.dtype)
+    return real, QArray(integers, scale, zero_point.astype(spec.dtype), spec, x.dtype), marks
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

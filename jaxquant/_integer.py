@@ -256,27 +256,39 @@ def _first(q: QArray) -> QArray:
     return jax.tree.map(lambda v: v[0], q)
 
 
+@jax.custom_vjp
+def _held(x: Array, q: QArray) -> Array:
+    """The real values of `q`, with the gradient to `x`: the same values, which so need not be kept."""
+    return real_values(q, q.dtype)
+
+
+_held.defvjp(lambda x, q: (_held(x, q), None), lambda _, g: (g, None))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def contract(op: Any, x: Array, w: Array, a: QArray, b: QArray) -> Array:
+def contract(op: Any, x: Array, w: Array, a: QArray, b: QArray, marks: tuple[Array, Array] | None = None) -> Array:
     """`op.exact(a, b)`, with the gradients of `op.real` to `x` and `w`, the real values of `a` and `b`.
 
-    The values of `x` and `w` are not used, and so not computed: what the backward pass needs of them is kept as
-    integers.
+    `x` and `w` are there to be differentiated, twice too; no pass computes their values, which it has as integers.
+    `marks` are added to the scales of the result alone.
     """
+    if marks is not None:
+        a, b = (dataclasses.replace(q, scale=q.scale + mark) for q, mark in zip((a, b), marks, strict=True))
     return op.exact(a, b)
 
 
 def _contract_bwd(op, residuals, g):
-    return *jax.vjp(op.real, *(real_values(q, q.dtype) for q in residuals))[1](g), None, None
+    x, w, a, b = residuals
+    return *jax.vjp(op.real, _held(x, a), _held(w, b))[1](g), None, None, None
 
 
-contract.defvjp(lambda op, x, w, a, b: (contract(op, x, w, a, b), (a, b)), _contract_bwd)
+contract.defvjp(lambda op, x, w, a, b, marks: (contract(op, x, w, a, b, marks), (x, w, a, b)), _contract_bwd)
 
 
 @functools.partial(jax.jit, static_argnames="op")
 def _op(a: QArray, b: QArray, op: Any) -> Array:
     a, b = (dataclasses.replace(q, dtype=jnp.dtype(jnp.float32)) for q in (a, b))
-    return contract(op, real_values(a, a.dtype), real_values(b, b.dtype), a, b)
+    return contract(op, real_values(a, a.dtype), real_values(b, b.dtype), a, b, None)
 
 
 def checked_execution(value: Any) -> str:

@@ -197,7 +197,7 @@ class Walk:
         if name in CONTRACTIONS or name in _CLOSED or any(_contracts(inner) for inner, _ in programs(eqn)):
             self._note(eqn, ins, place)
         if name in _REARRANGING and ins[0].path is not None:
-            return [ins[0]._replace(axes=_REARRANGING[name](eqn, ins[0].axes))]
+            return [ins[0]._replace(axes=_REARRANGING[name](eqn, ins[0].axes))] * len(eqn.outvars)
         if name in _NAMING:
             return [_named(eqn, ins[0])]
         if name == "dynamic_slice":
@@ -237,8 +237,8 @@ POINT = "jaxquant"  # what `quant_point` puts before the name of a checkpoint_na
 _NAMING = ("name",)
 _PASSING_ALL = ("optimization_barrier", "device_put", "pvary", "pcast")
 _PASSING = (
-    *_PASSING_ALL, "convert_element_type", "reduce_precision", "copy", "copy_p", "sharding_constraint",
-    "reshard", "mesh_cast", "slice", "split", "rev",
+    *_PASSING_ALL, "convert_element_type", "reduce_precision", "copy", "sharding_constraint", "stop_gradient",
+    "reshard", "ppermute", "mesh_cast", "slice", "split", "rev",
 )  # fmt: skip
 
 
@@ -269,10 +269,22 @@ def _reshaped(eqn: JaxprEqn, axes: tuple) -> tuple:
         if sizes[0] == 1 and (old[i], new[j]) == (1, 1) and len(old) - i != len(new) - j:
             # An axis of size 1 is there, or not, on one side alone.
             ends = (i + 1, j) if len(old) - i > len(new) - j else (i, j + 1)
+        group = [axes[k] for k in range(i, ends[0]) if old[k] > 1]  # axes of size 1 do not count in a product
         for k in range(j, ends[1]):
-            result[k] = frozenset().union(*axes[i : ends[0]])
+            result[k] = frozenset().union(*(group or axes[i : ends[0]]))
         i, j = ends
     return tuple(result)
+
+
+def _unstacked(eqn: JaxprEqn, axes: tuple) -> tuple:
+    return tuple(of for i, of in enumerate(axes) if i != _param(eqn, "axis"))
+
+
+def _gathered(eqn: JaxprEqn, axes: tuple) -> tuple:
+    if _param(eqn, "tiled"):
+        return axes
+    at = _param(eqn, "all_gather_dimension")
+    return (*axes[:at], frozenset(), *axes[at:])
 
 
 _REARRANGING: dict[str, Callable[[JaxprEqn, tuple], tuple]] = {
@@ -280,7 +292,9 @@ _REARRANGING: dict[str, Callable[[JaxprEqn, tuple], tuple]] = {
     "reshape": _reshaped,
     "squeeze": _squeezed,
     "broadcast_in_dim": _broadcasted,
-    "expand_dims": _reshaped,
+    "unstack": _unstacked,
+    "tile": lambda eqn, axes: axes,
+    "all_gather": _gathered,
 }
 
 
@@ -385,8 +399,8 @@ def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> S
     consts, carry, xs = _scan_parts(eqn, ins)
     slices = [x._replace(axes=x.axes[1:]) for x in xs]
     body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], place.inside(0))
-    outs = _settled(lambda carry: body(carry), carry)
-    return [*outs[: len(carry)], *map(_stacked, outs[len(carry) :])]
+    outs = _settled(body, carry)
+    return [*outs[: len(carry)], *(_mixed([y]) for y in outs[len(carry) :])]  # stacks are followed no further
 
 
 def _settled(body: Callable[[Sequence[Origin]], list[Origin]], carry: Sequence[Origin]) -> list[Origin]:
@@ -397,10 +411,6 @@ def _settled(body: Callable[[Sequence[Origin]], list[Origin]], carry: Sequence[O
         if after == list(carry):
             return [*carry, *outs[len(carry) :]]
         carry = after
-
-
-def _stacked(origin: Origin) -> Origin:
-    return _mixed([origin])
 
 
 def _scan(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
@@ -473,12 +483,10 @@ _HIGHER_ORDER = {
     "jit": _HigherOrder(_walk_call, _jit),
     "pjit": _HigherOrder(_walk_call, _jit),
     "closed_call": _CALL,
-    "core_call": _CALL,
     "remat2": _REMAT,
     "checkpoint": _REMAT,
     "custom_jvp_call": _CUSTOM,
     "custom_vjp_call": _CUSTOM,
-    "custom_vjp_call_jaxpr": _CUSTOM,
     "scan": _HigherOrder(_walk_scan, _scan),
     "while": _HigherOrder(_walk_while, _while),
     "cond": _HigherOrder(_walk_cond, _cond),

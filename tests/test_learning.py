@@ -88,6 +88,7 @@ def initial(method, bits):
 
 
 # Measured on the three seeds
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "bits", "at_most"), [("lsq", 2, 0.6), ("mse", 2, 0.6), ("lsq", 3, 0.85)])
 def test_learned_qparams_end_below_frozen_minmax_on_every_seed(method, bits, at_most):
     start = initial(method, bits)
@@ -305,6 +306,7 @@ def exact_params():
     return {"kernel": kernel, "out": jnp.eye(8)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 def test_ranges_in_the_train_state_have_the_same_bits_on_every_road(update):
     params, x = exact_params(), batches(6)
@@ -340,6 +342,7 @@ def test_the_ranges_are_those_of_the_batches(update):
     assert 0 < ranges["hidden"].x_max <= hidden.max()
 
 
+@pytest.mark.slow
 def test_a_model_trains_with_its_activations_quantized_and_is_evaluated_with_frozen_ranges():
     x = jax.random.normal(jax.random.key(5), (64, 8))
     y = jnp.tanh(x[:, ::-1])

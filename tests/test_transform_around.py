@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxquant import PerChannel, Rule, activation_spec, quantize_fn, weight_spec
+from jaxquant import PerChannel, Rule, activation_spec, fake_quant, quantize_fn, weight_spec
 
 TOKENS = activation_spec(8, granularity=PerChannel(None))
 BOTH, PER_TOKEN = ([Rule("**", weight_spec(8), spec)] for spec in (activation_spec(8), TOKENS))
@@ -118,6 +118,7 @@ def test_vmap_over_params_is_a_loop(rules):
         assert_same_bits(got, want)
 
 
+@pytest.mark.slow
 def test_a_range_of_a_tensor_is_of_the_example_under_vmap_and_one_of_a_token_does_not_care():
     x = normal(7, 3, 8, 6) * jnp.array([1, 10, 100], jnp.float32)[:, None, None]
     whole = x.reshape(24, 6)
@@ -129,6 +130,7 @@ def test_a_range_of_a_tensor_is_of_the_example_under_vmap_and_one_of_a_token_doe
     assert not np.array_equal(of_tensor(PARAMS, whole).reshape(3, 8, 4), jax.vmap(of_tensor, (None, 0))(PARAMS, x))
 
 
+@pytest.mark.slow
 def test_gradients_of_each_example():
     q = quantize_fn(model, BOTH)
     gradient = jax.grad(lambda p, x: (q(p, x[None]) ** 2).sum())
@@ -140,6 +142,7 @@ def test_gradients_of_each_example():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @every_rule
 def test_checkpoint_changes_nothing(rules):
     q = quantize_fn(model, rules)
@@ -206,6 +209,7 @@ def test_columns_on_an_explicit_mesh_stay_where_they_are():
     assert_same_bits(y, q({"first": PARAMS["first"]}, X))
 
 
+@pytest.mark.slow
 def test_under_shard_map_the_range_of_a_tensor_is_of_the_shard():
     q = quantize_fn(model, BOTH)
     f = jax.shard_map(q, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P("data"))
@@ -265,6 +269,7 @@ def test_f_is_traced_once_for_equal_arguments():
     assert traces == [True, False, True]
 
 
+@pytest.mark.slow
 def test_two_threads_may_call_it():
     q = quantize_fn(model, BOTH)
     inputs = [X[:n] for n in (2, 4, 6, 8)] * 2
@@ -274,6 +279,7 @@ def test_two_threads_may_call_it():
     same(got, [fresh(PARAMS, x) for x in inputs])
 
 
+@pytest.mark.slow
 def test_without_jit_it_is_the_same():
     q = quantize_fn(model, BOTH)
     want = with_gradients(q)(PARAMS, X, G)
@@ -317,6 +323,7 @@ def test_weak_types_are_those_of_f():
     assert [(v.dtype, v.weak_type) for v in got] == [(v.dtype, v.weak_type) for v in want]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_a_key_that_is_an_argument_of_f_reaches_f(make):
     f = lambda p, x, key: (x + jax.random.normal(key, x.shape)) @ p["first"]
@@ -345,3 +352,27 @@ def test_f_may_close_over_what_an_outer_transform_traces(around):
     q = outer(lambda scaled: quantize_fn(lambda p, x: model(p, scaled(p, x)), BOTH)(PARAMS, X))
     want = outer(lambda scaled: quantize_fn(model, BOTH)(PARAMS, scaled(PARAMS, X)))
     np.testing.assert_allclose(around(q)(jnp.float32(1.5)), around(want)(jnp.float32(1.5)), rtol=1e-6)
+
+
+def test_a_gradient_of_a_gradient_is_that_of_the_straight_through_model():
+    x, w = jax.random.normal(jax.random.key(0), (5, 8)), jax.random.normal(jax.random.key(1), (8, 3))
+    by_hand = lambda w, x: fake_quant(x, activation_spec(8)) @ fake_quant(w, weight_spec(8, channel_axis=1))
+    q = quantize_fn(lambda w, x: x @ w, [Rule("**", weight_spec(8), activation_spec(8))])
+
+    def penalty(f):
+        of_x = lambda w: jax.grad(lambda x: (f(w, x) ** 2).sum())(x)
+        return jax.jit(jax.grad(lambda w: (of_x(w) ** 2).sum()))(w)
+
+    expected = penalty(by_hand)
+    assert jnp.abs(expected).max() > 100
+    np.testing.assert_allclose(penalty(q), expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_a_row_of_nan_that_is_masked_leaves_the_gradient_alone():
+    x = jax.random.normal(jax.random.key(0), (5, 8)).at[1, 2].set(jnp.nan)
+    q = quantize_fn(lambda w, x: x @ w, [Rule("**", weight_spec(8), activation_spec(8))])
+    w, kept = jnp.eye(8), jnp.arange(5)[:, None] != 1
+    assert jnp.isnan(q(w, x)).all(1).tolist() == [False, True, False, False, False]
+    gradient = jax.grad(lambda w: jnp.where(kept, q(w, x), 0).sum())(w)
+    assert jnp.isfinite(gradient).all()
+    assert (gradient != 0).all()

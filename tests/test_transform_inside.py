@@ -197,6 +197,7 @@ def test_values_and_gradients_are_those_of_the_program_without_the_construct(nam
     same(got, value_and_gradients(functools.partial(plain, site), g=g))
 
 
+@pytest.mark.slow
 def test_an_associative_scan_combines_quantized():
     def program(dot, p, x):
         return lax.associative_scan(lambda a, b: dot(a, p["w"]) + b, x)
@@ -361,6 +362,7 @@ def test_shardings_of_a_jit_inside_are_kept():
     assert_same_bits(y, relu(site(x, w)))
 
 
+@pytest.mark.slow
 def test_in_a_shard_map_the_range_of_an_activation_is_that_of_the_shard():
     devices = mesh()
     program = lambda dot, w, x: relu(dot(x, w))
@@ -427,6 +429,7 @@ def test_an_operand_is_followed_to_its_parameter_or_derived_from_several(name):
     assert_same_bits(q(P2, X, i), relu(site(X, make(P2, i))))
 
 
+@pytest.mark.slow
 def test_the_gradient_finds_its_way_back_through_what_an_operand_is_made_of():
     def program(dot, p, x):
         ws = [MADE[name][0](p, jnp.int32(2)) for name in ("transpose", "reshape, merging", "slice", "expert", "masked")]

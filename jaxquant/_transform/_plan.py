@@ -180,10 +180,10 @@ def _on_operand(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], 
 
 def _check_shared(spec: QuantSpec, shape: tuple[int, ...], contracted: tuple[int, ...], op: str) -> None:
     """A scale that is applied after the contraction is shared along it, or by the blocks of a dot."""
-    groups = qparams_shape(spec, shape) or (1,) * len(shape)
-    by_blocks = isinstance(spec.granularity, PerBlock) and op == "dot_general"
-    blocked = [(spec.granularity.axis or 0) % len(shape)] if by_blocks else []
-    if separate := [i for i in contracted if groups[i] > 1 and i not in blocked]:
+    kind, groups = spec.granularity, qparams_shape(spec, shape) or (1,) * len(shape)
+    blocked = kind.axis % len(shape) if isinstance(kind, PerBlock) and kind.axis is not None else None
+    separate = [i for i in contracted if groups[i] > 1 and (i != blocked or op != "dot_general")]
+    if separate:
         raise ValueError(
             f"along the contracted axes {separate} of an operand of shape {shape}, {spec} has a scale of its own for "
             "each element, which cannot be applied after the contraction. Share the scale along them: PerTensor, "

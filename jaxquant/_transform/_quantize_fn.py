@@ -24,15 +24,15 @@ from ._plan import Decision, Decisions, Plan, decide
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """A leaf that is no array, with its type and, of numbers, its text: 1 == True, and 0.0 == -0.0."""
+    """A leaf that is no array, known by its type and value, or of floats their text: 1 == True, 0.0 == -0.0."""
 
-    value: Any
     kind: type
-    text: str
+    known_by: Any
+    value: Any = dataclasses.field(compare=False)
 
     @classmethod
     def of(cls, leaf: Any) -> "_Static":
-        return cls(leaf, type(leaf), repr(leaf) if isinstance(leaf, float | complex) else "")
+        return cls(type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf, leaf)
 
 
 def _is_traced(leaf: Any) -> bool:
@@ -83,6 +83,8 @@ class QuantizedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         key = self._key(kwargs)
         call, arrays = self._call(args, kwargs)
+        if any(isinstance(v, jax.ShapeDtypeStruct) for v in arrays):
+            raise TypeError("An argument is a ShapeDtypeStruct, expected arrays. Shapes are for q.plan(...).")
         leaves, structure = self._jitted(call, arrays, key)
         return jax.tree.unflatten(
             structure.value, [leaf.value if isinstance(leaf, _Static) else leaf for leaf in leaves]
@@ -136,38 +138,34 @@ class QuantizedFunction:
         def flat(arrays):
             args, kwargs = call.arguments(arrays)
             leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
-            is_array = [isinstance(leaf, Array | np.ndarray | np.generic) for leaf in leaves]
+            is_array = [_is_traced(leaf) for leaf in leaves]
             static = (None if a else _Static.of(v) for v, a in zip(leaves, is_array, strict=True))
             results[:] = structure, tuple(static)
             return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
 
         jaxpr, consts = traced(flat, list(arrays))
-        params, origins = self._origins(call, arrays)
+        params, origins = self._origins(call, jaxpr.invars)
         walk = Walk()
         walk.program(jaxpr, origins)
         name = f"params_argnum={self._argnum}"
         decisions = decide(walk.found(), self._rules, params, name, self._strict)
         return _Program(jaxpr, consts, decisions, *results)
 
-    def _origins(self, call: _Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Origin]]:
+    def _origins(self, call: _Call, variables: Sequence[Any]) -> tuple[dict[str, Any], list[Origin]]:
         """The parameters by their paths, and the origin of each argument of the program."""
         params, origins = {}, []
-        args, _ = call.arguments(arrays)
+        values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+        args, _ = call.arguments(values)
         named = with_paths(args[self._argnum], is_leaf=lambda node: False)
         paths = dict(zip(range(*call.params), (path for path, _ in named), strict=True))
-        values = iter(arrays)
-        for i, static in enumerate(call.leaves):
-            if static is not None:
-                continue
-            value = next(values)
+        for i, value in zip([i for i, s in enumerate(call.leaves) if s is None], values, strict=True):
             if i not in paths:
                 origins.append(DATA)
                 continue
-            path, shape, dtype = paths[i], np.shape(value), getattr(value, "dtype", None)
-            if path in params:
-                raise ValueError(f"Two parameters have the path {path!r}. Rename one of the keys that make it.")
-            params[path] = jax.ShapeDtypeStruct(shape, dtype or np.dtype(np.float32))
-            origins.append(parameter(path, len(shape)))
+            if paths[i] in params:
+                raise ValueError(f"Two parameters have the path {paths[i]!r}. Rename one of the keys that make it.")
+            params[paths[i]] = value
+            origins.append(parameter(paths[i], value.ndim))
         return params, origins
 
     def _evaluated(self, call: _Call, arrays: Sequence[Any], key: Any) -> tuple[list[Any], _Static]:
@@ -187,8 +185,8 @@ class QuantizedFunction:
 
 
 @functools.partial(jax.jit, static_argnames="op")
-def _contracted(op: Any, x: Array, w: Array, a: Any, b: Any) -> Array:
-    return contract(op, x, w, a, b)
+def _contracted(op: Any, x: Array, w: Array, a: Any, b: Any, marks: tuple[Array, Array]) -> Array:
+    return contract(op, x, w, a, b, marks)
 
 
 def _quantized(
@@ -212,9 +210,9 @@ def _quantized(
     if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
         whole = lambda axes: lambda v: num.replicated(v, axes) if v.ndim else v
         operands = [jax.tree.map(whole(axes), pair) for pair, axes in zip(operands, decision.contracted, strict=True)]
-    (x, a), (w, b) = operands
+    (x, a, x_marks), (w, b, w_marks) = operands
     with named_in_errors(*decision.names):
-        y = _contracted(_op_of(decision.contraction, execution), x, w, a, b)
+        y = _contracted(_op_of(decision.contraction, execution), x, w, a, b, (x_marks, w_marks))
     return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
 
 
