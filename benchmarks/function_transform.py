@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import qwix
-from runner import Ratio, machine, publish, seconds
+from runner import Ratio, kept, machine, publish, ratios, seconds
 
 from jaxquant import Rule, activation_spec, quantize_fn, weight_spec
 
@@ -72,8 +72,41 @@ def of_qwix(model):
     return qwix.quantize_model(model, qwix.QtProvider([qwix.QtRule(weight_qtype="int8", act_qtype="int8")]))
 
 
-def applies(model):
+def absmax(v, axis):
+    scale = jnp.max(jnp.abs(v), axis, keepdims=True) / 127
+    return jnp.round(v / scale).astype(jnp.int8), scale
+
+
+@jax.custom_vjp
+def linear_by_hand(x, w):
+    return linear_by_hand_fwd(x, w)[0]
+
+
+def linear_by_hand_fwd(x, w):
+    (x, x_scale), (w, w_scale) = absmax(x, (0, 1)), absmax(w, 0)
+    product = jax.lax.dot(x, w, preferred_element_type=jnp.int32)
+    return product.astype(jnp.float32) * (x_scale * w_scale), (x, x_scale, w, w_scale)
+
+
+def linear_by_hand_bwd(residuals, g):
+    x, x_scale, w, w_scale = residuals
+    return g @ (w.astype(jnp.float32) * w_scale).T, (x.astype(jnp.float32) * x_scale).T @ g
+
+
+linear_by_hand.defvjp(linear_by_hand_fwd, linear_by_hand_bwd)
+
+
+def mlp_by_hand(variables, x):
+    """The least that an int8 forward with the gradient at the quantized values takes: no guard, no mask, no NaN."""
+    layers = variables["params"]
+    for name in ("layer_0", "layer_1", "layer_2"):
+        x = nn.relu(linear_by_hand(x, layers[name]["kernel"]) + layers[name]["bias"])
+    return linear_by_hand(x, layers["head"]["kernel"]) + layers["head"]["bias"]
+
+
+def applies(name):
     """The function of each contender, of (variables, x)."""
+    model, _ = MODELS[name]
     ours = lambda *rules, **kw: quantize_fn(model.apply, rules, **kw)
     return {
         "float": model.apply,
@@ -81,7 +114,7 @@ def applies(model):
         "int8, affine activations": ours(AFFINE),
         "float32": ours(SYMMETRIC, execution="float32"),
         "qwix": of_qwix(model).apply,
-    }
+    } | ({"by hand": mlp_by_hand} if name == "MLP" else {})
 
 
 def step_of(apply):
@@ -101,7 +134,7 @@ def steps(name):
     """A run of each contender: a training step whose params and optimizer state are written in place."""
     model, (x, labels) = MODELS[name]
     params, runs = model.init(jax.random.key(0), x), {}
-    for contender, apply in applies(model).items():
+    for contender, apply in applies(name).items():
         optimizer, step = step_of(apply)
         jitted, held = jax.jit(step, donate_argnums=(0, 1)), [jax.tree.map(jnp.copy, (params, optimizer.init(params)))]
 
@@ -125,6 +158,22 @@ def step_rows(name, rounds):
         if contender != "float":
             yield f"{name} step, {contender}", to(contender), GOALS[name].get(contender)
     yield f"{name} step, int8, to qwix", to("int8", "qwix"), 1.0
+
+
+def product_rows(rounds):
+    """What XLA's int8 product takes of the float32 one, the codes being there."""
+    dot = lambda x, w, **kw: jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), **kw)
+    for x, w in (((256, 1024), (1024, 1024)), ((8, 128, 256), (256, 1024))):
+        floats = [jnp.asarray(RNG.normal(size=shape).astype(np.float32)) for shape in (x, w)]
+        matrix = floats[0].reshape(-1, x[-1])
+        codes = [(v * 30).astype(jnp.int8) for v in (matrix, floats[1])]
+        runs = {
+            "float32": kept(dot, *floats),
+            "as a matrix": kept(dot, matrix, floats[1]),
+            "int8": kept(lambda x, w: dot(x, w, preferred_element_type=jnp.int32), *codes),
+        }
+        to = ratios(runs, "float32", rounds)
+        yield f"the int8 product alone, {x} x {w} (float32 as a matrix {to['as a matrix']})", to["int8"], None
 
 
 def made(f, *args):
@@ -163,9 +212,10 @@ def step_loss(apply, params, x, labels):
 
 
 PARTS = {
+    "products": lambda: product_rows(101),
     "mlp": lambda: step_rows("MLP", 101),
     "transformer": lambda: step_rows("transformer", 61),
-    "making": lambda: making_rows(5),
+    "making": lambda: making_rows(3),
 }
 
 

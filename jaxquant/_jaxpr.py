@@ -89,7 +89,6 @@ class Contraction(NamedTuple):
     scope: str
     operands: tuple[Operand, ...]
     params: Mapping[str, Any]
-    out: Any  # the ShapeDtypeStruct of the result
     custom: tuple[Location, ...]  # the custom_jvp and custom_vjp calls around it
     gradient: str  # "transpose(" or "jvp(" if the function itself differentiates, and this is in that pass; else ""
 
@@ -220,7 +219,6 @@ class Walk:
             _clean(place.scope),
             operands,
             eqn.params,
-            eqn.outvars[0].aval,
             place.custom,
             next((pass_ for pass_ in ("transpose(", "jvp(") if pass_ in place.scope), ""),
         )

@@ -283,6 +283,8 @@ def replicated(v: Array, axes: Sequence[int] | None = None) -> Array:
 
     Anywhere else `v` itself.
     """
-    spec = jax.typeof(v).sharding.spec
-    wanted = [None if axes is None or i in axes else axis for i, axis in enumerate(spec)]
-    return v if list(spec) == wanted else jax.sharding.reshard(v, jax.P(*wanted))
+    sharding = jax.typeof(v).sharding
+    wanted = [None if axes is None or i in axes else axis for i, axis in enumerate(sharding.spec)]
+    if list(sharding.spec) == wanted:
+        return v
+    return jax.sharding.reshard(v, jax.sharding.NamedSharding(sharding.mesh, jax.P(*wanted)))

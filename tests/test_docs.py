@@ -39,6 +39,7 @@ def test_the_commands_are_one_line_each():
         assert command.endswith(last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(page for page, code in PAGES.items() if code))
 def test_the_examples_of_a_page_run(page):
     for code in PAGES[page]:

@@ -21,8 +21,8 @@ ARCHIVES = {
 }
 
 
-# Every third case by default, because compiling takes the time, and the others in the slow lane.
-parts = pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
+# Every sixth case by default, because compiling takes the time, and the others in the slow lane.
+parts = pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
 
 
 def cases(archive, part):
@@ -30,7 +30,7 @@ def cases(archive, part):
         arrays = {name: file[name] for name in file.files}
     manifest = json.loads(str(arrays.pop("manifest")))
     assert manifest["tensorflow"].startswith("2.21.")
-    for i, case in list(enumerate(manifest["cases"]))[part::3]:
+    for i, case in list(enumerate(manifest["cases"]))[part::6]:
         values = {name.split("/")[1]: a for name, a in arrays.items() if name.split("/")[0] == str(i)}
         yield case["kwargs"], case["tags"], values
 

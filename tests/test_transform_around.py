@@ -209,6 +209,15 @@ def test_columns_on_an_explicit_mesh_stay_where_they_are():
     assert_same_bits(y, q({"first": PARAMS["first"]}, X))
 
 
+def test_a_contraction_over_sharded_axes_has_the_sharding_that_f_asks_for():
+    whole, rows, columns = (NamedSharding(mesh("Explicit"), P(*axes)) for axes in ((), ("data",), (None, "data")))
+    w, x, g = normal(4, 8, 6), normal(5, 3, 8), normal(6, 3, 6)
+    q = jax.jit(with_gradients(quantize_fn(lambda w, x: jnp.dot(x, w, out_sharding=whole), BOTH)))
+    got = q(jax.device_put(w, rows), jax.device_put(x, columns), jax.device_put(g, whole))
+    assert [jax.typeof(v).sharding.spec for v in got] == [P(None, None), P("data", None), P(None, "data")]
+    same(got, with_gradients(quantize_fn(lambda w, x: x @ w, BOTH))(w, x, g))
+
+
 @pytest.mark.slow
 def test_under_shard_map_the_range_of_a_tensor_is_of_the_shard():
     q = quantize_fn(model, BOTH)
@@ -293,6 +302,7 @@ def test_without_jit_it_is_the_same():
 # Arguments and results
 
 
+@pytest.mark.slow
 def test_static_arguments_are_told_apart_by_type_and_stay_what_they_are():
     seen = []
 
