@@ -3,7 +3,6 @@
 
 import statistics
 import sys
-import time
 
 import flax.linen as nn
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import qwix
-from runner import Ratio, kept, machine, publish, ratios, seconds
+from runner import Ratio, goals, kept, made, ratios, seconds
 
 from jaxquant import Rule, activation_spec, quantize_fn, weight_spec
 
@@ -176,16 +175,6 @@ def product_rows(rounds):
         yield f"the int8 product alone, {x} x {w} (float32 as a matrix {to['as a matrix']})", to["int8"], None
 
 
-def made(f, *args):
-    """Seconds to trace and to compile, with nothing cached."""
-    jax.clear_caches()
-    start = time.perf_counter()
-    traced = jax.jit(f).trace(*args)
-    between = time.perf_counter()
-    traced.lower().compile()
-    return between - start, time.perf_counter() - between
-
-
 def making_rows(repeats):
     """192 sites: both operands of 96 dots, in 16 layers."""
     model = Transformer(layers=16, width=64)
@@ -219,17 +208,5 @@ PARTS = {
 }
 
 
-def main(parts):
-    rows = [row for part in parts for row in PARTS[part]()]
-    lines = [f"Measured on: {machine('flax', 'optax', 'qwix')}.", "", "| | ratio | goal |", "|---|---|---|"]
-    for name, got, goal in rows:
-        met = goal is not None and float(str(got).split()[0]) <= goal
-        lines.append(f"| {name} | {got} | {'' if goal is None else f'{goal}, ' + ('met' if met else 'missed')} |")
-    if parts == list(PARTS):
-        publish("function_transform", "\n".join(lines))
-    else:
-        print("\n".join(lines))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(PARTS))
+    goals("function_transform", PARTS, sys.argv[1:], "ratio", "flax", "optax", "qwix")

@@ -4,14 +4,13 @@
 import itertools
 import statistics
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import qwix
-from runner import Ratio, machine, publish, seconds
+from runner import Ratio, goals, made, seconds
 
 from jaxquant import fake_quant_params, weight_spec
 
@@ -131,16 +130,6 @@ def tree_rows(rounds):
     yield "forward and vjp, to the form that clips", to("ours", "clipped"), 1.05
 
 
-def made(f, *args):
-    """Seconds to trace and to compile, with nothing cached."""
-    jax.clear_caches()
-    start = time.perf_counter()
-    traced = jax.jit(f).trace(*args)
-    between = time.perf_counter()
-    traced.lower().compile()
-    return between - start, time.perf_counter() - between
-
-
 def making_rows():
     tree = jax.eval_shape(gpt2)
     traces, compiles = zip(*(made(lambda t: fake_quant_params(t, RULES), tree) for _ in range(5)), strict=True)
@@ -206,17 +195,5 @@ def mlp_rows(rounds):
 PARTS = {"tree": lambda: tree_rows(15), "making": making_rows, "dispatch": dispatch_rows, "mlp": lambda: mlp_rows(101)}
 
 
-def main(parts):
-    rows = [row for part in parts for row in PARTS[part]()]
-    lines = [f"Measured on: {machine('optax', 'qwix')}.", "", "| | jaxquant | goal |", "|---|---|---|"]
-    for name, got, goal in rows:
-        met = goal is not None and float(str(got).split()[0]) <= goal
-        lines.append(f"| {name} | {got} | {'' if goal is None else f'{goal}, ' + ('met' if met else 'missed')} |")
-    if parts == list(PARTS):
-        publish("params_transform", "\n".join(lines))
-    else:
-        print("\n".join(lines))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(PARTS))
+    goals("params_transform", PARTS, sys.argv[1:], "jaxquant", "optax", "qwix")

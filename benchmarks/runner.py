@@ -77,3 +77,26 @@ def publish(name: str, text: str) -> None:
     before, rest = path.read_text().split(f"<!-- {name} -->\n")
     _, after = rest.split(f"<!-- /{name} -->\n")
     path.write_text(f"{before}<!-- {name} -->\n{text}\n<!-- /{name} -->\n{after}")
+
+
+def made(f: Callable, *args: object) -> tuple[float, float]:
+    """Seconds to trace and to compile, with nothing cached."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    traced = jax.jit(f).trace(*args)
+    between = time.perf_counter()
+    traced.lower().compile()
+    return between - start, time.perf_counter() - between
+
+
+def goals(name: str, parts: dict[str, Callable], chosen: list[str], column: str, *packages: str) -> None:
+    """The rows (what, got, goal or None) of the chosen parts as a table; published if all parts are."""
+    rows = [row for part in chosen or parts for row in parts[part]()]
+    lines = [f"Measured on: {machine(*packages)}.", "", f"| | {column} | goal |", "|---|---|---|"]
+    for what, got, goal in rows:
+        met = goal is not None and float(str(got).split()[0]) <= goal
+        lines.append(f"| {what} | {got} | {'' if goal is None else f'{goal}, ' + ('met' if met else 'missed')} |")
+    if chosen:
+        print("\n".join(lines))
+    else:
+        publish(name, "\n".join(lines))

@@ -360,7 +360,9 @@ def test_the_plan_has_the_sites_of_the_model(case):
 
 
 def test_the_results_are_those_of_the_model_by_hand(case):
-    same(case.results[0], case.expected[0])
+    (y, *statistics), (want, *others) = case.results[0], case.expected[0]
+    same(y, want)
+    close(statistics, others)  # of float, as the model computes them: the compiler orders their sums in each program
     in_float = case.model.jit(case.model.f)(case.model.params, *case.model.args)
     assert differing(case.results[0][0], in_float[0]) > case.results[0][0].size / 2
 
