@@ -19,6 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 Location = tuple[int, ...]  # the place of an equation in a program; then which program inside it, the place there, ...
 CONTRACTIONS = ("dot_general", "conv_general_dilated")
+_HIGH = "call_hi_primitive"  # a primitive of jax.experimental.hijax
 # Contractions, or kernels that may hold one, which cannot be replaced from outside.
 _CLOSED = ("pallas_call", "ffi_call", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper", "scaled_dot")
 
@@ -130,18 +131,45 @@ def opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
 
 def programs(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[Any]]]:
     """Those in the parameters of an equation, found by value: `cond` keeps its under `branches`."""
+    if eqn.primitive.name == _HIGH:
+        return [opened(_expanded(eqn))]
     values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
     return [opened(v) for v in values if isinstance(getattr(v, "jaxpr", v), Jaxpr)]
 
 
+def _high(eqn: JaxprEqn) -> Any:
+    """The object that an equation of `jax.experimental.hijax` applies: its one parameter, under changing names."""
+    (primitive,) = eqn.params.values()
+    return primitive
+
+
+def _expanded(eqn: JaxprEqn) -> Any:
+    """The program that such an object stands for, by the method with which its author says so."""
+    high = _high(eqn)
+    expand = lambda *ins: jax.tree.leaves(high.expand(*jax.tree.unflatten(high.in_tree, ins)))
+    return jax.make_jaxpr(expand)(*_avals(eqn.invars))
+
+
+def _params(eqn: JaxprEqn) -> Mapping[str, Any]:
+    return _high(eqn).params if eqn.primitive.name == _HIGH else eqn.params
+
+
+def _kind(eqn: JaxprEqn) -> str:
+    """The name of the primitive; of one of hijax what the public function that made it is called otherwise."""
+    is_checkpoint = eqn.primitive.name == _HIGH and {"policy", "prevent_cse"} <= set(_params(eqn))
+    return "checkpoint" if is_checkpoint else eqn.primitive.name
+
+
 def _param(eqn: JaxprEqn, *names: str) -> Any:
     """A parameter of an equation, whose name may have changed between versions of jax."""
+    params = _params(eqn)
     for name in names:
-        if name in eqn.params:
-            return eqn.params[name]
+        if name in params:
+            return params[name]
     raise NotImplementedError(
         f"jaxquant does not know the parameters of the primitive {eqn.primitive.name!r} in jax {jax.__version__}: got "
-        f"{sorted(eqn.params)}, expected one of {names}. Use a version of jax that pyproject.toml names."
+        f"{sorted(params)}, expected one of {names}. Use a version of jax that the README says was tested, and report "
+        "this one."
     )
 
 
@@ -190,7 +218,7 @@ class Walk:
         return [read(v) for v in jaxpr.outvars]
 
     def _equation(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
-        name = eqn.primitive.name
+        name = _kind(eqn)
         if name in _HIGHER_ORDER:
             return _HIGHER_ORDER[name].walk(self, eqn, ins, place)
         if name in CONTRACTIONS or name in _CLOSED or any(_contracts(inner) for inner, _ in programs(eqn)):
@@ -225,7 +253,7 @@ class Walk:
 
 
 def _named(eqn: JaxprEqn, origin: Origin) -> Origin:
-    prefix, _, name = str(eqn.params.get("name", "")).partition(":")
+    prefix, _, name = str(_params(eqn).get("name", "")).partition(":")
     return origin._replace(name=name) if prefix == POINT else origin
 
 
@@ -315,7 +343,7 @@ class Replacements:
             if here in self.contractions:
                 outs = [self.contractions[here](eqn, *ins, shared)]
             elif here in self.around:
-                outs = _HIGHER_ORDER[eqn.primitive.name].evaluate(self, eqn, ins, here, shared)
+                outs = _HIGHER_ORDER[_kind(eqn)].evaluate(self, eqn, ins, here, shared)
             else:
                 outs = bound(eqn, ins, jaxpr)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -372,6 +400,10 @@ def _walk_custom(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) ->
     return _walk_call(walk, eqn, ins, place._replace(custom=(*place.custom, place.location)))
 
 
+def _walk_high(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    return [_named(eqn, origin) for origin in _walk_custom(walk, eqn, ins, place)]  # a name is one of them
+
+
 def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
     if replace.custom[location] == "inline":
         return _call(replace, eqn, ins, location, shared)
@@ -388,9 +420,12 @@ def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Loca
 
 
 def _scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    consts = _param(eqn, "num_consts")
-    end = consts + _param(eqn, "num_carry")
-    return values[:consts], values[consts:end], values[end:]
+    """The constants, the carry and what is sliced, told by their ranks: a slice has one axis less."""
+    ((body, _),) = programs(eqn)
+    whole = lambda outside, inside: sum(v.ndim == w.ndim for v, w in zip(outside, inside, strict=True))
+    carry = whole(_avals(eqn.outvars), _avals(body.outvars))
+    end = whole(_avals(eqn.invars), _avals(body.invars))
+    return values[: end - carry], values[end - carry : end], values[end:]
 
 
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
@@ -425,9 +460,11 @@ def _scan(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Locati
 
 
 def _while_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    condition = _param(eqn, "cond_nconsts")
-    end = condition + _param(eqn, "body_nconsts")
-    return values[:condition], values[condition:end], values[end:]
+    """The constants of the condition, those of the body, and the carry, which is what a loop returns."""
+    condition, _ = _while_programs(eqn)
+    start = len(programs(eqn)[condition][0].invars) - len(eqn.outvars)
+    end = len(eqn.invars) - len(eqn.outvars)
+    return values[:start], values[start:end], values[end:]
 
 
 def _while_programs(eqn: JaxprEqn) -> tuple[int, int]:
@@ -481,10 +518,12 @@ _HIGHER_ORDER = {
     "jit": _HigherOrder(_walk_call, _jit),
     "pjit": _HigherOrder(_walk_call, _jit),
     "closed_call": _CALL,
+    "eval_jaxpr": _CALL,
     "remat2": _REMAT,
     "checkpoint": _REMAT,
     "custom_jvp_call": _CUSTOM,
     "custom_vjp_call": _CUSTOM,
+    _HIGH: _HigherOrder(_walk_high, _custom),
     "scan": _HigherOrder(_walk_scan, _scan),
     "while": _HigherOrder(_walk_while, _while),
     "cond": _HigherOrder(_walk_cond, _cond),

@@ -29,6 +29,7 @@ from jaxquant import (
     quantize_fn,
     weight_spec,
 )
+from jaxquant._jaxpr import opened
 
 ACTIVATION, WEIGHT = activation_spec(8), weight_spec(8, channel_axis=-1)
 RULES = [Rule("**", weight_spec(8), ACTIVATION)]
@@ -80,6 +81,11 @@ def equations(jaxpr):
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(getattr(inner, "jaxpr", inner), Jaxpr):
                     yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def parameters(eqn):
+    """Those of an equation; a primitive of jax.experimental.hijax has them in an object."""
+    return next(iter(eqn.params.values())).params if eqn.primitive.name == "call_hi_primitive" else eqn.params
 
 
 def one(dot, p, x):
@@ -141,7 +147,7 @@ def converted(p, x):
 
 def closed_call(p, x):
     """The call that older transforms of JAX leave behind; no public function makes it."""
-    program = jax.make_jaxpr(jax.jit(PLAIN))({"w": p["w"]}, x).jaxpr
+    program, _ = opened(jax.make_jaxpr(jax.jit(PLAIN))({"w": p["w"]}, x))
     (eqn,) = program.eqns
     call = eqn.replace(primitive=primitives.closed_call_p, params={"call_jaxpr": eqn.params["jaxpr"]})
     return jax.core.eval_jaxpr(program.replace(eqns=[call]), (), p["w"], x)[0]
@@ -244,13 +250,47 @@ def test_a_checkpoint_keeps_its_policy(policy, forwards):
     policy = policy and getattr(POLICIES, policy)
     f = jax.checkpoint(lambda p, x: relu(relu(x @ p["w"]) @ p["ws"][0]), policy=policy, prevent_cse=False)
     q = quantize_fn(f, RULES)
-    (eqn,) = [e for e in equations(jax.make_jaxpr(q)(PARAMS, X).jaxpr) if "prevent_cse" in e.params]
-    assert (eqn.params["policy"], eqn.params["prevent_cse"]) == (policy, False)
-    program = jax.make_jaxpr(jax.grad(lambda p: q(p, X).sum()))(PARAMS).jaxpr
+    program, _ = opened(jax.make_jaxpr(q)(PARAMS, X))
+    (checkpoint,) = [parameters(e) for e in equations(program) if "prevent_cse" in parameters(e)]
+    saving = lambda policy: None if policy is POLICIES.nothing_saveable else policy  # None saves nothing
+    assert (saving(checkpoint["policy"]), checkpoint["prevent_cse"]) == (saving(policy), False)
+    program, _ = opened(jax.make_jaxpr(jax.grad(lambda p: q(p, X).sum()))(PARAMS))
     in_integers = [
         e for e in equations(program) if e.primitive.name == "dot_general" and e.outvars[0].aval.dtype == "i4"
     ]
     assert len(in_integers) == 2 * forwards
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="jax.experimental.hijax is younger")
+@pytest.mark.parametrize("custom", ["keep", "inline"])
+def test_a_primitive_of_hijax_is_entered(custom):
+    from jax.experimental import hijax
+
+    class Matmul(getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive):  # its name until jax 0.11
+        def __init__(self, a, b):
+            self.in_avals, self.out_aval, self.params = (a, b), jax.typeof(X), {}
+            super().__init__()
+
+        def expand(self, a, b):
+            return a @ b
+
+        def vjp_fwd(self, nonzeros, a, b):
+            return self(a, b), (a, b)
+
+        def vjp_bwd_retval(self, operands, g):
+            a, b = operands
+            return 2 * (g @ b.T), 2 * (a.T @ g)  # the author's, to be told from that of the matmul
+
+    f = lambda p, x: relu(Matmul(jax.typeof(x), jax.typeof(p["w"]))(x, p["w"]))
+    with pytest.raises(ValueError, match=r"a function with a derivative of its own .* Rule\(..., custom=\"keep\"\)"):
+        quantize_fn(f, RULES).plan(PARAMS, X)
+    q = quantize_fn(f, [Rule("w", weight_spec(8), ACTIVATION, custom=custom)], strict=True)
+    assert [site.name for site in q.plan(PARAMS, X) if site.spec] == ["w:input", "w"]
+    same(q(PARAMS, X), relu(site(X, PARAMS["w"])))
+    got = jax.grad(lambda p: (q(p, X) * G).sum())(PARAMS)["w"]
+    masked = jnp.where(site(X, PARAMS["w"]) > 0, G, 0)
+    wanted = 2 * (X.T @ masked) if custom == "keep" else jax.vjp(site, X, PARAMS["w"])[1](masked)[1]
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("policy", "saved"), [("save_only_these_names", 1), ("save_any_names_but_these", 0)])
