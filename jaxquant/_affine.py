@@ -3,11 +3,13 @@
 
 import dataclasses
 import functools
+import json
 import math
 from typing import Any
 
 import jax
 import jax.core
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -16,7 +18,7 @@ from . import _checks as checks
 from . import _numerics as num
 from ._ranges._fit import fit_qparams
 from ._ranges._range import TINY, QParams, range_of, to_qparams
-from ._spec import PerBlock, PerTensor, QuantSpec, checked, grid, qparams_shape
+from ._spec import PerBlock, PerTensor, QuantSpec, checked, grid, qparams_shape, spec_from_json, spec_to_json
 
 
 @functools.partial(
@@ -67,6 +69,25 @@ class QArray:
     def nbytes(self) -> int:
         """Bytes of the three arrays; `pack` makes values of 4 bits and fewer smaller."""
         return sum(math.prod(v.shape) * v.dtype.itemsize for v in (self.values, self.scale, self.zero_point))
+
+
+def _static_to_bytes(static: tuple[QuantSpec, Any]) -> bytes:
+    spec, dtype = static
+    return json.dumps({"spec": spec_to_json(spec), "dtype": str(jnp.dtype(dtype))}).encode()
+
+
+def _static_from_bytes(data: bytes) -> tuple[QuantSpec, Any]:
+    fields = json.loads(data)
+    return spec_from_json(fields["spec"]), jnp.dtype(fields["dtype"])
+
+
+# So that an exported program can take and return QArrays.
+jax.export.register_pytree_node_serialization(
+    QArray,
+    serialized_name="jaxquant.QArray",
+    serialize_auxdata=_static_to_bytes,
+    deserialize_auxdata=_static_from_bytes,
+)
 
 
 def _on_grid(scale: Array, zero_point: Array, qmin: Array, qmax: Array, spec: QuantSpec, fitted: bool = False) -> Any:

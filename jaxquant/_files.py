@@ -2,7 +2,6 @@
 """Pytrees on disk, integers packed: .npz and .safetensors, with a schema version and a digest, without pickle."""
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
@@ -22,13 +21,12 @@ import numpy as np
 from . import _checks as checks
 from ._affine import QArray, checked_qarray, pack, unpack
 from ._ranges._range import QParams, Range
-from ._spec import PerBlock, PerChannel, PerTensor, QuantSpec
+from ._spec import spec_from_json, spec_to_json
 from ._tree import named_in_errors, with_paths
 
 _SCHEMA = 1
 _HEADER = "__jaxquant__"
 _WIDE = {"float64", "int64", "uint64", "complex128"}
-_GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerBlock)}
 _PAIRS: dict[str, type] = {"QParams": QParams, "Range": Range}
 _OF_NUMPY = {"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))}
 _OF_NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
@@ -169,7 +167,7 @@ def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
     fields = _fields(leaf) if _is_group(leaf) else {"": leaf}
     arrays = {part: _numpy(_part(name, part), v) for part, v in fields.items() if part not in ("spec", "dtype")}
     if isinstance(leaf, QArray):
-        said |= {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": _spec_said(leaf.spec)}
+        said |= {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": spec_to_json(leaf.spec)}
         with named_in_errors(name):
             checked_qarray("the QArray", leaf)
             if leaf.spec.bits <= 4:
@@ -207,19 +205,6 @@ def _plain(value: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(value if of_numpy else value.view(f"u{value.dtype.itemsize}")).reshape(value.shape)
 
 
-def _spec_said(spec: QuantSpec) -> dict:
-    said = {name: getattr(spec, name) for name in ("bits", "signed", "symmetric", "narrow_range", "rounding")}
-    return said | {"granularity": type(spec.granularity).__name__, **vars(spec.granularity)}
-
-
-def _spec_read(said: dict) -> QuantSpec:
-    kind = _GRANULARITIES[said.pop("granularity")]
-    of_kind = {field.name: said.pop(field.name) for field in dataclasses.fields(kind)}
-    if isinstance(axis := of_kind.get("axis"), list):  # JSON has no tuples
-        of_kind["axis"] = tuple(axis)
-    return QuantSpec(granularity=kind(**of_kind), **said)
-
-
 def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
     dtypes = described["dtypes"]
     parts = {part: jnp.asarray(arrays[_part(name, part)].view(jnp.dtype(dtype))) for part, dtype in dtypes.items()}
@@ -227,7 +212,7 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
         return parts[""]
     if described["kind"] in _PAIRS:
         return _PAIRS[described["kind"]](**parts)
-    spec, shape, dtype = _spec_read(dict(described["spec"])), tuple(described["shape"]), jnp.dtype(described["dtype"])
+    spec, shape, dtype = spec_from_json(described["spec"]), tuple(described["shape"]), jnp.dtype(described["dtype"])
     if spec.bits <= 4:
         if len(shape) > _HIGHEST_RANK:
             raise ValueError(f"{name!r} has rank {len(shape)}")

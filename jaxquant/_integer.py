@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -23,6 +24,9 @@ from . import _numerics as num
 from ._affine import QArray, checked_qarray, real_values
 from ._spec import QuantSpec
 
+# What comparing symbolic sizes raises; jax < 0.10 has it elsewhere.
+_HOME = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation") else jax.core
+_INCONCLUSIVE = getattr(_HOME, "InconclusiveDimensionOperation")  # noqa: B009
 _EXACT = 2**24  # float32 holds every whole number up to it
 EXECUTIONS = ("auto", "int8", "float32")
 
@@ -59,7 +63,7 @@ def _in_output(name: str, v: Array, shape: tuple[int, ...], places: dict[int, in
         return v
     v = num.spread(v, shape)
     inner = [i for i in range(len(shape)) if i not in places]
-    if any(v.shape[i] > 1 for i in inner):
+    if any(v.shape[i] not in (0, 1) for i in inner):
         raise ValueError(
             f"`{name}` has a scale of its own for each element along a contracted axis, which cannot be applied after "
             f"the contraction: scale of shape {v.shape}, values of shape {shape}, contracted axes {inner}. Share it "
@@ -80,18 +84,43 @@ def _scaled(acc: Array, a_scale: Array, b_scale: Array) -> Array:
     return num.guard(acc.astype(jnp.float32) * num.guard(a_scale * b_scale))
 
 
-def _fits(length: int, a: QuantSpec, b: QuantSpec, execution: str) -> None:
+def _is_at_most(length: Any, limit: int) -> bool:
+    """Whether a length is, where it is symbolic too: then only if its constraints say so."""
+    try:
+        return length <= limit
+    except _INCONCLUSIVE:
+        return False
+
+
+def _fits(length: Any, a: QuantSpec, b: QuantSpec, execution: str) -> None:
     largest = _bound(a) * _bound(b)
-    if length * largest >= 2**31:
+    limit = (2**31 - 1) // largest
+    if not _is_at_most(length, limit):
+        symbolic = "" if isinstance(length, int) else (
+            f", or say that it is short enough: jax.export.symbolic_shape(..., constraints=['{length} <= {limit}'])"
+        )  # fmt: skip
         raise ValueError(
             f"A contraction of {length} products of {a} and {b} does not fit int32: each is up to {largest}, and no "
-            f"more than {(2**31 - 1) // largest} of them fit. Use fewer bits, or PerBlock along the contracted axis."
+            f"more than {limit} of them fit. Use fewer bits, or PerBlock along the contracted axis{symbolic}."
         )
     if execution == "float32" and largest > _EXACT:
         raise ValueError(
             f'`execution="float32"` holds whole numbers up to 2 ** 24, got products up to {largest} of {a} and {b}. '
             'Pass execution="int8", which takes int32 for them.'
         )
+
+
+def _chunks(length: Any, size: int) -> list[tuple[int, Any]]:
+    """Where the chunks of at most `size` of a contracted axis start and end."""
+    if isinstance(length, int):
+        return [(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
+    if not _is_at_most(length, size):
+        raise ValueError(
+            f'`execution="float32"` contracts in chunks of {size}, and cannot count those of a symbolic length, '
+            f'{length}. Pass execution="int8", or say that it is short enough: jax.export.symbolic_shape(..., '
+            f"constraints=['{length} <= {size}'])."
+        )
+    return [(0, length)]
 
 
 class Dot(NamedTuple):
@@ -133,6 +162,8 @@ class Dot(NamedTuple):
         """How many runs of constant scale an axis has."""
         length = a.shape[i]
         runs = [_groups(q)[axis] for q, axis in ((a, i), (b, j))]
+        if all(n == 1 for n in runs):
+            return 1
         if length and any(n == length > 1 for n in runs):
             raise ValueError(
                 f"Axis {i} of `a`, shape {a.shape}, and axis {j} of `b`, shape {b.shape}, are contracted, and one of "
@@ -179,8 +210,7 @@ class Dot(NamedTuple):
         (i,), (j,) = contracted
         size = _EXACT // (_bound(a.spec) * _bound(b.spec))
         total = 0
-        for start in range(0, max(length, 1), size):
-            end = min(start + size, length)
+        for start, end in _chunks(length, size):
             parts = lax.slice_in_dim(x, start, end, axis=i), lax.slice_in_dim(w, start, end, axis=j)
             part = lax.dot_general(*parts, (contracted, batch), lax.Precision.HIGHEST, jnp.float32)
             total = total + part.astype(jnp.int32)
@@ -191,15 +221,17 @@ class Dot(NamedTuple):
         (x, a_zero), (w, b_zero) = _codes(a, wide), _codes(b, wide)
         (ca, cb), (ba, bb) = self.contracted, self.batch
         free, outer = self._free(a.ndim, 0), len(ba)
-        # (batch, rows, contracted): XLA:CPU is fast on rows, and slow on fewer than four.
+        # (batch, rows, contracted): XLA:CPU is fast on rows, and slow on fewer than four; of a symbolic number of rows,
+        # of an exported program, nobody knows whether they are.
         rows = math.prod(a.shape[i] for i in free)
+        missing = max(4 - rows, 0) if isinstance(rows, int) else 0
         x = lax.transpose(x, (*ba, *free, *ca))
         x = lax.reshape(x, [*(a.shape[i] for i in ba), rows, *(a.shape[i] for i in ca)])
         # A row of ones sums the columns of b, which a reduction does in several times the time of the contraction. On
         # a mesh with explicit axes it would not have the sharding of the others.
         replicated = all(axis is None for axis in jax.typeof(x).sharding.spec)
         ones = int(a_zero is not None and replicated)
-        if extra := max(ones, 4 - rows if replicated else 0):
+        if extra := max(ones, missing if replicated else 0):
             fill = jnp.ones_like(x, shape=[extra if k == outer else n for k, n in enumerate(x.shape)])
             x = lax.concatenate([x, fill], outer)
         inner = tuple(range(outer + 1, x.ndim))

@@ -216,7 +216,7 @@ def spread(v: Array, shape: tuple[int, ...]) -> Array:
         return v
     at = [i for i in range(len(parts)) if i not in size]
     v = lax.broadcast_in_dim(v, [n if i in size else v.shape[at.index(i)] for i, n in enumerate(parts)], at)
-    return lax.reshape(v, [g if g <= 1 else n for g, n in zip(groups, shape, strict=True)])
+    return lax.reshape(v, [g if g in (0, 1) else n for g, n in zip(groups, shape, strict=True)])
 
 
 def gather(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
@@ -234,8 +234,9 @@ def _split(shape: tuple[int, ...], groups: tuple[int, ...]) -> tuple[list[int], 
     """`shape` with each axis of blocks in two, (number, size); and which of its axes are the sizes."""
     parts, size = [], []
     for n, g in zip(shape, groups, strict=True):
-        parts.append(g if 1 < g < n else n)
-        if 1 < g < n:
+        blocks = g not in (1, n)  # and not by order, which symbolic sizes do not have
+        parts.append(g if blocks else n)
+        if blocks:
             size.append(len(parts))
             parts.append(n // g)
     return parts, size

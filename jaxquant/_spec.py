@@ -222,6 +222,25 @@ def checked(spec: Any) -> QuantSpec:
     return spec
 
 
+_GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerBlock)}
+
+
+def spec_to_json(spec: QuantSpec) -> dict[str, Any]:
+    """The spec as what JSON can hold: for files, and for programs that are exported with QArrays as arguments."""
+    fields = {name: getattr(spec, name) for name in ("bits", "signed", "symmetric", "narrow_range", "rounding")}
+    return fields | {"granularity": type(spec.granularity).__name__, **vars(spec.granularity)}
+
+
+def spec_from_json(fields: dict[str, Any]) -> QuantSpec:
+    """The spec of which `spec_to_json` gave the fields."""
+    fields = dict(fields)
+    kind = _GRANULARITIES[fields.pop("granularity")]
+    of_kind = {field.name: fields.pop(field.name) for field in dataclasses.fields(kind)}
+    if isinstance(axis := of_kind.get("axis"), list):  # JSON has no tuples
+        of_kind["axis"] = tuple(axis)
+    return QuantSpec(granularity=kind(**of_kind), **fields)
+
+
 def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scale of an array of this shape; raises where the granularity does not fit it."""
     kind = spec.granularity

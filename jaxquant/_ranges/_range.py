@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -42,6 +43,11 @@ class QParams(NamedTuple):
 
     scale: Any
     zero_point: Any
+
+
+# So that an exported program can take and return them.
+jax.export.register_namedtuple_serialization(Range, serialized_name="jaxquant.Range")
+jax.export.register_namedtuple_serialization(QParams, serialized_name="jaxquant.QParams")
 
 
 def no_nonfinite(x: Array, nonfinite: str) -> None:

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""jax.export of the ops and of quantized functions: symbolic sizes, integers as arguments, the same bits."""
+
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+from jax import lax
+
+from jaxquant import (
+    PerBlock,
+    PerChannel,
+    QArray,
+    QParams,
+    QuantSpec,
+    Range,
+    Rule,
+    activation_spec,
+    dequantize,
+    dot_general,
+    fake_quant,
+    quantize,
+    quantize_fn,
+    weight_spec,
+)
+
+pytest.importorskip("flatbuffers", reason="jax needs it to write a program")
+RNG = np.random.default_rng(0)
+MATMUL = (((1,), (0,)), ((), ()))
+SYMMETRIC = activation_spec(8, symmetric=True)
+PER_TOKEN = activation_spec(8, granularity=PerChannel(None))
+BLOCKS = activation_spec(8, granularity=PerBlock(None, 16))
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+PARAMS = {"w": normal(64, 32), "kernel": normal(3, 3, 8, 16)}
+dense = lambda p, x: jnp.tanh(x @ p["w"])
+conv = lambda p, x: lax.conv_general_dilated(x, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def attention(p, x):
+    scores = jnp.einsum("btd,bsd->bts", x, x)
+    return jnp.einsum("bts,bsd->btd", scores, x)
+
+
+CASES = {  # the function, the rules of it, and the symbolic shape
+    "affine": (dense, [Rule("w", weight_spec(8), activation_spec(8))], "b, 64"),
+    "symmetric": (dense, [Rule("w", weight_spec(8), SYMMETRIC)], "b, 64"),
+    "per token": (dense, [Rule("w", weight_spec(8), PER_TOKEN)], "b, 64"),
+    "blocks": (dense, [Rule("w", weight_spec(8, block_size=16), BLOCKS)], "b, 64"),
+    "weight-only": (dense, [("w", weight_spec(8))], "b, 64"),
+    "batch and time": (dense, [Rule("w", weight_spec(8), activation_spec(8))], "b, t, 64"),
+    "convolution": (conv, [Rule("kernel", weight_spec(8), activation_spec(8))], "b, 6, 6, 8"),
+    "convolution per image": (conv, [Rule("kernel", weight_spec(8), PER_TOKEN)], "b, 6, 6, 8"),
+    "attention": (attention, [Rule("**", activation=activation_spec(8), kind="act_act")], "b, t, 16"),
+}
+DEFAULT = [("affine", "int8"), ("blocks", "float32"), ("convolution", "int8"), ("attention", "int8")]
+
+
+def of_sizes(text, **sizes):
+    return tuple(sizes.get(part, 0) or int(part) for part in text.split(", "))
+
+
+@pytest.mark.parametrize(
+    ("name", "execution"),
+    [
+        pytest.param(name, execution, marks=[] if (name, execution) in DEFAULT else pytest.mark.slow)
+        for name in CASES
+        for execution in ("int8", "float32")
+    ],
+)
+def test_a_program_of_symbolic_sizes_has_the_bits_of_the_function(name, execution):
+    f, rules, text = CASES[name]
+    q = quantize_fn(f, rules, execution=execution)
+    constraints = ["t <= 128"] if name == "attention" else []
+    shape = jax.export.symbolic_shape(text, constraints=constraints)
+    exported = jax.export.export(jax.jit(q))(PARAMS, jax.ShapeDtypeStruct(shape, jnp.float32))
+    loaded = jax.export.deserialize(exported.serialize())
+    if execution == "int8" and name not in ("weight-only",):
+        assert "xi8>" in exported.mlir_module()
+    for b, t in ((1, 5), (3, 2), (33, 1)):
+        x = normal(*of_sizes(text, b=b, t=t))
+        assert_same_bits(loaded.call(PARAMS, x), q(PARAMS, x))
+
+
+def test_a_symbolic_length_that_may_be_too_long_raises_with_the_constraint_to_say():
+    for execution, limit, said in (("int8", 33025, []), ("float32", 258, ["t <= 33025"])):
+        x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, t, 16", constraints=said), jnp.float32)
+        q = quantize_fn(attention, CASES["attention"][1], execution=execution)
+        with pytest.raises(ValueError, match=rf"constraints=\['t <= {limit}'\]"):
+            jax.export.export(jax.jit(q))(PARAMS, x)
+
+
+@pytest.mark.parametrize("spec", [activation_spec(8), weight_spec(4, channel_axis=1)], ids=["affine", "symmetric"])
+def test_the_ops_take_symbolic_sizes(spec):
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 64"), jnp.float32)
+    w = quantize(PARAMS["w"], weight_spec(8, channel_axis=1))
+    f = lambda x: (fake_quant(x, spec), quantize(x, spec), dot_general(quantize(x, activation_spec(8)), w, MATMUL))
+    exported = jax.export.export(jax.jit(f))(x)
+    for rows in (1, 5):
+        x = normal(rows, 64)
+        jax.tree.map(assert_same_bits, exported.call(x), jax.jit(f)(x))
+
+
+SPECS = [
+    QuantSpec(),
+    QuantSpec(bits=4, signed=False, symmetric=False, granularity=PerChannel((0, 1)), rounding="half_away"),
+    QuantSpec(bits=3, narrow_range=False, granularity=PerBlock(1, 2)),
+]
+SERVER = """
+import sys, jax, jax.export, numpy as np
+import jaxquant
+program = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+arrays = np.load(sys.argv[2])
+spec, dtype = program.in_tree.unflatten(range(program.in_tree.num_leaves))[0][0]["w"].spec, np.dtype("float32")
+w = jaxquant.QArray(arrays["values"], arrays["scale"], arrays["zero_point"], spec, dtype)
+np.save(sys.argv[3], program.call({"w": w}, arrays["x"]))
+"""
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_integers_go_into_and_come_out_of_an_exported_program(spec):
+    q = quantize(normal(4, 6), spec)
+    args = {
+        "q": q,
+        "qparams": QParams(q.scale, jnp.zeros_like(q.scale)),
+        "range": Range(jnp.float32(1), jnp.float32(2)),
+    }
+    f = jax.jit(lambda args: (args, dequantize(args["q"])))
+    loaded = jax.export.deserialize(jax.export.export(f)(args).serialize())
+    got, want = loaded.call(args), f(args)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert isinstance(got[0]["q"], QArray)
+    assert got[0]["q"].spec == spec
+    jax.tree.map(assert_same_bits, got, want)
+
+
+def test_a_new_process_serves_an_exported_program_from_integers(tmp_path):
+    w, x = quantize(PARAMS["w"], weight_spec(8, channel_axis=1)), normal(3, 64)
+    f = jax.jit(lambda p, x: dot_general(quantize(x, activation_spec(8)), p["w"], MATMUL))
+    shapes = {"w": w}, jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 64"), jnp.float32)
+    (tmp_path / "program").write_bytes(jax.export.export(f)(*shapes).serialize())
+    np.savez(tmp_path / "arrays.npz", values=w.values, scale=w.scale, zero_point=w.zero_point, x=x)
+    paths = [str(tmp_path / name) for name in ("program", "arrays.npz", "y.npy")]
+    subprocess.run([sys.executable, "-c", SERVER, *paths], check=True, timeout=120)
+    assert_same_bits(np.load(paths[2]), f({"w": w}, x))
