@@ -6,6 +6,7 @@ equation at a time, so that jit, grad, vmap, scan, shard_map of the result are J
 holds a program with something to replace is built anew, by the public function that made it.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
@@ -31,47 +34,76 @@ class Origin(NamedTuple):
       params: the paths of the parameters that it depends on.
       data: whether it depends on another argument, too.
       captured: whether it depends on an array that the function closes over.
-      path: that of the parameter whose values it holds, perhaps a part of them in another order; None if it was
-        computed from them.
-      axes: for each axis of the value, the axes of that parameter that it runs along.
-      picked: whether data say which part of that parameter it is.
+      parts: the paths of the parameters whose values it holds, perhaps some of them in another order; several where
+        parameters were concatenated, none if it was computed from them.
+      axes: for each axis of the value, the axes of these parameters that it runs along, and JOINED where they stand
+        side by side.
+      picked: whether data say which part of the parameter it is.
+      computed: the parameters of at least two axes that it was computed from, with no contraction between.
+      gathered: the parameters whose values it holds in an order that data say.
       name: what `quant_point` called it.
     """
 
     params: frozenset[str] = frozenset()
     data: bool = False
     captured: bool = False
-    path: str | None = None
+    parts: tuple[str, ...] = ()
     axes: tuple[frozenset[int], ...] = ()
     picked: bool = False
+    computed: frozenset[str] = frozenset()
+    gathered: tuple[str, ...] = ()
     name: str | None = None
+
+    @property
+    def path(self) -> str | None:
+        """That of the parameter it holds, of several joined by "+"; None if it holds none."""
+        return "+".join(self.parts) if self.parts else None
 
     @property
     def role(self) -> str:
         """Of an operand: "weight", "data", "derived" from parameters alone, or "captured" from nothing of both."""
-        if self.path is not None:
+        if self.parts:
             return "weight"
         return "data" if self.data else "derived" if self.params else "captured"
 
 
+JOINED = -1  # in the place of an axis of a parameter: that along which several were concatenated
 DATA, CAPTURED, LITERAL = Origin(data=True), Origin(captured=True), Origin()
 
 
 def parameter(path: str, ndim: int) -> Origin:
     """A parameter itself."""
-    return Origin(frozenset([path]), path=path, axes=tuple(frozenset([i]) for i in range(ndim)))
+    return Origin(frozenset([path]), parts=(path,), axes=tuple(frozenset([i]) for i in range(ndim)))
 
 
-def _mixed(origins: Sequence[Origin]) -> Origin:
+def computed(origins: Sequence[Origin]) -> Origin:
     """What is computed from several values."""
+    # Of one axis are biases and the scales of norms, which are no operands.
+    matrices = (o.parts for o in origins if sum(map(bool, o.axes)) >= 2)
     return Origin(
-        frozenset().union(*(o.params for o in origins)), any(o.data for o in origins), any(o.captured for o in origins)
+        frozenset().union(*(o.params for o in origins)),
+        any(o.data for o in origins),
+        any(o.captured for o in origins),
+        computed=frozenset().union(*matrices, *(o.computed for o in origins)),
     )
+
+
+def _joined(eqn: JaxprEqn, origins: Sequence[Origin]) -> Origin:
+    """Parameters side by side, if they lie alike."""
+    first = origins[0].axes
+    if any(not o.parts or o.axes != first for o in origins):
+        return computed(origins)
+    axis, is_new = _param(eqn, "dimension", "axis"), eqn.primitive.name == "stack"
+    along = frozenset() if is_new else first[axis]
+    axes = (*first[:axis], along | {JOINED}, *first[axis + (not is_new) :])
+    parts = dict.fromkeys(part for o in origins for part in o.parts)
+    params, picked = frozenset().union(*(o.params for o in origins)), any(o.picked for o in origins)
+    return Origin(params, parts=tuple(parts), axes=axes, picked=picked)
 
 
 def _either(*origins: Origin) -> Origin:
     """What is one of several values."""
-    return origins[0] if all(o == origins[0] for o in origins) else _mixed(origins)
+    return origins[0] if all(o == origins[0] for o in origins) else computed(origins)
 
 
 class Operand(NamedTuple):
@@ -223,7 +255,7 @@ class Walk:
             return _HIGHER_ORDER[name].walk(self, eqn, ins, place)
         if name in CONTRACTIONS or name in _CLOSED or any(_contracts(inner) for inner, _ in programs(eqn)):
             self._note(eqn, ins, place)
-        if name in _REARRANGING and ins[0].path is not None:
+        if name in _REARRANGING and ins[0].parts:
             return [ins[0]._replace(axes=_REARRANGING[name](eqn, ins[0].axes))] * len(eqn.outvars)
         if name in _NAMING:
             return [_named(eqn, ins[0])]
@@ -231,10 +263,15 @@ class Walk:
             return [ins[0]._replace(picked=ins[0].picked or any(index.data for index in ins[1:]))]
         if name in _REARRANGING or name in _PASSING:
             return ins if name in _PASSING_ALL else [ins[0]] * len(eqn.outvars)
-        mixed = _mixed(ins)
-        if name in CONTRACTIONS and any(o.role == "captured" for o in ins):
+        if name in _JOINING:
+            return [_joined(eqn, ins)]
+        mixed = computed(ins)
+        if name == "gather" and ins[1].data:
+            mixed = mixed._replace(gathered=ins[0].parts)
+        if name in CONTRACTIONS:
             # What meets a parameter in a contraction is data, also where the function closes over it.
-            mixed = mixed._replace(data=bool(mixed.params))
+            is_data = mixed.data or (bool(mixed.params) and any(o.role == "captured" for o in ins))
+            mixed = mixed._replace(data=is_data, computed=frozenset())
         return [mixed] * len(eqn.outvars)
 
     def _note(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> None:
@@ -261,6 +298,7 @@ POINT = "jaxquant"  # what `quant_point` puts before the name of a checkpoint_na
 
 # Primitives whose results hold the values of their operands as they are, perhaps some of them, perhaps cast.
 _NAMING = ("name",)
+_JOINING = ("concatenate", "stack")
 _PASSING_ALL = ("optimization_barrier", "device_put", "pvary", "pcast")
 _PASSING = (
     *_PASSING_ALL, "convert_element_type", "reduce_precision", "copy", "sharding_constraint", "stop_gradient",
@@ -412,11 +450,40 @@ def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Loca
     def kept(*ins):
         return replace.inner(eqn, 0, location)(*ins)
 
-    def backward(ins, g):
-        return jax.vjp(lambda *ins: bound(eqn, ins, programs(eqn)[0][0]), *ins)[1](g)
+    def forward(*ins):
+        values, varied = [v.value for v in ins], tuple(i for i, v in enumerate(ins) if v.perturbed)
+        return kept(*values), (values, _Varied(varied))
 
-    kept.defvjp(lambda *ins: (kept(*ins), ins), backward)
+    def backward(residuals, g):
+        # With respect to the varied operands alone: rules such as equinox's refuse to differentiate the others.
+        values, varied = residuals
+        of_varied = {i: values[i] for i in varied.at}
+
+        def original(of_varied):
+            ins = [of_varied.get(i, v) for i, v in enumerate(values)]
+            return bound(eqn, ins, programs(eqn)[0][0])
+
+        outs, pull = jax.vjp(original, of_varied)
+        (found,) = pull([_instantiated(*pair) for pair in zip(g, outs, strict=True)])
+        return tuple(found.get(i) for i in range(len(values)))
+
+    kept.defvjp(forward, backward, symbolic_zeros=True)
     return kept(*ins)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Varied:
+    """The operands with respect to which a gradient is taken: known while tracing."""
+
+    at: tuple[int, ...]
+
+
+def _instantiated(cotangent: Any, out: Any) -> Any:
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return cotangent
+    is_float = jnp.issubdtype(out.dtype, jnp.inexact)
+    return jnp.zeros_like(out) if is_float else np.zeros(out.shape, jax.dtypes.float0)
 
 
 def _scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
@@ -433,7 +500,7 @@ def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> S
     slices = [x._replace(axes=x.axes[1:]) for x in xs]
     body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], place.inside(0))
     outs = _settled(body, carry)
-    return [*outs[: len(carry)], *(_mixed([y]) for y in outs[len(carry) :])]  # stacks are followed no further
+    return [*outs[: len(carry)], *(computed([y]) for y in outs[len(carry) :])]  # stacks are followed no further
 
 
 def _settled(body: Callable[[Sequence[Origin]], list[Origin]], carry: Sequence[Origin]) -> list[Origin]:

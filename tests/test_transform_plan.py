@@ -64,8 +64,12 @@ def plan(*rules, f=model, params=PARAMS, x=X, **kw):
     return jq.quantize_fn(f, list(rules), **kw).plan(params, x)
 
 
+# What is computed from parameters would be left in float, which a rule must say.
+LORA = Rule("lora/*", None, optional=True)
+
+
 def chosen(*rules, **kw):
-    return {site.name for site in plan(*rules, **kw) if site.spec}
+    return {site.name for site in plan(LORA, *rules, **kw) if site.spec}
 
 
 def mlp(params, x):
@@ -76,7 +80,7 @@ MLP = {"w": shaped(4, 5), "bias": shaped(1, 5), "v": shaped(5, 2)}
 
 
 def test_a_plan_is_the_sites_as_data():
-    found = plan(Rule("**", W8, A8))
+    found = plan(LORA, Rule("**", W8, A8))
     assert [(s.name, s.kind, s.op, s.scope, s.shape, s.length) for s in found] == SITES
     assert all(s.dtype == np.dtype(np.float32) for s in found)
     quantized = {s.name: (s.spec, s.rule, s.why) for s in found if s.spec}
@@ -93,12 +97,19 @@ def test_a_plan_is_a_table():
         "w        dot_general  float32[4,5]  4  -                               w     the rule says None\n"
         "v:input  dot_general  float32[3,5]  5  8 bits affine per tensor        *\n"
         "v        dot_general  float32[5,2]  5  4 bits symmetric per channel 1  *\n"
-        "2 of 4 sites are quantized"
+        "2 of 4 sites are quantized\n"
+        "parameters: quantized 1 (10 numbers, 40 bytes); left in float by a rule 1 (20 numbers, 80 bytes); "
+        "matched, but no operand 1 (5 numbers, 20 bytes)"
     )
 
 
 def test_the_table_of_a_function_without_sites():
-    assert str(plan(f=lambda params, x: x + 1)).splitlines()[1:] == ["0 of 0 sites are quantized"]
+    text = str(plan(f=lambda params, x: x + 1, params=MLP))
+    assert text.splitlines()[1:] == [
+        "0 of 0 sites are quantized",
+        "parameters: without a rule 3 (35 numbers, 140 bytes)",
+    ]
+    assert str(plan(f=lambda params, x: x + 1, params={})).splitlines()[-1] == "parameters: none"
 
 
 def test_a_bare_array_has_a_name_in_the_table():
@@ -142,7 +153,7 @@ def test_a_plan_is_a_sequence_with_names():
 
 
 def test_shapes_suffice_and_nothing_is_computed():
-    rules = [Rule("**", W8, A8)]
+    rules = [LORA, Rule("**", W8, A8)]
     expected = plan(*rules)
     assert list(plan(*rules, params=zeros(PARAMS), x=zeros(X))) == list(expected)
     seen = []
@@ -175,7 +186,7 @@ def test_why_a_site_without_a_rule_is_left_in_float(name, kind):
 
 
 def test_why_a_site_with_a_rule_is_left_in_float():
-    found = plan(("up/**", None), ("**", W8))
+    found = plan(LORA, ("up/**", None), ("**", W8))
     assert [found[name].why for name in ("up/kernel", "stem")] == ["the rule says None", ""]
     assert found["stem:input"].why == "the rule has no spec for this operand"
 
@@ -256,7 +267,7 @@ def test_a_derived_rule_is_for_the_parameters_of_that_operand_alone():
 def test_a_predicate_sees_the_parameter():
     seen = {}
     plan((lambda path, leaf: bool(seen.update({path: (leaf.shape, leaf.dtype)})) or True, W8), f=mlp, params=MLP)
-    assert seen == {path: (MLP[path].shape, MLP[path].dtype) for path in ("w", "v")}
+    assert seen == {path: (leaf.shape, leaf.dtype) for path, leaf in MLP.items()}
 
 
 @pytest.mark.parametrize(
@@ -389,7 +400,7 @@ def test_a_rule_shadows_only_rules_of_its_kind():
 
 
 def test_strict_wants_a_rule_for_every_site():
-    text = refused(ValueError, ["`strict=True`", "None"], plan, ("**", W8), strict=True)
+    text = refused(ValueError, ["`strict=True`", "None"], plan, LORA, ("**", W8), strict=True)
     assert set(re.findall("'([^']+)'", text)) == set(NAMES) - of_kind("weight")
     assert chosen(("v", W8), ("*", None), f=mlp, params=MLP, strict=True) == {"v"}
     refused(ValueError, ["`strict=True`", "'w:input', 'w'"], plan, ("v", W8), f=mlp, params=MLP, strict=True)
@@ -514,16 +525,21 @@ def test_products_too_wide_for_float32_are_refused():
 
 
 @pytest.mark.parametrize("side", ["w", "w:input"])
-def test_an_integer_dot_chosen_by_a_rule_is_refused(side):
+def test_an_integer_operand_is_refused_by_its_name_and_left_by_a_glob(side):
     f = lambda params, x: jax.lax.dot_general(
         x, params["w"], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
     dtypes = {side: jnp.int8}
     params = {"w": shaped(4, 5, dtype=dtypes.get("w", jnp.float32))}
     x = shaped(3, 4, dtype=dtypes.get("w:input", jnp.float32))
-    texts = [f"At {side!r}, chosen by the rule '*'", "floating", "int8", "None"]
-    loud(ValueError, texts, jq.quantize_fn(f, [Rule("*", W8, A8)]), params, x)
+    named = "At {!r}, chosen by the rule {!r}", "floating", "int8", "None"
+    for pattern, strict in (("w", False), ("*", True)):
+        texts = [named[0].format(side, pattern), *named[1:]]
+        loud(ValueError, texts, jq.quantize_fn(f, [Rule(pattern, W8, A8)], strict=strict), params, x)
     assert not chosen(("*", None), f=f, params=params, x=x)
+    found = plan(Rule("*", W8, A8), f=f, params=params, x=x)
+    assert (found[side].spec, found[side].why) == (None, "int8: only floating operands are quantized")
+    assert [site.name for site in found if site.spec] == [name for name in ("w:input", "w") if name != side]
 
 
 STOCHASTIC = weight_spec(8, rounding="stochastic")

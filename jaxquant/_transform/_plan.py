@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .. import _checks as checks
-from .._jaxpr import Contraction, Location, Operand, Origin
+from .._jaxpr import JOINED, Contraction, Location, Operand, Origin, computed
 from .._spec import PerBlock, PerChannel, PerTensor, QuantSpec, qparams_shape
 from .._tree import Rule, named_in_errors
 
@@ -46,11 +46,26 @@ class Site(NamedTuple):
     why: str
 
 
+class Count(NamedTuple):
+    """Parameters, the numbers in them, and their bytes as they are in the pytree."""
+
+    parameters: int = 0
+    numbers: int = 0
+    nbytes: int = 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sites of a function: iterate over it, take one by its name, or print the table."""
+    """The sites of a function: iterate over it, take one by its name, or print the table.
+
+    Attributes:
+      sites: in the order of the program.
+      counts: of all parameters, also those that no dot or convolution uses, such as embeddings that are gathered: what
+        becomes of them ("quantized", "left in float by a rule", "without a rule", "matched, but no operand") -> Count.
+    """
 
     sites: tuple[Site, ...]
+    counts: Mapping[str, Count]
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -81,7 +96,11 @@ class Plan:
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         line = lambda row: "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         quantized = sum(site.spec is not None for site in self.sites)
-        return "\n".join([line(header), *map(line, rows), f"{quantized} of {len(rows)} sites are quantized"])
+        parameters = "; ".join(
+            f"{what} {n.parameters} ({n.numbers:,} numbers, {n.nbytes:,} bytes)" for what, n in self.counts.items()
+        )
+        last = f"{quantized} of {len(rows)} sites are quantized", f"parameters: {parameters or 'none'}"
+        return "\n".join([line(header), *map(line, rows), *last])
 
 
 def _pattern_in_words(pattern: Any) -> str:
@@ -115,10 +134,6 @@ class Decisions(NamedTuple):
     plan: Plan
     of: Mapping[Location, Decision]
     custom: Mapping[Location, str]
-
-    def rounds_stochastically(self) -> bool:
-        """Whether a key is needed."""
-        return any(site.spec is not None and site.spec.rounding == "stochastic" for site in self.plan)
 
 
 def _nearest(text: str, names: Sequence[str], n: int = 5) -> str:
@@ -169,13 +184,31 @@ def _on_operand(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], 
     of_leaf = {a % len(leaf.shape) for a in (kind.axis if isinstance(kind.axis, tuple) else (kind.axis,))}
     axes = [i for i, along in enumerate(operand.origin.axes) if along & of_leaf]
     split = isinstance(kind, PerBlock) and len(axes) != 1
-    if split or any(not operand.origin.axes[i] <= of_leaf for i in axes):
+    if split or any(not operand.origin.axes[i] - {JOINED} <= of_leaf for i in axes):
         raise ValueError(
             f"{kind} of a parameter of shape {leaf.shape} is no axis of the operand of shape {operand.shape} that the "
             f"function makes of it, whose axes run along {[sorted(along) for along in operand.origin.axes]}. Name axes "
             "that stay apart from the others, or leave the axis None for the output channels of the op."
         )
     return with_(PerBlock(axes[0], kind.size)) if isinstance(kind, PerBlock) else per_channel(axes)
+
+
+def _check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...]) -> None:
+    """Parameters that were concatenated do not share a scale: each has the range of its own values."""
+    joined = [i for i, along in enumerate(operand.origin.axes) if JOINED in along]
+    groups = qparams_shape(spec, operand.shape) or (1,) * len(operand.shape)
+    shared = [i for i in joined if groups[i] != operand.shape[i]]
+    if shared:
+        parts = operand.origin.parts
+        is_contracted = shared[0] in contracted
+        own = "" if is_contracted else "Give each channel a scale by weight_spec(bits); or leave"
+        raise ValueError(
+            f"{len(parts)} parameters, {', '.join(map(repr, parts))}, are concatenated along axis {shared[0]} of an "
+            f"operand of shape {operand.shape}, {'which is contracted' if is_contracted else 'an output axis'}, and "
+            f"{spec} has one scale for all of them there. {own or 'Leave'} them in float by a rule ({parts[0]!r}, "
+            'None), and one for each of the others, before this one; then Rule(..., kind="derived") quantizes what is '
+            "made of them, with one range for all."
+        )
 
 
 def _check_shared(spec: QuantSpec, shape: tuple[int, ...], contracted: tuple[int, ...], op: str) -> None:
@@ -212,7 +245,7 @@ class _Op(NamedTuple):
         """What the pattern of a rule for an operand is matched with."""
         of_weight = self.origins[self.weight or 0]
         if self.kind == "weight":
-            return [of_weight.path or ""]
+            return list(of_weight.parts)
         if self.kind in ("derived", "captured"):
             return [self.name, *filter(None, [of_weight.name]), *sorted(of_weight.params)]
         return list(dict.fromkeys([self.name, _names(self)[side]]))
@@ -271,7 +304,7 @@ class _Matcher:
         """The rule for an operand."""
         operand, found = op.contraction.operands[op.weight or 0 if op.kind == "weight" else side], None
         for i, rule in enumerate(self.rules):
-            if rule.kind != op.kind or not _is_for(rule, op):
+            if rule.kind != op.kind or not _is_for(rule, op.contraction):
                 continue
             leaf = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
             matched = [name for name in op.subjects(side) if rule.matches(name, self.leaves.get(name, leaf))]
@@ -282,18 +315,33 @@ class _Matcher:
                 self.shadowed.setdefault(i, (matched[0], found))
         return found
 
-    def of_parameter(self, op: _Op, path: Any) -> Rule | None:
+    def for_path(self, path: str, contraction: Contraction | None = None) -> Rule | None:
+        """The first rule of kind "weight" that matches a parameter, of those for a contraction, or for any."""
+        of_kind = (rule for rule in self.rules if rule.kind == "weight")
+        candidates = (rule for rule in of_kind if contraction is None or _is_for(rule, contraction))
+        return next((rule for rule in candidates if rule.matches(path, self.leaves[path])), None)
+
+    def of_parameter(self, op: _Op, origin: Origin) -> Rule | None:
         """The rule for a parameter where it is no operand that a rule of kind "weight" is for."""
-        rules = enumerate(self.rules) if path in self.leaves else ()
-        for i, rule in rules:
-            if rule.kind == "weight" and _is_for(rule, op) and rule.matches(path, self.leaves[path]):
-                self.used.add(i)
-                return rule
-        return None
+        rule = self.for_path(origin.parts[0], op.contraction) if origin.parts else None
+        if rule is not None:
+            self.used.add(self.rules.index(rule))
+        return rule
+
+    def agreed(self, contraction: Contraction) -> Contraction:
+        """With parameters that were concatenated, and that no one rule quantizes, as what is computed from them."""
+
+        def of(operand: Operand) -> Operand:
+            rules = [self.for_path(part, contraction) for part in operand.origin.parts]
+            if len(rules) < 2 or (_wanted(rules[0]) and all(rule is rules[0] for rule in rules)):
+                return operand
+            return operand._replace(origin=computed([operand.origin]))
+
+        return contraction._replace(operands=tuple(map(of, contraction.operands)))
 
     def resolved(self, op: _Op) -> _Op:
         """Of two parameters the one that a rule quantizes is the weight, and the other its input."""
-        rules = [self.of_parameter(op, origin.path) for origin in op.origins]
+        rules = [self.of_parameter(op, origin) for origin in op.origins]
         wanted = [side for side, rule in enumerate(rules) if _wanted(rule)]
         if len(wanted) == 2 and op.origins[0].picked != op.origins[1].picked:
             wanted = [side for side in wanted if not op.origins[side].picked]  # a row of an embedding is an input
@@ -308,8 +356,8 @@ class _Matcher:
         return op._replace(kind="weight", weight=chosen[0]) if chosen else op
 
 
-def _is_for(rule: Rule, op: _Op) -> bool:
-    return rule.op in (None, op.contraction.op) and rule.in_scope(op.contraction.scope)
+def _is_for(rule: Rule, contraction: Contraction) -> bool:
+    return rule.op in (None, contraction.op) and rule.in_scope(contraction.scope)
 
 
 def _wanted(rule: Rule | None) -> bool:
@@ -320,8 +368,10 @@ def decide(
     contractions: Sequence[Contraction], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str, strict: bool
 ) -> Decisions:
     """Matches rules and sites; every error of selection is raised here."""
-    matcher, ops = _Matcher(rules, leaves, params), _ops(contractions)
-    seen, sites, decisions, custom = collections.Counter(), [], {}, {}
+    matcher = _Matcher(rules, leaves, params)
+    ops = _ops([matcher.agreed(contraction) for contraction in contractions])
+    _refuse_captured_model(ops, rules, leaves, params)
+    seen, sites, made, decisions, custom = collections.Counter(), [], [], {}, {}
     for i, op in enumerate(ops):
         if op.kind == "params":
             ops[i] = op = matcher.resolved(op)
@@ -329,12 +379,15 @@ def decide(
         if op.kind == "closed":
             sites += _closed(op, names, matcher)
             continue
-        decision = _decision(op, names, matcher)
+        decision = _decision(op, names, matcher, strict)
+        made.append((op, decision))
         sites += _sites(op, decision)
         if any(decision.specs):
             decisions[op.contraction.location] = decision
             _note_custom(op, decision, custom)
     _refuse_gradient([site for site in sites if site.kind == "gradient" and site.rule is None], decisions, rules)
+    quantized = _quantized_parameters(made)
+    left = _left_in_float(made, matcher, quantized)
     for i, rule in enumerate(rules):
         if i not in matcher.used and not rule.optional:
             raise ValueError(_unused(i, rule, matcher, ops))
@@ -344,7 +397,85 @@ def decide(
             f"`strict=True` wants a rule for every site, got none for {', '.join(map(repr, open_))}. Quantize them, or "
             "leave them in float by a rule with None: q.plan(...) prints their kinds."
         )
-    return Decisions(Plan(tuple(sites)), decisions, custom)
+    if left:
+        raise ValueError(left)
+    return Decisions(Plan(tuple(sites), _counts(matcher, quantized)), decisions, custom)
+
+
+def _quantized_parameters(made: Sequence[tuple[_Op, Decision]]) -> set[str]:
+    """The paths of the parameters that some site quantizes, as they are or in what is computed from them."""
+    paths = set()
+    for op, decision in made:
+        for side, (operand, spec) in enumerate(zip(op.contraction.operands, decision.specs, strict=True)):
+            if spec is not None and (op.kind != "weight" or side == op.weight):
+                origin = operand.origin
+                paths |= {*origin.parts, *origin.gathered, *(() if origin.data else origin.computed)}
+    return paths
+
+
+def _counts(matcher: _Matcher, quantized: set[str]) -> dict[str, Count]:
+    """What becomes of the parameters."""
+    counts = {}
+    for path, leaf in matcher.leaves.items():
+        rule = matcher.for_path(path)
+        what = "quantized" if path in quantized else "without a rule"
+        if what != "quantized" and rule is not None:
+            what = "left in float by a rule" if rule.weight is None else "matched, but no operand"
+        old, numbers = counts.get(what, Count()), math.prod(leaf.shape)
+        nbytes = numbers * getattr(leaf.dtype, "itemsize", 0)
+        counts[what] = Count(old.parameters + 1, old.numbers + numbers, old.nbytes + nbytes)
+    order = "quantized", "left in float by a rule", "without a rule", "matched, but no operand"
+    return {what: counts[what] for what in order if what in counts}
+
+
+def _left_in_float(made: Sequence[tuple[_Op, Decision]], matcher: _Matcher, quantized: set[str]) -> str:
+    """What is wrong where a rule quantizes a parameter that meets its ops only as something else; else nothing."""
+    found = []
+    for op, decision in made:
+        if op.kind in ("weight", "gradient"):
+            continue
+        for rule, operand in zip(decision.rules, op.contraction.operands, strict=True):
+            origin = operand.origin
+            if not checks.is_float(operand.dtype) or (origin.data and not origin.gathered):
+                continue
+            candidates = {path: matcher.for_path(path, op.contraction) for path in (*origin.computed, *origin.gathered)}
+            chosen = [(path, of) for path, of in sorted(candidates.items()) if of is not None]
+            matcher.used |= {matcher.rules.index(of) for _, of in chosen if not _wanted(of)}
+            due = [(path, of) for path, of in chosen if of.weight and not of.optional and path not in quantized]
+            if due and rule is None:
+                found.append(_left(op, origin, due))
+    return next(iter(found), "")
+
+
+def _left(op: _Op, origin: Origin, due: list[tuple[str, Rule]]) -> str:
+    paths, (_, rule) = [path for path, _ in due], due[0]
+    how, kind = ("gathered by data", "act_act") if origin.gathered else ("computed with", "derived")
+    spec = "activation" if origin.gathered else "weight"
+    return (
+        f"At {op.name!r}: the rule {rule.pattern!r} quantizes {', '.join(map(repr, paths))}, which "
+        f"{'are' if len(paths) > 1 else 'is'} {how} before the op, and would be left in float. Quantize what the op "
+        f'meets by Rule({op.name!r}, {spec}={rule.weight}, kind="{kind}"), or leave the parameter in float by a rule '
+        f"({paths[0]!r}, None) before that one; q.plan(...) then prints all sites."
+    )
+
+
+def _refuse_captured_model(ops: Sequence[_Op], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str) -> None:
+    """A model that is a function, and so closes over its weights, with the data in the place of the params."""
+    if not any(map(_wanted, rules)) or any(rule.kind == "captured" for rule in rules):
+        return
+    roles = [{origin.role for origin in op.origins} for op in ops if op.kind != "closed"]
+    meets_captured = any("captured" in of for of in roles)
+    meets_data = any(of & {"weight", "derived"} and "captured" not in of for of in roles)
+    later = {"captured", "data"} in roles
+    if meets_captured and not meets_data and (set(leaves) == {""} or (later and {"weight", "captured"} in roles)):
+        raise ValueError(
+            f"The params (`{params}`) are {'a bare array' if set(leaves) == {''} else 'in the first contraction alone'}"
+            ", and contractions are with arrays that the function closes over, as if data stood in the place of the "
+            "params of a model that is a function itself. Pass the weights: of an equinox model, params, static = "
+            "eqx.partition(model, eqx.is_array) and quantize_fn(lambda params, x: eqx.combine(params, static)(x), "
+            'rules); a lone weight as a dict {"w": w}. If it is meant so, say what becomes of the captured arrays by '
+            'a Rule("**", None, kind="captured").'
+        )
 
 
 def _numbered(name: str, seen: collections.Counter) -> str:
@@ -352,7 +483,7 @@ def _numbered(name: str, seen: collections.Counter) -> str:
     return name if seen[name] == 1 else f"{name}#{seen[name]}"
 
 
-def _decision(op: _Op, names: list[str], matcher: _Matcher) -> Decision:
+def _decision(op: _Op, names: list[str], matcher: _Matcher, strict: bool) -> Decision:
     contraction = op.contraction
     contracted = contracted_axes(contraction)
     rules, specs = [], []
@@ -360,18 +491,12 @@ def _decision(op: _Op, names: list[str], matcher: _Matcher) -> Decision:
         rule = matcher.first(op, side)
         is_weight = side == op.weight or (op.kind == "gradient" and operand.origin.role != "data")
         if op.kind == "weight" and not is_weight:  # a parameter as the input of another may have a rule of its own
-            own = matcher.of_parameter(op, operand.origin.path)
+            own = matcher.of_parameter(op, operand.origin)
             rule = rule if own is None or _wanted(own) else own
         spec = rule and (rule.weight if is_weight else rule.activation)
-        if spec is not None:
+        if rule is not None and spec is not None:
             with named_in_errors(names[side], rule=rule):
-                if not checks.is_float(operand.dtype):
-                    raise ValueError(
-                        f"an operand must be floating to be quantized, got {operand.dtype}. Leave it in float by a "
-                        "rule with None before this one."
-                    )
-                spec = _on_operand(spec, operand, contracted[side], matcher.leaves.get(operand.origin.path or ""))
-                qparams_shape(spec, operand.shape)
+                spec = _of_operand(spec, operand, contracted[side], matcher, strict or _is_exact(rule))
         rules.append(rule)
         specs.append(spec)
     if None not in specs:
@@ -381,24 +506,54 @@ def _decision(op: _Op, names: list[str], matcher: _Matcher) -> Decision:
     return Decision(contraction, tuple(specs), tuple(names), tuple(rules), contracted)
 
 
+def _is_exact(rule: Rule) -> bool:
+    """Whether its pattern is the name of a site."""
+    return isinstance(rule.pattern, str) and "*" not in rule.pattern
+
+
+def _of_operand(
+    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: _Matcher, exact: bool
+) -> QuantSpec | None:
+    """The spec with the axes of the operand; None for integers and the like that a glob only happens to match."""
+    if not checks.is_float(operand.dtype):
+        if not exact:
+            return None
+        raise ValueError(
+            f"an operand must be floating to be quantized, got {operand.dtype}. Leave it as it is by a rule with None "
+            "before this one."
+        )
+    parts = operand.origin.parts
+    spec = _on_operand(spec, operand, contracted, matcher.leaves[parts[0]] if parts else None)
+    qparams_shape(spec, operand.shape)
+    if len(parts) > 1:
+        _check_joined(spec, operand, contracted)
+    return spec
+
+
 def _sites(op: _Op, decision: Decision) -> Iterator[Site]:
     c = op.contraction
     for name, operand, spec, rule in zip(decision.names, c.operands, decision.specs, decision.rules, strict=True):
-        why = "" if spec else _why(op, operand.origin, rule)
+        why = "" if spec else _why(op, operand, rule)
         yield Site(
             name, op.kind, c.op, c.scope, operand.shape, np.dtype(operand.dtype), _length(c), spec,
             None if rule is None else rule.pattern, why,
         )  # fmt: skip
 
 
-def _why(op: _Op, origin: Origin, rule: Rule | None) -> str:
-    """Why a site is left in float."""
+def _why(op: _Op, operand: Operand, rule: Rule | None) -> str:
+    """Why a site is left as it is."""
+    origin = operand.origin
+    if rule is not None and not _wanted(rule):
+        return "the rule says None"
+    if not checks.is_float(operand.dtype):
+        return f"{operand.dtype}: only floating operands are quantized"
     if rule is not None:
-        return "the rule says None" if not _wanted(rule) else "the rule has no spec for this operand"
+        return "the rule has no spec for this operand"
     made = ", ".join(sorted(origin.params)) if origin.role == "derived" else ""
+    gathered = f"{', '.join(origin.gathered)}, gathered by data" if origin.gathered else "no parameter"
     return {
         "weight": "no rule matches",
-        "act_act": 'no parameter; Rule(..., kind="act_act")',
+        "act_act": f'{gathered}; Rule(..., kind="act_act")',
         "derived": f'computed from {made}; Rule(..., kind="derived")' if made else 'Rule(..., kind="derived")',
         "captured": 'closed over; Rule(..., kind="captured")',
         "params": "both operands are parameters",
@@ -412,7 +567,7 @@ def _closed(op: _Op, names: list[str], matcher: _Matcher) -> Iterator[Site]:
         path = operand.origin.path
         if path is None:
             continue
-        rule = matcher.of_parameter(op, path)
+        rule = matcher.of_parameter(op, operand.origin)
         if rule is not None and _wanted(rule):
             with named_in_errors(path, rule=rule):
                 raise ValueError(
@@ -449,7 +604,8 @@ def _note_custom(op: _Op, decision: Decision, custom: dict[Location, str]) -> No
                 f"At {decision.names[0]!r} and {decision.names[1]!r}: the op is inside a function with a derivative of "
                 f"its own (jax.custom_jvp or custom_vjp), of which the rules say {of_rules}. Say one for all sites in "
                 'it: Rule(..., custom="keep") for the derivative that its author wrote, at the unquantized values, or '
-                'Rule(..., custom="inline") for that of the quantized ops.'
+                'Rule(..., custom="inline") for the derivative of the quantized ops, which JAX takes only where no '
+                "while loop is inside. With an ODE solver, rather quantize the vector field before it is solved."
             )
         custom[location] = choices.pop() or ""
 
@@ -481,7 +637,8 @@ def _unused(i: int, rule: Rule, matcher: _Matcher, ops: list[_Op]) -> str:
         said = ", ".join(f"{name}={value!r}" for name, value in fields.items())
         message += f" The pattern matches {excluded[0]!r}, which {said} excludes."
     elif elsewhere:
-        message += f" It matches the parameter {elsewhere[0][0]!r}, which is in an op of kind {elsewhere[0][1]!r}."
+        path, kind = elsewhere[0]
+        message += f" It matches the parameter {path!r}, which is in an op of kind {kind!r}: Rule(..., kind={kind!r})."
     elif parameters and rule.kind == "weight":
         message += f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is."
     elif rule.kind == "weight":

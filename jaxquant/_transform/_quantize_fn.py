@@ -85,7 +85,7 @@ class QuantizedFunction:
         call, arrays = self._call(args, kwargs)
         if any(isinstance(v, jax.ShapeDtypeStruct) for v in arrays):
             raise TypeError("An argument is a ShapeDtypeStruct, expected arrays. Shapes are for q.plan(...).")
-        leaves, structure = self._jitted(call, arrays, key)
+        leaves, structure, _ = self._jitted(call, arrays, key)
         return jax.tree.unflatten(
             structure.value, [leaf.value if isinstance(leaf, _Static) else leaf for leaf in leaves]
         )
@@ -100,16 +100,25 @@ class QuantizedFunction:
           Plan, to be printed; iterate over its `Site`s, or take one by its name.
         """
         key = self._key(kwargs)
-        call, arrays = self._call(args, kwargs)
-        decisions = self._program(call, arrays).decisions
-        if key is None and decisions.rounds_stochastically():
+        if key is None and self._rounds_stochastically():
             key = jax.eval_shape(lambda: jax.random.key(0))  # a plan needs none
-        jax.eval_shape(functools.partial(self._evaluated, call), arrays, key)
-        return decisions.plan
+        _, _, plan = self._jitted.eval_shape(*self._call(args, kwargs), key)  # traced once for this and the call
+        return plan.value
+
+    def _rounds_stochastically(self) -> bool:
+        specs = (spec for rule in self._rules for spec in (rule.weight, rule.activation))
+        return any(spec is not None and spec.rounding == "stochastic" for spec in specs)
 
     def _key(self, kwargs: dict[str, Any]) -> Any:
         key = kwargs.pop("key", None) if self._key_is_mine else None
-        return None if key is None else checks.prng_key("key", key)
+        if key is None:
+            return None
+        if not self._rounds_stochastically():
+            raise ValueError(
+                "`key` is for stochastic rounding alone, got one, and no rule rounds so. Drop it, or give a spec "
+                "rounding='stochastic'."
+            )
+        return checks.prng_key("key", key)
 
     def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
         if len(args) <= self._argnum:
@@ -138,6 +147,7 @@ class QuantizedFunction:
         def flat(arrays):
             args, kwargs = call.arguments(arrays)
             leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
+            _refuse_lost_changes(dict(enumerate(args)) | kwargs, [*arrays, *leaves])
             is_array = [_is_traced(leaf) for leaf in leaves]
             static = (None if a else _Static.of(v) for v, a in zip(leaves, is_array, strict=True))
             results[:] = structure, tuple(static)
@@ -168,20 +178,36 @@ class QuantizedFunction:
             origins.append(parameter(paths[i], value.ndim))
         return params, origins
 
-    def _evaluated(self, call: _Call, arrays: Sequence[Any], key: Any) -> tuple[list[Any], _Static]:
+    def _evaluated(self, call: _Call, arrays: Sequence[Any], key: Any) -> tuple[list[Any], _Static, _Static]:
+        """The results, without what is static of them; their structure; and the plan."""
         program = self._program(call, arrays)
-        if key is not None and not program.decisions.rounds_stochastically():
-            raise ValueError(
-                "`key` is for stochastic rounding alone, got one, and no rule rounds so. Drop it, or give a spec "
-                "rounding='stochastic'."
-            )
         replaced = {}
         for i, (location, decision) in enumerate(program.decisions.of.items()):
             replaced[location] = functools.partial(_quantized, decision, self._execution, key, i)
         replacements = Replacements(replaced, program.decisions.custom)
         results = iter(replacements.program(program.jaxpr, program.consts, arrays))
         leaves = [next(results) if s is None else s for s in program.static]
-        return leaves, _Static.of(program.structure)
+        plan = program.decisions.plan
+        return leaves, _Static.of(program.structure), _Static(Plan, id(plan), plan)
+
+
+def _refuse_lost_changes(arguments: Mapping[Any, Any], known: Sequence[Any]) -> None:
+    """What the function has changed of its arguments, as modules of nnx do, is lost unless it is returned."""
+    known_ids = {id(value) for value in known}
+    changed = [
+        f"{path!r} of argument {name!r}"
+        for name, argument in arguments.items()
+        for path, leaf in with_paths(argument)
+        if _is_traced(leaf) and id(leaf) not in known_ids
+    ]
+    if changed:
+        raise ValueError(
+            f"The function changes its arguments while it is traced, at {', '.join(changed[:3])}"
+            f"{' and others' if len(changed) > 3 else ''}, and the changes would be lost: running statistics and "
+            "dropout keys would never move. Return them. With nnx: graphdef, params, state = nnx.split(model, "
+            "nnx.Param, ...), and in the function model = nnx.merge(graphdef, params, state); return model(x), "
+            "nnx.state(model, nnx.Not(nnx.Param)). The page docs/state.md has the whole recipe."
+        )
 
 
 @functools.partial(jax.jit, static_argnames="op")
