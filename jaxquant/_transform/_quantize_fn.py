@@ -18,7 +18,8 @@ from .._affine import fake_quant, quantize_straight_through
 from .._integer import Conv, Dot, checked_execution, contract
 from .._jaxpr import DATA, POINT, Contraction, Origin, Replacements, Walk, parameter, traced
 from .._tree import Rules, checked_rules, named_in_errors, with_paths
-from ._plan import Decision, Decisions, Plan, decide
+from ._decide import Decision, Decisions, decide
+from ._plan import Plan
 
 
 @jax.tree_util.register_static

@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operand of which dot or convolution is quantized to what, by which rule, and why the others are not."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .. import _checks as checks
+from .._jaxpr import JOINED, Contraction, Location, Operand, Origin, computed
+from .._spec import PerBlock, PerChannel, PerTensor, QuantSpec, qparams_shape
+from .._tree import Rule, named_in_errors
+from ._plan import Count, Plan, Site, nearest
+
+
+class Decision(NamedTuple):
+    """What happens to one contraction: a spec, or None, and a name for each of its two operands."""
+
+    contraction: Contraction
+    specs: Sequence[QuantSpec | None]
+    names: Sequence[str]
+    rules: Sequence[Rule | None]
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Decisions(NamedTuple):
+    """The plan, and what follows from it for the evaluation."""
+
+    plan: Plan
+    of: Mapping[Location, Decision]
+    custom: Mapping[Location, str]
+
+
+# What an op sums over
+
+
+def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each operand, the axes along which one result sums, or which share a scale all the same."""
+    shapes = [operand.shape for operand in contraction.operands]
+    numbers = contraction.params["dimension_numbers"]
+    if contraction.op == "dot_general":
+        return tuple(numbers[0][0]), tuple(numbers[0][1])
+    batched = contraction.params["batch_group_count"] == 1
+    kept = (numbers.lhs_spec[0],) if batched else (), (numbers.rhs_spec[0],)
+    lhs, rhs = (tuple(i for i in range(len(shape)) if i not in of) for shape, of in zip(shapes, kept, strict=True))
+    return lhs, rhs
+
+
+def _length(contraction: Contraction) -> int:
+    """K, the number of products in a sum."""
+    axes, shape = contracted_axes(contraction)[1], contraction.operands[1].shape
+    return math.prod(shape[i] for i in axes)
+
+
+def _on_operand(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], leaf: Any) -> QuantSpec:
+    """The spec with its axes counted on the operand; those of a parameter are counted on the parameter."""
+    kind, ndim = spec.granularity, len(operand.shape)
+    if isinstance(kind, PerTensor):
+        return spec
+    with_ = lambda granularity: dataclasses.replace(spec, granularity=granularity)
+    per_channel = lambda axes: with_(PerChannel(tuple(axes)) if axes else PerTensor())
+    if kind.axis is None:
+        if isinstance(kind, PerChannel):
+            return per_channel([i for i in range(ndim) if i not in contracted])
+        if len(contracted) != 1:
+            raise ValueError(
+                f"{spec} has blocks along the contracted axis, and this op contracts {len(contracted)} of shape "
+                f"{operand.shape}: {contracted}. Name one: QuantSpec(granularity=PerBlock(axis, {kind.size}))."
+            )
+        return with_(PerBlock(contracted[0], kind.size))
+    if operand.origin.path is None:
+        return spec
+    qparams_shape(with_(PerChannel(kind.axis)), leaf.shape)
+    of_leaf = {a % len(leaf.shape) for a in (kind.axis if isinstance(kind.axis, tuple) else (kind.axis,))}
+    axes = [i for i, along in enumerate(operand.origin.axes) if along & of_leaf]
+    split = isinstance(kind, PerBlock) and len(axes) != 1
+    if split or any(not operand.origin.axes[i] - {JOINED} <= of_leaf for i in axes):
+        raise ValueError(
+            f"{kind} of a parameter of shape {leaf.shape} is no axis of the operand of shape {operand.shape} that the "
+            f"function makes of it, whose axes run along {[sorted(along) for along in operand.origin.axes]}. Name axes "
+            "that stay apart from the others, or leave the axis None for the output channels of the op."
+        )
+    return with_(PerBlock(axes[0], kind.size)) if isinstance(kind, PerBlock) else per_channel(axes)
+
+
+def _check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...]) -> None:
+    """Parameters that were concatenated do not share a scale: each has the range of its own values."""
+    joined = [i for i, along in enumerate(operand.origin.axes) if JOINED in along]
+    groups = qparams_shape(spec, operand.shape) or (1,) * len(operand.shape)
+    shared = [i for i in joined if groups[i] != operand.shape[i]]
+    if shared:
+        parts = operand.origin.parts
+        is_contracted = shared[0] in contracted
+        own = "" if is_contracted else "Give each channel a scale by weight_spec(bits); or leave"
+        raise ValueError(
+            f"{len(parts)} parameters, {', '.join(map(repr, parts))}, are concatenated along axis {shared[0]} of an "
+            f"operand of shape {operand.shape}, {'which is contracted' if is_contracted else 'an output axis'}, and "
+            f"{spec} has one scale for all of them there. {own or 'Leave'} them in float by a rule ({parts[0]!r}, "
+            'None), and one for each of the others, before this one; then Rule(..., kind="derived") quantizes what is '
+            "made of them, with one range for all."
+        )
+
+
+def _check_shared(spec: QuantSpec, shape: tuple[int, ...], contracted: tuple[int, ...], op: str) -> None:
+    """A scale that is applied after the contraction is shared along it, or by the blocks of a dot."""
+    kind, groups = spec.granularity, qparams_shape(spec, shape) or (1,) * len(shape)
+    blocked = kind.axis % len(shape) if isinstance(kind, PerBlock) and kind.axis is not None else None
+    separate = [i for i in contracted if groups[i] > 1 and (i != blocked or op != "dot_general")]
+    if separate:
+        raise ValueError(
+            f"along the contracted axes {separate} of an operand of shape {shape}, {spec} has a scale of its own for "
+            "each element, which cannot be applied after the contraction. Share the scale along them: PerTensor, "
+            "PerChannel on other axes, or, in a dot, PerBlock along a contracted one. With one operand in float any "
+            "does."
+        )
+
+
+# Which rule is for what
+
+
+class _Op(NamedTuple):
+    """A contraction with its kind, its name, and which of its operands is the weight."""
+
+    contraction: Contraction
+    kind: str
+    name: str
+    weight: int | None
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Those of the operands."""
+        return [operand.origin for operand in self.contraction.operands]
+
+    def subjects(self, side: int) -> list[str]:
+        """What the pattern of a rule for an operand is matched with."""
+        of_weight = self.origins[self.weight or 0]
+        if self.kind == "weight":
+            return list(of_weight.parts)
+        if self.kind in ("derived", "captured"):
+            return [self.name, *filter(None, [of_weight.name]), *sorted(of_weight.params)]
+        return list(dict.fromkeys([self.name, _names(self)[side]]))
+
+
+def _kind(contraction: Contraction) -> str:
+    if contraction.is_closed:
+        return "closed"
+    roles = {operand.origin.role for operand in contraction.operands}
+    if contraction.gradient:
+        return "gradient"
+    if roles <= {"weight", "derived"}:
+        return "params"
+    return next((role for role in ("weight", "derived", "captured") if role in roles), "act_act")
+
+
+def _ops(contractions: Sequence[Contraction]) -> list[_Op]:
+    """The contractions with names, without those of constants alone."""
+    counts, ops = collections.Counter(), []
+    for c in contractions:
+        roles = [operand.origin.role for operand in c.operands]
+        if all(role == "captured" for role in roles):
+            continue
+        kind = _kind(c)
+        base = "/".join(filter(None, (c.scope, c.op)))
+        name = f"{base}_{counts[base]}"
+        counts[base] += 1
+        weight = roles.index(kind) if kind in ("weight", "derived", "captured") else None
+        ops.append(_Op(c, kind, name, weight))
+    return ops
+
+
+def _names(op: _Op) -> list[str]:
+    """The names of the operands, before equal ones are numbered."""
+    origins = [operand.origin for operand in op.contraction.operands]
+    if op.kind == "closed":
+        return [origin.path or f"{op.name}:{i}" for i, origin in enumerate(origins)]
+    if op.weight is None:
+        return [
+            origin.name or origin.path or f"{op.name}:{s}" for origin, s in zip(origins, ("lhs", "rhs"), strict=True)
+        ]
+    of_weight = origins[op.weight]
+    weight = of_weight.path if of_weight.path is not None else of_weight.name or op.name
+    other = origins[1 - op.weight].name or f"{weight}:input"
+    return [weight, other] if op.weight == 0 else [other, weight]
+
+
+class _Matcher:
+    """The rules, and which of them have decided something."""
+
+    def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Any], params: str):
+        self.rules, self.leaves, self.params = rules, leaves, params
+        self.used, self.shadowed = set(), {}
+
+    def first(self, op: _Op, side: int) -> Rule | None:
+        """The rule for an operand."""
+        operand, found = op.contraction.operands[op.weight or 0 if op.kind == "weight" else side], None
+        for i, rule in enumerate(self.rules):
+            if rule.kind != op.kind or not _is_for(rule, op.contraction):
+                continue
+            leaf = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+            matched = [name for name in op.subjects(side) if rule.matches(name, self.leaves.get(name, leaf))]
+            if matched and found is None:
+                self.used.add(i)
+                found = rule
+            elif matched:
+                self.shadowed.setdefault(i, (matched[0], found))
+        return found
+
+    def for_path(self, path: str, contraction: Contraction | None = None) -> Rule | None:
+        """The first rule of kind "weight" that matches a parameter, of those for a contraction, or for any."""
+        of_kind = (rule for rule in self.rules if rule.kind == "weight")
+        candidates = (rule for rule in of_kind if contraction is None or _is_for(rule, contraction))
+        return next((rule for rule in candidates if rule.matches(path, self.leaves[path])), None)
+
+    def of_parameter(self, op: _Op, origin: Origin) -> Rule | None:
+        """The rule for a parameter where it is no operand that a rule of kind "weight" is for."""
+        rule = self.for_path(origin.parts[0], op.contraction) if origin.parts else None
+        if rule is not None:
+            self.used.add(self.rules.index(rule))
+        return rule
+
+    def agreed(self, contraction: Contraction) -> Contraction:
+        """With parameters that were concatenated, and that no one rule quantizes, as what is computed from them."""
+
+        def of(operand: Operand) -> Operand:
+            rules = [self.for_path(part, contraction) for part in operand.origin.parts]
+            if len(rules) < 2 or (_wanted(rules[0]) and all(rule is rules[0] for rule in rules)):
+                return operand
+            return operand._replace(origin=computed([operand.origin]))
+
+        return contraction._replace(operands=tuple(map(of, contraction.operands)))
+
+    def resolved(self, op: _Op) -> _Op:
+        """Of two parameters the one that a rule quantizes is the weight, and the other its input."""
+        rules = [self.of_parameter(op, origin) for origin in op.origins]
+        wanted = [side for side, rule in enumerate(rules) if _wanted(rule)]
+        if len(wanted) == 2 and op.origins[0].picked != op.origins[1].picked:
+            wanted = [side for side in wanted if not op.origins[side].picked]  # a row of an embedding is an input
+        if len(wanted) == 2:
+            (a, b), patterns = (origin.path for origin in op.origins), [rule.pattern for rule in rules if rule]
+            raise ValueError(
+                f"At {a!r} and {b!r}, chosen by the rules {patterns}: two parameters are contracted with each other, "
+                f"in {op.name!r}, and one of them must be the input. Name it by a rule with None before these. If all "
+                f"operations look so, {self.params} is wrong."
+            )
+        chosen = wanted or [side for side, rule in enumerate(rules) if rule]
+        return op._replace(kind="weight", weight=chosen[0]) if chosen else op
+
+
+def _is_for(rule: Rule, contraction: Contraction) -> bool:
+    return rule.op in (None, contraction.op) and rule.in_scope(contraction.scope)
+
+
+def _wanted(rule: Rule | None) -> bool:
+    return rule is not None and (rule.weight or rule.activation) is not None
+
+
+def decide(
+    contractions: Sequence[Contraction], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str, strict: bool
+) -> Decisions:
+    """Matches rules and sites; every error of selection is raised here."""
+    matcher = _Matcher(rules, leaves, params)
+    ops = _ops([matcher.agreed(contraction) for contraction in contractions])
+    _refuse_captured_model(ops, rules, leaves, params)
+    seen, sites, made, decisions, custom = collections.Counter(), [], [], {}, {}
+    for i, op in enumerate(ops):
+        if op.kind == "params":
+            ops[i] = op = matcher.resolved(op)
+        names = [_numbered(name, seen) for name in _names(op)]
+        if op.kind == "closed":
+            sites += _closed(op, names, matcher)
+            continue
+        decision = _decision(op, names, matcher, strict)
+        made.append((op, decision))
+        sites += _sites(op, decision)
+        if any(decision.specs):
+            decisions[op.contraction.location] = decision
+            _note_custom(op, decision, custom)
+    _refuse_gradient([site for site in sites if site.kind == "gradient" and site.rule is None], decisions, rules)
+    quantized = _quantized_parameters(made)
+    left = _left_in_float(made, matcher, quantized)
+    for i, rule in enumerate(rules):
+        if i not in matcher.used and not rule.optional:
+            raise ValueError(_unused(i, rule, matcher, ops))
+    open_ = [site.name for site in sites if site.rule is None and not site.spec and site.kind != "closed"]
+    if strict and open_:
+        raise ValueError(
+            f"`strict=True` wants a rule for every site, got none for {', '.join(map(repr, open_))}. Quantize them, or "
+            "leave them in float by a rule with None: q.plan(...) prints their kinds."
+        )
+    if left:
+        raise ValueError(left)
+    return Decisions(Plan(tuple(sites), _counts(matcher, quantized)), decisions, custom)
+
+
+def _quantized_parameters(made: Sequence[tuple[_Op, Decision]]) -> set[str]:
+    """The paths of the parameters that some site quantizes, as they are or in what is computed from them."""
+    paths = set()
+    for op, decision in made:
+        for side, (operand, spec) in enumerate(zip(op.contraction.operands, decision.specs, strict=True)):
+            if spec is not None and (op.kind != "weight" or side == op.weight):
+                origin = operand.origin
+                paths |= {*origin.parts, *origin.gathered, *(() if origin.data else origin.computed)}
+    return paths
+
+
+def _counts(matcher: _Matcher, quantized: set[str]) -> dict[str, Count]:
+    """What becomes of the parameters."""
+    counts = {}
+    for path, leaf in matcher.leaves.items():
+        rule = matcher.for_path(path)
+        what = "quantized" if path in quantized else "without a rule"
+        if what != "quantized" and rule is not None:
+            what = "left in float by a rule" if rule.weight is None else "matched, but no operand"
+        old, numbers = counts.get(what, Count()), math.prod(leaf.shape)
+        nbytes = numbers * getattr(leaf.dtype, "itemsize", 0)
+        counts[what] = Count(old.parameters + 1, old.numbers + numbers, old.nbytes + nbytes)
+    order = "quantized", "left in float by a rule", "without a rule", "matched, but no operand"
+    return {what: counts[what] for what in order if what in counts}
+
+
+def _left_in_float(made: Sequence[tuple[_Op, Decision]], matcher: _Matcher, quantized: set[str]) -> str:
+    """What is wrong where a rule quantizes a parameter that meets its ops only as something else; else nothing."""
+    found = []
+    for op, decision in made:
+        if op.kind in ("weight", "gradient"):
+            continue
+        for rule, operand in zip(decision.rules, op.contraction.operands, strict=True):
+            origin = operand.origin
+            if not checks.is_float(operand.dtype) or (origin.data and not origin.gathered):
+                continue
+            candidates = {path: matcher.for_path(path, op.contraction) for path in (*origin.computed, *origin.gathered)}
+            chosen = [(path, of) for path, of in sorted(candidates.items()) if of is not None]
+            matcher.used |= {matcher.rules.index(of) for _, of in chosen if not _wanted(of)}
+            due = [(path, of) for path, of in chosen if of.weight and not of.optional and path not in quantized]
+            if due and rule is None:
+                found.append(_left(op, origin, due))
+    return next(iter(found), "")
+
+
+def _left(op: _Op, origin: Origin, due: list[tuple[str, Rule]]) -> str:
+    paths, (_, rule) = [path for path, _ in due], due[0]
+    how, kind = ("gathered by data", "act_act") if origin.gathered else ("computed with", "derived")
+    spec = "activation" if origin.gathered else "weight"
+    return (
+        f"At {op.name!r}: the rule {rule.pattern!r} quantizes {', '.join(map(repr, paths))}, which "
+        f"{'are' if len(paths) > 1 else 'is'} {how} before the op, and would be left in float. Quantize what the op "
+        f'meets by Rule({op.name!r}, {spec}={rule.weight}, kind="{kind}"), or leave the parameter in float by a rule '
+        f"({paths[0]!r}, None) before that one; q.plan(...) then prints all sites."
+    )
+
+
+def _refuse_captured_model(ops: Sequence[_Op], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str) -> None:
+    """A model that is a function, and so closes over its weights, with the data in the place of the params."""
+    if not any(map(_wanted, rules)) or any(rule.kind == "captured" for rule in rules):
+        return
+    roles = [{origin.role for origin in op.origins} for op in ops if op.kind != "closed"]
+    meets_captured = any("captured" in of for of in roles)
+    meets_data = any(of & {"weight", "derived"} and "captured" not in of for of in roles)
+    later = {"captured", "data"} in roles
+    if meets_captured and not meets_data and (set(leaves) == {""} or (later and {"weight", "captured"} in roles)):
+        raise ValueError(
+            f"The params (`{params}`) are {'a bare array' if set(leaves) == {''} else 'in the first contraction alone'}"
+            ", and contractions are with arrays that the function closes over, as if data stood in the place of the "
+            "params of a model that is a function itself. Pass the weights: of an equinox model, params, static = "
+            "eqx.partition(model, eqx.is_array) and quantize_fn(lambda params, x: eqx.combine(params, static)(x), "
+            'rules); a lone weight as a dict {"w": w}. If it is meant so, say what becomes of the captured arrays by '
+            'a Rule("**", None, kind="captured").'
+        )
+
+
+def _numbered(name: str, seen: collections.Counter) -> str:
+    seen[name] += 1
+    return name if seen[name] == 1 else f"{name}#{seen[name]}"
+
+
+def _decision(op: _Op, names: list[str], matcher: _Matcher, strict: bool) -> Decision:
+    contraction = op.contraction
+    contracted = contracted_axes(contraction)
+    rules, specs = [], []
+    for side, operand in enumerate(contraction.operands):
+        rule = matcher.first(op, side)
+        is_weight = side == op.weight or (op.kind == "gradient" and operand.origin.role != "data")
+        if op.kind == "weight" and not is_weight:  # a parameter as the input of another may have a rule of its own
+            own = matcher.of_parameter(op, operand.origin)
+            rule = rule if own is None or _wanted(own) else own
+        spec = rule and (rule.weight if is_weight else rule.activation)
+        if rule is not None and spec is not None:
+            with named_in_errors(names[side], rule=rule):
+                spec = _of_operand(spec, operand, contracted[side], matcher, strict or _is_exact(rule))
+        rules.append(rule)
+        specs.append(spec)
+    if None not in specs:
+        for name, rule, spec, operand, axes in zip(names, rules, specs, contraction.operands, contracted, strict=True):
+            with named_in_errors(name, rule=rule):
+                _check_shared(spec, operand.shape, axes, contraction.op)
+    return Decision(contraction, tuple(specs), tuple(names), tuple(rules), contracted)
+
+
+def _is_exact(rule: Rule) -> bool:
+    """Whether its pattern is the name of a site."""
+    return isinstance(rule.pattern, str) and "*" not in rule.pattern
+
+
+def _of_operand(
+    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: _Matcher, exact: bool
+) -> QuantSpec | None:
+    """The spec with the axes of the operand; None for integers and the like that a glob only happens to match."""
+    if not checks.is_float(operand.dtype):
+        if not exact:
+            return None
+        raise ValueError(
+            f"an operand must be floating to be quantized, got {operand.dtype}. Leave it as it is by a rule with None "
+            "before this one."
+        )
+    parts = operand.origin.parts
+    spec = _on_operand(spec, operand, contracted, matcher.leaves[parts[0]] if parts else None)
+    qparams_shape(spec, operand.shape)
+    if len(parts) > 1:
+        _check_joined(spec, operand, contracted)
+    return spec
+
+
+def _sites(op: _Op, decision: Decision) -> Iterator[Site]:
+    c = op.contraction
+    for name, operand, spec, rule in zip(decision.names, c.operands, decision.specs, decision.rules, strict=True):
+        why = "" if spec else _why(op, operand, rule)
+        yield Site(
+            name, op.kind, c.op, c.scope, operand.shape, np.dtype(operand.dtype), _length(c), spec,
+            None if rule is None else rule.pattern, why,
+        )  # fmt: skip
+
+
+def _why(op: _Op, operand: Operand, rule: Rule | None) -> str:
+    """Why a site is left as it is."""
+    origin = operand.origin
+    if rule is not None and not _wanted(rule):
+        return "the rule says None"
+    if not checks.is_float(operand.dtype):
+        return f"{operand.dtype}: only floating operands are quantized"
+    if rule is not None:
+        return "the rule has no spec for this operand"
+    made = ", ".join(sorted(origin.params)) if origin.role == "derived" else ""
+    gathered = f"{', '.join(origin.gathered)}, gathered by data" if origin.gathered else "no parameter"
+    return {
+        "weight": "no rule matches",
+        "act_act": f'{gathered}; Rule(..., kind="act_act")',
+        "derived": f'computed from {made}; Rule(..., kind="derived")' if made else 'Rule(..., kind="derived")',
+        "captured": 'closed over; Rule(..., kind="captured")',
+        "params": "both operands are parameters",
+        "gradient": 'in a backward pass; Rule(..., kind="gradient")',
+    }[op.kind]
+
+
+def _closed(op: _Op, names: list[str], matcher: _Matcher) -> Iterator[Site]:
+    """Those parameters that go where nothing can be replaced; an error if a rule wants one quantized."""
+    for name, operand in zip(names, op.contraction.operands, strict=True):
+        path = operand.origin.path
+        if path is None:
+            continue
+        rule = matcher.of_parameter(op, operand.origin)
+        if rule is not None and _wanted(rule):
+            with named_in_errors(path, rule=rule):
+                raise ValueError(
+                    f"the parameter goes into {op.contraction.op!r}, at {op.name!r}, where quantize_fn cannot replace "
+                    f"anything. Leave it in float by a rule ({path!r}, None) before this one, or quantize it by "
+                    "fake_quant_params."
+                )
+        yield Site(
+            name, "closed", op.contraction.op, op.contraction.scope, operand.shape, operand.dtype, 0, None,
+            None if rule is None else rule.pattern, f"{op.contraction.op} cannot be entered",
+        )  # fmt: skip
+
+
+def _refuse_gradient(sites: list[Site], decisions: Mapping[Location, Decision], rules: Sequence[Rule]) -> None:
+    """Rules for the function do not mean the derivatives that it takes by itself."""
+    meant = decisions or any(_wanted(rule) for rule in rules)
+    if sites and meant:
+        raise ValueError(
+            f"At {sites[0].name!r}: the function differentiates by itself, and the op is in that pass. Differentiate "
+            "the quantized function instead: jax.grad(quantize_fn(loss, rules)), not quantize_fn(jax.grad(loss), "
+            "rules). If the derivative belongs to the model, say what is meant by a "
+            'Rule("**", None, kind="gradient"), which leaves it in float, or by one with specs.'
+        )
+
+
+def _note_custom(op: _Op, decision: Decision, custom: dict[Location, str]) -> None:
+    """How the calls with a derivative of their own around an op are treated."""
+    said = [rule.custom for rule, spec in zip(decision.rules, decision.specs, strict=True) if rule and spec]
+    for location in op.contraction.custom:
+        choices = {*said, custom.get(location, said[0])}
+        if None in choices or len(choices) > 1:
+            of_rules = "nothing" if choices == {None} else " and ".join(sorted(repr(c) for c in choices))
+            raise ValueError(
+                f"At {decision.names[0]!r} and {decision.names[1]!r}: the op is inside a function with a derivative of "
+                f"its own (jax.custom_jvp or custom_vjp), of which the rules say {of_rules}. Say one for all sites in "
+                'it: Rule(..., custom="keep") for the derivative that its author wrote, at the unquantized values, or '
+                'Rule(..., custom="inline") for the derivative of the quantized ops, which JAX takes only where no '
+                "while loop is inside. With an ODE solver, rather quantize the vector field before it is solved."
+            )
+        custom[location] = choices.pop() or ""
+
+
+def _unused(i: int, rule: Rule, matcher: _Matcher, ops: list[_Op]) -> str:
+    """What is wrong with a rule that decided nothing."""
+    if i in matcher.shadowed:
+        name, earlier = matcher.shadowed[i]
+        return (
+            f"`rules[{i}]`, {rule.pattern!r}, is shadowed: all it matches, such as {name!r}, is taken by the earlier "
+            f"rule {earlier.pattern!r}. Put the narrower rule first, drop one, or pass Rule(..., optional=True)."
+        )
+    pattern = rule.pattern if isinstance(rule.pattern, str) else str(getattr(rule.pattern, "pattern", ""))
+    of_kind = [name for op in ops if op.kind == rule.kind for side in range(2) for name in op.subjects(side)]
+    message = (
+        f"`rules[{i}]`, {rule.pattern!r}, matched no site of kind {rule.kind!r}. The nearest of "
+        f"{len(set(of_kind))} names: {nearest(pattern, of_kind)}."
+    )
+    bare = dataclasses.replace(rule, min_size=0, dtype=None)
+    matches = lambda name: bare.matches(name, matcher.leaves.get(name))
+    excluded = [name for name in of_kind if matches(name)]
+    parameters = [path for path in matcher.leaves if matches(path)]
+    elsewhere = [
+        (path, op.kind) for path in parameters for op in ops if op.kind != rule.kind
+        for origin in op.origins if path in origin.params and (origin.role in ("weight", "derived"))
+    ]  # fmt: skip
+    if excluded:
+        fields = {name: getattr(rule, name) for name in ("op", "scope", "min_size", "dtype") if getattr(rule, name)}
+        said = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        message += f" The pattern matches {excluded[0]!r}, which {said} excludes."
+    elif elsewhere:
+        path, kind = elsewhere[0]
+        message += f" It matches the parameter {path!r}, which is in an op of kind {kind!r}: Rule(..., kind={kind!r})."
+    elif parameters and rule.kind == "weight":
+        message += f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is."
+    elif rule.kind == "weight":
+        message += (
+            f" No parameter has such a path: is `{matcher.params}` right? It has {len(matcher.leaves)} arrays, the "
+            f"nearest of them {nearest(pattern, list(matcher.leaves))}."
+        )
+    return f"{message} Repair the rule, or pass Rule(..., optional=True); q.plan(...) without it prints all sites."
