@@ -238,6 +238,16 @@ def test_a_module_of_nnx_in_training_is_refused_and_one_in_evaluation_is_not():
         assert quantized(q.plan(model, X)) == ["linear/kernel:input", "linear/kernel"]
 
 
+@pytest.mark.slow
+def test_a_state_of_equinox_that_is_updated_and_returned_is_not_a_change():
+    eqx = pytest.importorskip("equinox", reason="an extra")
+    index = eqx.nn.StateIndex(jnp.zeros(()))
+    state = eqx.nn.State(index)
+    f = lambda p, state, x: (x @ p["w"], state.set(index, state.get(index) + 1))
+    _, state = quantize_fn(f, EVERY)({"w": PARAMS["a"]["kernel"]}, state, X)
+    assert state.get(index) == 1
+
+
 # The data in the place of the params
 
 CAPTURED = normal(4, 4)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A function with the dots and convolutions that the rules choose quantized."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -194,20 +195,18 @@ class QuantizedFunction:
 
 def _refuse_lost_changes(arguments: Mapping[Any, Any], known: Sequence[Any]) -> None:
     """What the function has changed of its arguments, as modules of nnx do, is lost unless it is returned."""
-    known_ids = {id(value) for value in known}
-    changed = [
-        f"{path!r} of argument {name!r}"
-        for name, argument in arguments.items()
-        for path, leaf in with_paths(argument)
-        if _is_traced(leaf) and id(leaf) not in known_ids
-    ]
+    known_ids, changed = {id(value) for value in known}, []
+    for name, argument in arguments.items():
+        with contextlib.suppress(ValueError):  # a State of equinox is not read again after its update: a new one is
+            leaves = [(path, leaf) for path, leaf in with_paths(argument) if _is_traced(leaf)]
+            changed += [f"{path!r} of argument {name!r}" for path, leaf in leaves if id(leaf) not in known_ids]
     if changed:
         raise ValueError(
             f"The function changes its arguments while it is traced, at {', '.join(changed[:3])}"
             f"{' and others' if len(changed) > 3 else ''}, and the changes would be lost: running statistics and "
             "dropout keys would never move. Return them. With nnx: graphdef, params, state = nnx.split(model, "
-            "nnx.Param, ...), and in the function model = nnx.merge(graphdef, params, state); return model(x), "
-            "nnx.state(model, nnx.Not(nnx.Param)). The page docs/state.md has the whole recipe."
+            "nnx.Param, ...), and in the function model = nnx.merge(graphdef, params, state, copy=True); return "
+            "model(x), nnx.state(model, nnx.Not(nnx.Param)). The page docs/state.md has the whole recipe."
         )
 
 
