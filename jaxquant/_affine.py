@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -98,27 +98,52 @@ def _on_grid(scale: Array, zero_point: Array, qmin: Array, qmax: Array, spec: Qu
 
     def used(scale, zero_point):
         # NaN for what is no number: integers cannot hold it, and it must not look like one.
-        scale = jnp.where(scale < TINY, TINY, jnp.where(scale < jnp.inf, scale, jnp.nan))
+        scale = num.select(scale < TINY, TINY, num.select(scale < jnp.inf, scale, jnp.nan))
         if spec.symmetric:
             return scale, zero_point
-        scale = jnp.where(zero_point == zero_point, scale, jnp.nan)
+        scale = num.select(zero_point == zero_point, scale, jnp.nan)
         return scale, num.clip(num.round_half_even(zero_point), qmin, qmax)
 
     if not fitted:
         scale, zero_point = num.once(used, scale, zero_point) if scale.ndim else used(scale, zero_point)
-    return scale, jnp.zeros_like(scale) if spec.symmetric else zero_point
+    return scale, None if spec.symmetric else zero_point
 
 
-def _level(x: Array, scale: Array, zero_point: Array, noise: Array | None, spec: QuantSpec) -> Array:
-    return num.affine_level(x, num.spread(scale, x.shape), num.spread(zero_point, x.shape), spec.rounding, noise)
+@functools.partial(jax.jit, static_argnames="spec")
+def _used_scale(scale: Array, zero_point: Array, qmin: Any, qmax: Any, spec: QuantSpec) -> Array:
+    # Compiled, because an eager conditional is a new program in each call.
+    return _on_grid(scale, zero_point, qmin, qmax, spec)[0]
+
+
+class _Grid(NamedTuple):
+    """A grid in the dtype of a computation, with a value for each group spread over a shape; no zero point is 0."""
+
+    scale: Array
+    zero_point: Array | None
+    qmin: Any
+    qmax: Any
+
+    def level(self, x: Array, noise: Array | None, spec: QuantSpec) -> Array:
+        """The level of each real value, not yet clipped."""
+        return num.affine_level(x, self.scale, self.zero_point, spec.rounding, noise)
+
+    def value(self, level: Array) -> Array:
+        """The real value of each level, clipped first; NaN stays."""
+        level = lax.min(lax.max(level, self.qmin), self.qmax)
+        return num.affine_value(level, self.scale, self.zero_point)
+
+
+def _grid_of(x: Array, scale: Array, zero_point: Array | None, qmin: Any, qmax: Any) -> _Grid:
+    """The grid for values of the shape and dtype of `x`."""
+    over = lambda v: None if v is None else num.spread(v.astype(x.dtype), x.shape)
+    return _Grid(over(scale), over(zero_point), qmin.astype(x.dtype), qmax.astype(x.dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "fitted"))
 def _round_trip(x, scale, zero_point, qmin, qmax, noise, spec, fitted) -> Array:
     dtype, x = x.dtype, num.upcast(x, num.compute_dtype(x.dtype))
-    scale, zero_point = (v.astype(x.dtype) for v in _on_grid(scale, zero_point, qmin, qmax, spec, fitted))
-    level = num.clip(_level(x, scale, zero_point, noise, spec), qmin.astype(x.dtype), qmax.astype(x.dtype))
-    return num.downcast(num.affine_value(level, num.spread(scale, x.shape), num.spread(zero_point, x.shape)), dtype)
+    grid = _grid_of(x, *_on_grid(scale, zero_point, qmin, qmax, spec, fitted), qmin, qmax)
+    return num.downcast(grid.value(grid.level(x, noise, spec)), dtype)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -126,46 +151,45 @@ def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array,
     """To x, to scale, and to zero_point in units of -scale: a sum that is exact where the cotangents are."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
     shape = scale.shape
-    scale, zero_point, qmin, qmax = (
-        v.astype(x.dtype) for v in (*_on_grid(scale, zero_point, qmin, qmax, spec), qmin, qmax)
-    )
+    grid = _grid_of(x, *_on_grid(scale, zero_point, qmin, qmax, spec), qmin, qmax)
     # The mask is of the level after rounding: the largest weight over its own scale can be 127.00001 levels.
-    level = _level(x, scale, zero_point, noise, spec)
-    g, zero = num.shard_like(g, level), num.spread(zero_point, x.shape)
+    level = grid.level(x, noise, spec)
+    g, zero = num.shard_like(g, level), grid.zero_point
+    zero = jnp.zeros((), x.dtype) if zero is None else zero
     if zero.shape == x.shape:  # a select of two arrays wants one sharding
         zero = num.shard_like(zero, level)
-    below, above = level < qmin, level > qmax
-    inside = (qmin <= level) & (level <= qmax)
+    below, above = level < grid.qmin, level > grid.qmax
+    inside = (grid.qmin <= level) & (level <= grid.qmax)
     wide = num.upcast(g, x.dtype)
     total = lambda v: num.gather(jnp.sum, v, shape)
-    v = num.divide(x, num.spread(scale, x.shape))
-    steps = jnp.where(below, qmin - zero, jnp.where(above, qmax - zero, level - zero - v))
+    v = num.divide(x, grid.scale)
+    steps = jnp.where(below, grid.qmin - zero, jnp.where(above, grid.qmax - zero, level - zero - v))
     counts = below | above | inside  # not NaN
     dscale = total(jnp.where(counts, wide * steps, 0)).astype(jnp.float32)
+    if spec.symmetric:
+        return _passed(g, inside), dscale, jnp.zeros_like(dscale)
     clipped = total(jnp.where(below | above, wide, 0)).astype(jnp.float32)
-    dzero = jnp.zeros_like(dscale) if spec.symmetric else -clipped
-    return _passed(g, inside), dscale, dzero
+    return _passed(g, inside), dscale, -clipped
 
 
 def _passed(g: Array, inside: Array) -> Array:
     # Guarded, because XLA:CPU makes of a select of a plain load a masked load, which takes twice the time.
-    return jnp.where(inside, num.guard(g), 0)
+    return num.select(inside, num.guard(g), 0)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _gradient_of_fitted(g, x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
     """To x, where the qparams are those of its own range."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    used = _on_grid(scale, zero_point, qmin, qmax, spec, fitted=True)
-    scale, zero_point, qmin, qmax = (v.astype(x.dtype) for v in (*used, qmin, qmax))
+    grid = _grid_of(x, *_on_grid(scale, zero_point, qmin, qmax, spec, fitted=True), qmin, qmax)
     if spec.symmetric and spec.narrow_range and spec.rounding in ("half_even", "half_away"):
         # No finite value lies outside of its own range, so that no level need be computed; but those beyond half the
         # largest float, where ranges end, and there ties with the next level round outwards.
-        limit = num.spread((qmax + 0.5) * scale, x.shape)
+        limit = num.spread((grid.qmax + 0.5) * scale.astype(x.dtype), x.shape)
         inside = (-limit < x) & (x < limit)
     else:
-        level = _level(x, scale, zero_point, noise, spec)
-        inside = (qmin <= level) & (level <= qmax)
+        level = grid.level(x, noise, spec)
+        inside = (grid.qmin <= level) & (level <= grid.qmax)
     return _passed(num.shard_like(g, inside), inside)
 
 
@@ -289,21 +313,36 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     fitted = qparams is None
     if not fitted and not spec.symmetric:
         # The rule gives its gradient in units of -scale, which multiplies here, after shard_map has added the shards.
-        used, _ = _on_grid(scale, zero_point, qmin, qmax, spec)
-        zero_point = _scale_gradient(*num.vary_together(zero_point, used))
+        zero_point = _scale_gradient(*num.vary_together(zero_point, _used_scale(scale, zero_point, qmin, qmax, spec)))
     noise = _noise(x, spec, key)
     arrays = num.vary_together(x, scale, zero_point, qmin, qmax, *([] if noise is None else [noise]))
     return _fake_quant(*arrays, *([None] if noise is None else []), spec, fitted)
 
 
+def _to_integers(level: Array, qmin: Any, qmax: Any, spec: QuantSpec) -> Array:
+    """Clipped; NaN, which compares with nothing, becomes qmin."""
+    return lax.min(num.select(level >= qmin, level, qmin), qmax).astype(spec.dtype)
+
+
+def _integers(x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
+    """The integers of real values, with qparams that are on the grid."""
+    x = num.upcast(x, num.compute_dtype(x.dtype))
+    grid = _grid_of(x, scale, zero_point, qmin, qmax)
+    return _to_integers(grid.level(x, noise, spec), grid.qmin, grid.qmax, spec)
+
+
+def _qarray(integers: Array, scale: Array, zero_point: Array | None, spec: QuantSpec, dtype: Any) -> QArray:
+    zero_point = jnp.zeros_like(scale) if zero_point is None else zero_point
+    return QArray(integers, scale, zero_point.astype(spec.dtype), spec, dtype)
+
+
 @functools.partial(jax.jit, static_argnames=("spec", "fitted"))
 def _quantize(x, scale, zero_point, qmin, qmax, noise, spec, fitted) -> QArray:
-    dtype, x = x.dtype, num.upcast(x, num.compute_dtype(x.dtype))
     scale, zero_point = _on_grid(scale, zero_point, qmin, qmax, spec, fitted)
-    level = _level(x, scale.astype(x.dtype), zero_point.astype(x.dtype), noise, spec)
-    level = num.clip(level, qmin.astype(x.dtype), qmax.astype(x.dtype))
-    to_integer = lambda v: jnp.where(v == v, v, spec.qmin).astype(spec.dtype)
-    return QArray(to_integer(level), scale, to_integer(zero_point), spec, dtype)
+    integers = _integers(x, scale, zero_point, qmin, qmax, noise, spec)
+    if zero_point is not None:
+        zero_point = num.select(zero_point == zero_point, zero_point, spec.qmin)  # integers have no NaN; the scale has
+    return _qarray(integers, scale, zero_point, spec, x.dtype)
 
 
 def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None) -> QArray:
@@ -338,11 +377,23 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     return _quantize(x, scale, zero_point, qmin, qmax, noise, spec, qparams is None)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _straight_through(x, scale, zero_point, qmin, qmax, noise, spec):
+    """`x` with the gradient of `fake_quant`, for `contract`, which has the value in integers."""
+    return x
+
+
+_straight_through.defvjp(
+    lambda x, *others: (_straight_through(x, *others), (x, *others[:-1])),
+    lambda spec, residuals, g: _fake_quant_bwd(spec, True, residuals, g),
+)
+
+
 @functools.partial(jax.jit, static_argnames=("spec", "contracted"))
 def quantize_straight_through(
     x: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any
 ) -> tuple[Any, QArray, Array]:
-    """`fake_quant(x, spec)`, for its gradient, and `quantize(x, spec)`, with one range: an operand of a contraction.
+    """`x` with the gradient of `fake_quant(x, spec)`, and `quantize(x, spec)`: an operand of a contraction.
 
     And marks, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN, so
     that the results which they enter are NaN; 0 elsewhere.
@@ -356,25 +407,30 @@ def quantize_straight_through(
 
     def quantized(x_min, x_max, finite):
         scale, zero_point = to_qparams(x_min, x_max, spec, qmin, qmax)
-        q = _quantize(*together(values, scale, zero_point), spec, fitted=True)
-        marks = jnp.sum(jnp.where(values == values, 0, jnp.nan), contracted, dtype=jnp.float32, keepdims=True)
-        marks = jnp.zeros_like(marks) if finite else marks
-        return q.values, scale, None if spec.symmetric else zero_point, marks
+        integers = _integers(values, scale, zero_point, qmin, qmax, noise, spec)
+        return integers, scale, zero_point, _marks(values, contracted, finite)
 
     # Quantized on both sides of the condition of the range, so that the integers stand alone: XLA:CPU would compute
     # them anew, from quotients kept in float32, where the backward pass reads them.
     integers, scale, zero_point, marks = range_of(values, spec, quantized)
-    if zero_point is None:
-        zero_point = jnp.zeros_like(scale)
-    real = _fake_quant(*together(x, scale, zero_point), spec, True)
-    return real, QArray(integers, scale, zero_point.astype(spec.dtype), spec, x.dtype), marks
+    real = _straight_through(*together(x, scale, scale if zero_point is None else zero_point), spec)
+    return real, _qarray(integers, scale, zero_point, spec, x.dtype), marks
+
+
+def _marks(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
+    if finite and not num.is_explicit(values) and not num.varying_axes(values):
+        shape = [1 if i in contracted else n for i, n in enumerate(values.shape)]
+        return jnp.zeros(shape, jnp.float32)
+    marks = jnp.sum(jnp.where(values == values, 0, jnp.nan), contracted, dtype=jnp.float32, keepdims=True)
+    return jnp.zeros_like(marks) if finite else marks  # of the type that the other branch has
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def real_values(q: QArray, dtype: jnp.dtype) -> Array:
     """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
-    scale, zero_point = (num.spread(v.astype(num.compute_dtype(dtype)), q.shape) for v in (q.scale, q.zero_point))
-    values = num.affine_value(q.values.astype(scale.dtype), scale, zero_point)
+    over = lambda v: num.spread(v.astype(num.compute_dtype(dtype)), q.shape)
+    scale = over(q.scale)
+    values = num.affine_value(q.values.astype(scale.dtype), scale, None if q.spec.symmetric else over(q.zero_point))
     # Guarded once more: of integers, which are never NaN, LLVM knows that `|steps| * 0` is 0, and drops the sum.
     return num.downcast(num.guard(values), dtype)
 

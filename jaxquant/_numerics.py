@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -22,6 +23,28 @@ def compute_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
+def is_explicit(v: Array) -> bool:
+    """Whether `v` is on a mesh with explicit axes, where the sharding of every result is part of its type."""
+    return not jax.typeof(v).sharding.mesh.empty
+
+
+def select(condition: Array, a: Any, b: Any) -> Array:
+    """`jnp.where` of numbers, or of arrays that broadcast to the condition, as one operation.
+
+    In a program `jnp.where` is a function that is called; XLA's time goes with its instructions, and calls count most.
+    """
+    if is_explicit(condition):  # JAX's broadcasts know what becomes of shardings
+        return jnp.where(condition, a, b)
+    dtype = next(v.dtype for v in (a, b) if hasattr(v, "dtype"))
+
+    def full(v: Any) -> Array:
+        if jnp.ndim(v) == 0 and not isinstance(v, jax.core.Tracer):
+            return lax.full_like(condition, v, dtype)
+        return v if v.shape == condition.shape else jnp.broadcast_to(v, condition.shape)
+
+    return lax.select(condition, full(a), full(b))
+
+
 def guard(v: Array) -> Array:
     """Returns `v` with its rounding fixed: the identity, for NaN too.
 
@@ -29,7 +52,7 @@ def guard(v: Array) -> Array:
     own `op(x) + bias`. Neither XLA nor LLVM removes a select whose condition depends on the data, nor contracts
     through it; `optimization_barrier`, `reduce_precision` and bitcasts are gone before the contraction happens.
     """
-    return jnp.where(v == v, v, jnp.nan)
+    return select(v == v, v, jnp.nan)
 
 
 def upcast(x: Array, dtype: jnp.dtype) -> Array:
@@ -56,7 +79,8 @@ def divide(a: Array, b: Array | float) -> Array:
     `a / (b / c)` as `(a * c) / b`. A divisor selected element by element is none of these. The select hangs on `a`
     because a condition on `b` alone would be as constant, or as broadcast, as `b` is.
     """
-    return a / jnp.where(a == a, jnp.asarray(b, a.dtype), jnp.nan)
+    otherwise = jnp.nan if is_explicit(a) else a  # NaN too, without another constant; where all of one sharding is
+    return a / select(a == a, b if isinstance(b, float | int) else b.astype(a.dtype), otherwise)
 
 
 def clip(x: Array, low: Array, high: Array) -> Array:
@@ -64,8 +88,8 @@ def clip(x: Array, low: Array, high: Array) -> Array:
 
     `jnp.clip` differs in both.
     """
-    x = jnp.where(high < x, high, x)
-    return jnp.where(x < low, low, x)
+    x = select(high < x, high, x)
+    return select(x < low, low, x)
 
 
 def round_half_even(v: Array) -> Array:
@@ -95,14 +119,18 @@ def round_stochastic(v: Array, noise: Array) -> Array:
 ROUND = {"half_even": round_half_even, "half_up": round_half_up, "half_away": round_half_away}
 
 
-def affine_level(x: Array, scale: Array, zero_point: Array, rounding: str, noise: Array | None) -> Array:
-    """The whole number of each real value on the affine grid, not yet clipped: `round(x / scale) + zero_point`."""
+def affine_level(x: Array, scale: Array, zero_point: Array | None, rounding: str, noise: Array | None) -> Array:
+    """The integer of each real value on the affine grid, not yet clipped: `round(x / scale) + zero_point`.
+
+    No zero point is 0.
+    """
     # Of a constant x `divide` would fold the select that it hangs on.
     v = divide(lax.optimization_barrier(x), scale)
-    return (round_stochastic(v, noise) if noise is not None else ROUND[rounding](v)) + zero_point
+    level = round_stochastic(v, noise) if noise is not None else ROUND[rounding](v)
+    return level if zero_point is None else level + zero_point
 
 
-def affine_value(level: Array, scale: Array, zero_point: Array) -> Array:
+def affine_value(level: Array, scale: Array, zero_point: Array | None) -> Array:
     """The real value of each level, `(level - zero_point) * scale`; the product is last, so that zero is exactly 0.
 
     The sum with `|steps| * 0` is two things at once. It makes one zero: XLA drops an addition of a constant zero point
@@ -110,7 +138,7 @@ def affine_value(level: Array, scale: Array, zero_point: Array) -> Array:
     guards the product: contracted with this sum it rounds to the same, and with the user's next one it cannot be. A
     select would not do: LLVM moves an addition into one with a constant on a side.
     """
-    steps = level - zero_point
+    steps = level if zero_point is None else level - zero_point
     return steps * scale + jnp.abs(steps) * 0
 
 
@@ -249,11 +277,12 @@ def vary_together(*arrays: Array) -> Any:
     must return a cotangent of the type of each argument, but the gradient of the range as the rule computes it is
     per shard. After the cast the types agree, and JAX's own rule for the cast sums the gradient over the axis.
     """
-    union = frozenset().union(*map(_varying_axes, arrays))
+    union = frozenset().union(*map(varying_axes, arrays))
     return tuple(_vary(x, union) for x in arrays)
 
 
-def _varying_axes(x: Array) -> frozenset:
+def varying_axes(x: Array) -> frozenset:
+    """The mesh axes over which `x` varies, inside `shard_map`."""
     kind = jax.typeof(x)
     if hasattr(kind, "manual_axis_type"):  # jax >= 0.10
         return frozenset(kind.manual_axis_type.varying)
@@ -261,7 +290,7 @@ def _varying_axes(x: Array) -> frozenset:
 
 
 def _vary(x: Array, axes: frozenset) -> Array:
-    missing = tuple(sorted(axes - _varying_axes(x)))
+    missing = tuple(sorted(axes - varying_axes(x)))
     if not missing:
         return x
     if hasattr(lax, "pcast"):

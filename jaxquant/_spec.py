@@ -273,18 +273,17 @@ def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:axis], length // kind.size, *shape[axis + 1 :])
 
 
-def grid(spec: QuantSpec, bits: Any, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """`qmin` and `qmax` as scalars of the dtype of the computation, for traced `bits` too.
+def grid(spec: QuantSpec, bits: Any, dtype: Any) -> tuple[Any, Any]:
+    """`qmin` and `qmax` as scalars of the dtype of the computation: constants, or arrays for traced `bits`.
 
     Traced bits are limited to [2, spec.bits], which cannot be checked. By shifts: `exp2` is not exact everywhere.
     """
     if bits is None:
-        low, high = spec.qmin, spec.qmax
-    else:
-        bits = _bits(spec, bits)
-        half = lax.shift_left(jnp.int32(1), bits - 1)
-        low, high = (-half, half - 1) if spec.signed else (jnp.zeros_like(half), 2 * half - 1)
-        low = low + int(bool(spec.narrow_range))
+        return np.dtype(dtype).type(spec.qmin), np.dtype(dtype).type(spec.qmax)
+    bits = _bits(spec, bits)
+    half = lax.shift_left(jnp.int32(1), bits - 1)
+    low, high = (-half, half - 1) if spec.signed else (jnp.zeros_like(half), 2 * half - 1)
+    low = low + int(bool(spec.narrow_range))
     return jnp.asarray(low, dtype), jnp.asarray(high, dtype)
 
 

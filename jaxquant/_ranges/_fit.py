@@ -15,11 +15,12 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._spec import QuantSpec, checked, grid, qparams_shape
-from ._range import LARGEST, TINY, QParams, finite_or, no_nonfinite, range_of, rows_of, to_qparams
+from ._range import LARGEST, TINY, QParams, finite_or, no_nonfinite, range_of, rows_of, to_qparams, with_zeros
 
 
 def _minmax(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
-    return range_of(x, spec, lambda x_min, x_max, _: to_qparams(x_min, x_max, spec, qmin, qmax))
+    qparams = range_of(x, spec, lambda x_min, x_max, _: to_qparams(x_min, x_max, spec, qmin, qmax))
+    return with_zeros(qparams)
 
 
 def _mean(x: Array, shape: tuple[int, ...]) -> Array:
@@ -63,7 +64,7 @@ def _percentile(x: Array, spec: QuantSpec, qmin: Array, qmax: Array, percentile:
         outside = (100 - percentile) / 200
         low, high = _order_statistics(rows, outside, outside)
     low, high = (end.reshape(shape).astype(jnp.float32) for end in (low, high))
-    return to_qparams(low, high, spec, qmin, qmax)
+    return with_zeros(to_qparams(low, high, spec, qmin, qmax))
 
 
 class _Trial(NamedTuple):

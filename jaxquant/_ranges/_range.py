@@ -18,8 +18,9 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._spec import QuantSpec, checked, grid, qparams_shape
 
-TINY = float(jnp.finfo(jnp.float32).tiny)
-LARGEST = float(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
+TINY = np.float32(jnp.finfo(jnp.float32).tiny)
+LARGEST = np.float32(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
+_ZERO = np.float32(0)
 
 
 class Range(NamedTuple):
@@ -70,11 +71,13 @@ def no_nonfinite(x: Array, nonfinite: str) -> None:
 
 def finite_or(x: Array, otherwise: float) -> Array:
     """`x`, or `otherwise` where it is NaN or infinite."""
-    return jnp.where(jnp.abs(x) < jnp.inf, x, otherwise)
+    return num.select(jnp.abs(x) < jnp.inf, x, otherwise)
 
 
 def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
     """`then(x_min, x_max, finite)` of the finite values of each group, of as few reductions as the spec needs.
+
+    Of a signed symmetric spec `x_max` is the largest absolute value, and `x_min` is None.
 
     The values are masked only if there are some to mask: XLA:CPU reduces what it reads, or its absolute value, at the
     speed of memory, and what else it computes first several times slower, through a copy of the array. `then` is on
@@ -87,15 +90,15 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
 
     def of(extremes, finite):
         ends = [_to_float32(end) for end in extremes]
-        return then(-ends[0], ends[0], finite) if len(ends) == 1 else then(*ends, finite)
+        return then(None, ends[0], finite) if len(ends) == 1 else then(*ends, finite)
 
     masked = lambda x: of([num.gather(reduction(finite_or), x, shape) for reduction in reductions], False)
     return lax.cond(_finite(x, plain), lambda x: of(plain, True), masked, x)
 
 
-_LOWEST = lambda mask: lambda x, axes: jnp.min(mask(x, jnp.inf), axes, initial=jnp.inf)
-_HIGHEST = lambda mask: lambda x, axes: jnp.max(mask(x, -jnp.inf), axes, initial=-jnp.inf)
-_LARGEST = lambda mask: lambda x, axes: jnp.max(mask(jnp.abs(x), -jnp.inf), axes, initial=-jnp.inf)
+_LOWEST = lambda mask: lambda x, axes: lax.reduce_min(mask(x, jnp.inf), axes)
+_HIGHEST = lambda mask: lambda x, axes: lax.reduce_max(mask(x, -jnp.inf), axes)
+_LARGEST = lambda mask: lambda x, axes: lax.reduce_max(mask(jnp.abs(x), -jnp.inf), axes)
 
 
 def _finite(x: Array, extremes: list[Array]) -> Array:
@@ -104,12 +107,17 @@ def _finite(x: Array, extremes: list[Array]) -> Array:
     By sums, because XLA:CPU compiles one kernel for a sum and three for any other reduction. And because the maximum
     over devices forgets the NaN of one of them, and with it all that device saw: there the sum is of x.
     """
-    told_by = extremes if jax.device_count() == 1 else [x]
-    return functools.reduce(jnp.logical_and, [jnp.abs(jnp.sum(v)) < jnp.inf for v in told_by])
+    total = lambda v: jnp.sum(v) if v.ndim else v
+    if jax.device_count() > 1:
+        return jnp.abs(total(x)) < jnp.inf
+    # The lowest from the highest: of infinities that is one, or NaN.
+    return jnp.abs(functools.reduce(jnp.subtract, [total(end) for end in reversed(extremes)])) < jnp.inf
 
 
 def _to_float32(end: Array) -> Array:
     """An end of float64 beyond float32 becomes its largest number; infinity, the range of nothing, stays."""
+    if end.dtype == jnp.float32:
+        return end
     return jnp.where(jnp.abs(end) < jnp.inf, num.downcast(end, jnp.dtype(jnp.float32)), end.astype(jnp.float32))
 
 
@@ -150,26 +158,43 @@ def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
 
 
 def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
-    """The range with 0 in it and ends of at most half the largest float; a NaN end is 0."""
-    end = lambda v, low, high: jnp.where(v == v, jnp.clip(v, low, high), 0)
-    return end(x_min, -LARGEST, 0), end(x_max, 0, LARGEST)
+    """The range with 0 in it and ends of at most half the largest float."""
+    return lax.min(lax.max(x_min, -LARGEST), _ZERO), lax.min(lax.max(x_max, _ZERO), LARGEST)
+
+
+def _scale(width: Array, steps: Any) -> Array:
+    positive = width > 0
+    # Exact as `num.divide` is: the divisor is selected element by element.
+    quotient = width / num.select(positive, steps, width)
+    return num.select(positive, lax.max(quotient, TINY), 1)
+
+
+def to_qparams(x_min: Array | None, x_max: Array, spec: QuantSpec, qmin: Any, qmax: Any) -> QParams:
+    """The qparams of a range without NaN: the formulas of `qparams_from_range`, inside a compiled program.
+
+    No `x_min` is the range of the largest absolute value `x_max`. The zero point of a symmetric spec is None, for 0.
+    """
+    # Constants would be folded before the rewrites that `num.divide` stops.
+    if x_min is None:
+        return QParams(_scale(lax.min(lax.optimization_barrier(x_max), LARGEST), qmax), None)
+    x_min, x_max = _extended(*lax.optimization_barrier((x_min, x_max)))
+    if spec.symmetric:
+        return QParams(_scale(lax.max(-x_min, x_max) if spec.signed else x_max, qmax), None)
+    scale = _scale(x_max - x_min, qmax - qmin)
+    zero_point = qmin - num.round_half_even(num.divide(x_min, scale))
+    return QParams(scale, lax.min(lax.max(zero_point, qmin), qmax))
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def to_qparams(x_min: Array, x_max: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
-    """The qparams of a range: the formulas of `qparams_from_range`, for its callers inside a compiled program."""
-    # Constants would be folded before the rewrites that `num.divide` stops.
-    x_min, x_max = lax.optimization_barrier((x_min, x_max))
-    x_min, x_max = _extended(x_min, x_max)
-    if not spec.symmetric:
-        width, steps = x_max - x_min, qmax - qmin
-    else:
-        width, steps = jnp.maximum(-x_min, x_max) if spec.signed else x_max, qmax
-    scale = jnp.where(width > 0, jnp.maximum(num.divide(width, steps), TINY), 1)
-    if spec.symmetric:
-        return QParams(scale, jnp.zeros_like(scale))
-    zero_point = qmin - num.round_half_even(num.divide(x_min, scale))
-    return QParams(scale, num.clip(zero_point, qmin, qmax))
+def _qparams_from_range(x_min: Array, x_max: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
+    x_min, x_max = (num.select(v == v, v, 0) for v in (x_min, x_max))
+    return with_zeros(to_qparams(x_min, x_max, spec, qmin, qmax))
+
+
+def with_zeros(qparams: QParams) -> QParams:
+    """With the zero point of a symmetric spec as the array that users have."""
+    scale, zero_point = qparams
+    return QParams(scale, jnp.zeros_like(scale) if zero_point is None else zero_point)
 
 
 def qparams_from_range(x_min: Any, x_max: Any, spec: QuantSpec, *, bits: Any = None) -> QParams:
@@ -208,7 +233,7 @@ def qparams_from_range(x_min: Any, x_max: Any, spec: QuantSpec, *, bits: Any = N
     spec = checked(spec)
     x_min, x_max = checks.ends(("x_min", "x_max"), (x_min, x_max), jnp.dtype(jnp.float32))
     checks.shape("x_max", x_max, x_min.shape, "the shape of `x_min`, one range for each scale")
-    return to_qparams(x_min, x_max, spec, *grid(spec, bits, jnp.float32))
+    return _qparams_from_range(x_min, x_max, spec, *grid(spec, bits, jnp.float32))
 
 
 def rows_of(x: Array, shape: tuple[int, ...]) -> Array:
