@@ -138,13 +138,17 @@ def mesh(kind):
     return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
-def jitted(name, f):
+def with_constants(f, sets):
+    """`f` of the sets (x, low, high, g) with each range a constant: one program for all of them."""
+    return jax.jit(lambda xs: [f(x, a[1], a[2], g) for (x, g), a in zip(xs, sets, strict=True)])(
+        [(a[0], a[3]) for a in sets]
+    )
+
+
+def jitted(name, f, sets=None):
     """`f` with the range traced where it can be, and constant where it is an attribute."""
-    for x, low, high, g in each(name):
-        if OPS[name].attributes:
-            yield jax.jit(functools.partial(lambda low, high, x, g: f(x, low, high, g), low, high))(x, g)
-        else:
-            yield jax.jit(f)(x, low, high, g)
+    sets, compiled = sets or each(name), jax.jit(f)
+    return with_constants(f, sets) if OPS[name].attributes else [compiled(*a) for a in sets]
 
 
 CORE = {"args", "vars", "per channel 4 narrow", "V4 given, axis", "integers, scaled, half even"}  # the others are slow
@@ -155,7 +159,7 @@ every_op = pytest.mark.parametrize("name", marked(OPS))
 
 @every_op
 def test_jit(name):
-    same(list(jitted(name, all_values(OPS[name]))), expected(name))
+    same(jitted(name, all_values(OPS[name])), expected(name))
 
 
 @every_op
@@ -194,15 +198,14 @@ def test_scan(name):
 def test_closure_constant_ranges(name):
     f = all_values(OPS[name])
     some = list(zip(each(name), expected(name), strict=True))[1::2]
-    got = [jax.jit(lambda x, g, a=a: f(x, a[1], a[2], g))(a[0], a[3]) for a, _ in some]
-    same(got, [want for _, want in some])
+    same(with_constants(f, [a for a, _ in some]), [want for _, want in some])
 
 
 @every_op
 def test_closure_constant_everything(name):
     f = all_values(OPS[name])
     some = list(zip(each(name), expected(name), strict=True))[::3]
-    got = [jax.jit(lambda a=a: f(jnp.asarray(a[0]), *a[1:3], jnp.asarray(a[3])))() for a, _ in some]
+    got = jax.jit(lambda: [f(jnp.asarray(a[0]), *a[1:3], jnp.asarray(a[3])) for a, _ in some])()
     same(got, [want for _, want in some])
 
 
@@ -236,15 +239,11 @@ def test_gradients_beside_half_precision_neighbours(name):
 def test_sharded_jit(name, kind):
     with_mesh = mesh(kind)
     rows, whole = NamedSharding(with_mesh, P("data")), NamedSharding(with_mesh, P())
-    f = all_values(OPS[name])
-    for a, want in zip(each(name), expected(name), strict=True):
-        x, g = jax.device_put(a[0], rows), jax.device_put(a[3], rows)
-        if OPS[name].attributes:
-            got = jax.jit(lambda x, g, a=a: f(x, a[1], a[2], g))(x, g)
-        else:
-            got = jax.jit(f)(x, jax.device_put(a[1], whole), jax.device_put(a[2], whole), g)
-        assert len(got[0].sharding.device_set) == 4
-        same(got, want)
+    of_range = (lambda v: v) if OPS[name].attributes else lambda v: jax.device_put(v, whole)
+    placed = lambda x, low, high, g: (jax.device_put(x, rows), of_range(low), of_range(high), jax.device_put(g, rows))
+    got = jitted(name, all_values(OPS[name]), [placed(*a) for a in each(name)])
+    assert all(len(y.sharding.device_set) == 4 for y, _ in got)
+    same(got, expected(name))
 
 
 @pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if op.per_channel))
@@ -267,20 +266,13 @@ def test_channels_sharded(name, kind, what):
 
 @pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if not op.from_data))
 def test_shard_map(name):
-    op = OPS[name]
-    f = all_values(op)
-    sharded = functools.partial(jax.shard_map, mesh=mesh("Auto"))
-    for (x, low, high, g), want in zip(each(name), expected(name), strict=True):
-        if op.attributes:
-            run = sharded(
-                lambda x, g, a=low, b=high: f(x, a, b, g), in_specs=(P("data"), P("data")), out_specs=P("data")
-            )
-            got = jax.jit(run)(x, g)
-        else:
-            specs = P("data"), P(), P(), P("data")
-            run = sharded(f, in_specs=specs, out_specs=(P("data"), (P("data"), P(), P())))
-            got = jax.jit(run)(x, low, high, g)
-        same(got, want)
+    f, sharded = all_values(OPS[name]), functools.partial(jax.shard_map, mesh=mesh("Auto"))
+    if OPS[name].attributes:
+        rows = {"in_specs": (P("data"), P("data")), "out_specs": P("data")}
+        run = lambda x, low, high, g: sharded(lambda x, g: f(x, low, high, g), **rows)(x, g)
+    else:
+        run = sharded(f, in_specs=(P("data"), P(), P(), P("data")), out_specs=(P("data"), (P("data"), P(), P())))
+    same(jitted(name, run), expected(name))
 
 
 def test_per_channel_is_a_loop_over_channels():
