@@ -2,6 +2,7 @@
 """One value everywhere: each op of jaxquant.tf gives the same bits on every road that JAX offers to it."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,10 +15,12 @@ from exact import assert_same_bits
 from inputs import cast, hard_ranges, hard_values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import cases
 
 from jaxquant import tf
 
 RANGES, ROWS, CHANNELS = 8, 16, 6
+KINDS = "Auto", "Explicit"  # of the axes of a mesh
 
 
 class Op(NamedTuple):
@@ -152,9 +155,9 @@ def jitted(name, f, sets=None):
 
 
 CORE = {"args", "vars", "per channel 4 narrow", "V4 given, axis", "integers, scaled, half even"}  # the others are slow
-marked = lambda names: [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in names]
-traced_range = pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if not op.attributes))
-every_op = pytest.mark.parametrize("name", marked(OPS))
+core_of = lambda names: cases("name", names, [name for name in names if name in CORE])
+traced_range = core_of([name for name, op in OPS.items() if not op.attributes])
+every_op = core_of(OPS)
 
 
 @every_op
@@ -209,8 +212,16 @@ def test_closure_constant_everything(name):
     same(got, [want for _, want in some])
 
 
-@every_op
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@cases(
+    ("name", "dtype"),
+    itertools.product(OPS, ["float32", "bfloat16", "float16"]),
+    [
+        *itertools.product(["vars", "V4 given, axis"], ["float32", "bfloat16"]),
+        ("args", "bfloat16"),
+        ("per channel 4 narrow", "float32"),
+        ("integers, scaled, half even", "float32"),
+    ],
+)
 def test_neighbours_in_one_jit(name, dtype):
     """The user's own operations before and after the op are not merged into its arithmetic."""
     op, rng = OPS[name], np.random.default_rng(4)
@@ -223,7 +234,7 @@ def test_neighbours_in_one_jit(name, dtype):
     same(got, ((y + bias, bias - y), (s + bias, bias - s)))
 
 
-@every_op
+@cases("name", OPS, ["args", "vars", "per channel 4 narrow"])
 def test_gradients_beside_half_precision_neighbours(name):
     op, rng = OPS[name], np.random.default_rng(6)
     u, v = (jnp.asarray(cast(rng.normal(size=(512, CHANNELS)), oracle.FLOATS["bfloat16"])) for _ in range(2))
@@ -234,8 +245,17 @@ def test_gradients_beside_half_precision_neighbours(name):
     same(jax.jit(lambda u, v, g: f(u * v, low, high, g)[1])(u, v, g), f(u * v, low, high, g)[1])
 
 
-@every_op
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@cases(
+    ("name", "kind"),
+    itertools.product(OPS, KINDS),
+    [
+        *itertools.product(["vars"], KINDS),
+        ("args", "Auto"),
+        ("per channel 4 narrow", "Explicit"),
+        ("V4 given, axis", "Auto"),
+        ("integers, scaled, half even", "Explicit"),
+    ],
+)
 def test_sharded_jit(name, kind):
     with_mesh = mesh(kind)
     rows, whole = NamedSharding(with_mesh, P("data")), NamedSharding(with_mesh, P())
@@ -246,10 +266,17 @@ def test_sharded_jit(name, kind):
     same(got, expected(name))
 
 
-@pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if op.per_channel))
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("what", ["x", "ranges", "both"])
-def test_channels_sharded(name, kind, what):
+@cases(
+    ("name", "what", "kind"),
+    itertools.product([name for name, op in OPS.items() if op.per_channel], ["x", "ranges", "both"], KINDS),
+    [
+        ("per channel 4 narrow", "x", "Auto"),
+        ("per channel 4 narrow", "ranges", "Explicit"),
+        ("per channel 4 narrow", "both", "Auto"),
+        ("V4 given, axis", "both", "Explicit"),
+    ],
+)
+def test_channels_sharded(name, what, kind):
     """Tensor parallel: the channels of x, of the ranges or of both are sharded."""
     x, low, high, g = (np.concatenate([v, v], -1)[..., :8] for v in each(name)[0])
     f = all_values(OPS[name])
@@ -264,7 +291,7 @@ def test_channels_sharded(name, kind, what):
         same(jax.jit(OPS[name].call)(*args[:3]), want[0])
 
 
-@pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if not op.from_data))
+@core_of([name for name, op in OPS.items() if not op.from_data])
 def test_shard_map(name):
     f, sharded = all_values(OPS[name]), functools.partial(jax.shard_map, mesh=mesh("Auto"))
     if OPS[name].attributes:
