@@ -240,7 +240,7 @@ def mesh(kind):
 @cases(
     ("name", "kind"),
     itertools.product(SPECS, KINDS),
-    [*in_turn([(name,) for name in CORE], KINDS), ("from data", "Auto"), (CHANNEL, "Auto")],
+    in_turn([(name,) for name in CORE], KINDS),
 )
 def test_rows_sharded(name, kind):
     with_mesh = mesh(kind)

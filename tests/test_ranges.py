@@ -91,7 +91,7 @@ def ranges(spec):
     return np.concatenate([low, pairs[:, 0]]), np.concatenate([high, pairs[:, 1]])
 
 
-@every_spec
+@cases("spec", SPECS.values(), [SPECS[k] for k in ("symmetric", "symmetric unsigned", "affine", "affine 5 narrow")])
 def test_qparams_of_a_range_are_those_of_numpy_on_every_road(spec, compared):
     low, high = ranges(spec)
     want = numpy_qparams(low, high, spec)
@@ -231,7 +231,12 @@ def mesh(kind):
 @cases(
     ("axis", "granularity", "method", "kind"),
     itertools.product([0, 2], THREE_KINDS, METHODS, ["Auto", "Explicit"]),
-    in_turn(itertools.product([0], THREE_KINDS, METHODS), ["Auto", "Explicit", "Explicit"]),
+    [
+        (0, PerTensor(), "minmax", "Auto"),
+        (0, PerChannel(-1), "percentile", "Auto"),
+        (0, PerBlock(1, 8), "minmax", "Explicit"),
+        (0, PerTensor(), "percentile", "Explicit"),
+    ],
 )
 def test_sharded_qparams_are_those_of_the_whole(axis, granularity, method, kind):
     spec = with_(SPECS["affine"], granularity=granularity)
@@ -254,8 +259,14 @@ def test_shard_map_gives_the_qparams_of_the_shard(spec, method):
     same(got, want) if method in ("minmax", "percentile") else np.testing.assert_allclose(got, want, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("method", ["minmax", "percentile", pytest.param("mse", marks=pytest.mark.slow), "lsq"])
+@cases(
+    ("dtype", "method"),
+    itertools.product(["float16", "bfloat16", "float32", "float64"], ["minmax", "percentile", "mse", "lsq"]),
+    [
+        *itertools.product(["bfloat16", "float64"], ["minmax", "percentile"]),
+        *in_turn([("float16",), ("float32",), ("float64",)], ["percentile", "lsq", "lsq"]),
+    ],
+)
 def test_scales_are_float32_for_every_dtype_of_the_data(dtype, method):
     spec = QuantSpec(granularity=PerChannel(-1))
     with x64(dtype == "float64"):
