@@ -13,6 +13,7 @@ import oracle
 import pytest
 from exact import assert_same_bits, differing, x64
 from inputs import cast, hard_ranges, hard_values
+from lanes import cases, in_turn
 
 from jaxquant import (
     PerBlock,
@@ -85,7 +86,14 @@ def hard_x(rng, spec, scale, dtype, shape=SHAPE):
     return cast(x, oracle.FLOATS[dtype])
 
 
-@pytest.mark.parametrize(("dtype", "spec"), list(spec_grid()), ids=str)
+def each_spec_once(grid):
+    """Of the two dtypes of each bits, signed and symmetric: float32 for every second one, the other for the rest."""
+    for wide, other in zip(grid[::2], grid[1::2], strict=True):
+        spec = wide[1]
+        yield wide if (BITS.index(spec.bits) + spec.signed + spec.symmetric) % 2 else other
+
+
+@cases(("dtype", "spec"), spec_grid(), each_spec_once(list(spec_grid())))
 def test_values(dtype, spec, compared):
     rng = np.random.default_rng([spec.bits, spec.signed, spec.symmetric, len(dtype)])
     differ = collections.Counter()
@@ -148,8 +156,11 @@ def test_qparams_of_a_range(bits, signed, symmetric):
     assert (got.scale >= affine_oracle.TINY).all()
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-@pytest.mark.parametrize("symmetric", [True, False])
+@cases(
+    ("granularity", "symmetric"),
+    itertools.product(GRANULARITIES, [True, False]),
+    in_turn([(granularity,) for granularity in GRANULARITIES], [False, True]),
+)
 def test_ranges_from_the_data(granularity, symmetric):
     """qparams=None is min-max of each group, NaN and infinities left out."""
     spec = QuantSpec(bits=4, symmetric=symmetric, granularity=granularity)
@@ -315,9 +326,15 @@ def test_a_stack_is_scanned_and_vmapped(symmetric):
     assert_same_bits(jax.vmap(dequantize)(q), want)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (8,), (3, 5, 7), (2, 0, 3)], ids=str)
-@pytest.mark.parametrize(("bits", "dtype"), list(itertools.product((2, 3, 4), (np.int8, np.uint8))))
-def test_pack_round_trip(bits, dtype, shape):
+SHAPES = (), (0,), (1,), (7,), (8,), (3, 5, 7), (2, 0, 3)
+
+
+@cases(
+    ("shape", "bits", "dtype"),
+    itertools.product(SHAPES, (2, 3, 4), (np.int8, np.uint8)),
+    [*itertools.product(SHAPES, [3], [np.int8]), *itertools.product([(3, 5, 7)], (2, 3, 4), (np.int8, np.uint8))],
+)
+def test_pack_round_trip(shape, bits, dtype):
     signed = dtype is np.int8
     lowest = -(2 ** (bits - 1)) if signed else 0
     size = int(np.prod(shape))
@@ -388,19 +405,21 @@ def test_float32_stays_float32_where_float64_exists():
         assert [v.dtype for v in fit_qparams(np.float64(x), QuantSpec())] == [jnp.float32] * 2
 
 
-@pytest.mark.parametrize(
-    ("shape", "granularity"),
-    [
-        ((), PerTensor()),
-        ((0,), PerTensor()),
-        ((0, 3), PerChannel(-1)),
-        ((3, 0), PerChannel(-1)),
-        ((2, 0, 4), PerBlock(-1, 2)),
-        ((4, 0), PerBlock(-1, 2)),
-    ],
-    ids=str,
+EMPTY = [
+    ((), PerTensor()),
+    ((0,), PerTensor()),
+    ((0, 3), PerChannel(-1)),
+    ((3, 0), PerChannel(-1)),
+    ((2, 0, 4), PerBlock(-1, 2)),
+    ((4, 0), PerBlock(-1, 2)),
+]
+
+
+@cases(
+    ("shape", "granularity", "symmetric"),
+    [(*case, symmetric) for case in EMPTY for symmetric in (True, False)],
+    in_turn(EMPTY, [False, True]),
 )
-@pytest.mark.parametrize("symmetric", [True, False])
 def test_rank_0_and_size_0(shape, granularity, symmetric):
     spec = QuantSpec(symmetric=symmetric, granularity=granularity)
     x = np.full(shape, 0.3, np.float32)

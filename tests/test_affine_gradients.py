@@ -12,6 +12,7 @@ import pytest
 from exact import assert_same_bits, differing, x64
 from inputs import cast, hard_values
 from jax.sharding import PartitionSpec as P
+from lanes import cases, in_turn
 
 from jaxquant import (
     PerBlock,
@@ -26,7 +27,6 @@ from jaxquant import (
     scale_gradient,
 )
 
-slow = pytest.mark.slow
 SHAPE = 16, 8
 GROUPS = {PerTensor(): (), PerChannel(-1): (1, 8), PerBlock(0, 4): (4, 8)}
 float32 = lambda *values: jnp.asarray(values, jnp.float32)
@@ -39,10 +39,16 @@ def gradients(x, spec, scale, zero_point=0.0, g=None, **options):
     return vjp(jnp.ones_like(y) if g is None else jnp.asarray(g))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *(pytest.param(f"float{n}", marks=slow) for n in (16, 64))])
-@pytest.mark.parametrize("granularity", GROUPS, ids=str)
-@pytest.mark.parametrize(("symmetric", "rounding"), [(True, "half_even"), (False, "half_up"), (False, "half_away")])
-def test_gradients_are_the_oracle(symmetric, rounding, granularity, dtype, compared):
+@cases(
+    ("granularity", "rounding", "dtype"),
+    itertools.product(GROUPS, ["half_even", "half_up", "half_away"], ["float32", "bfloat16", "float16", "float64"]),
+    [
+        *in_turn(itertools.product(GROUPS, ["half_even", "half_up"]), ["float32"]),
+        *zip(GROUPS, ["half_up", "half_even", "half_away"], ["bfloat16"] * 3, strict=True),
+    ],
+)
+def test_gradients_are_the_oracle(granularity, rounding, dtype, compared):
+    symmetric = rounding == "half_even"
     spec = QuantSpec(bits=4, symmetric=symmetric, rounding=rounding, granularity=granularity)
     groups, rng = GROUPS[granularity], np.random.default_rng(1)
     differ = 0
@@ -104,8 +110,11 @@ def test_definition(x, dx, dscale, dzero_point):
     assert [float(v) for v in gradients(np.float32(x), symmetric, 0.5)] == [dx, dscale, 0]
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
-@pytest.mark.parametrize("signed", [True, False])
+@cases(
+    ("bits", "signed"),
+    itertools.product([2, 4, 8, 16], [True, False]),
+    [(2, False), (4, True), (8, True), (8, False), (16, True)],
+)
 def test_the_largest_weight_of_a_channel_keeps_its_gradient(bits, signed):
     """absmax / (absmax / 127) can be 127.00001: a mask tested before rounding would clip it."""
     spec = QuantSpec(bits=bits, signed=signed, granularity=PerChannel(-1))
@@ -152,8 +161,11 @@ def test_a_nan_scale_gives_no_gradient_to_x():
     assert np.isnan(dzero_point)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("granularity", GROUPS, ids=str)
+@cases(
+    ("granularity", "symmetric"),
+    itertools.product(GROUPS, [True, False]),
+    in_turn([(granularity,) for granularity in GROUPS], [False, True]),
+)
 def test_a_range_from_the_data_gets_no_gradient(symmetric, granularity):
     spec = QuantSpec(bits=4, symmetric=symmetric, granularity=granularity)
     x = jnp.asarray(np.random.default_rng(3).normal(size=SHAPE), jnp.float32)
@@ -243,18 +255,19 @@ def test_learned_qparams_descend(symmetric, start):
 def test_a_shared_zero_point_or_value_meets_the_scale_of_its_own_example():
     """The product with the scale is of each example, not of the sums."""
     scale_of = lambda f, c: scale_gradient(shared, f) * c
-    grad = jax.grad(lambda s: jax.vmap(lambda f, c: scale_gradient(s, f) * c)(float32(1, 2), float32(10, 20)).sum())
-    shared = jnp.float32(1)
+    of_factors = lambda s: jax.vmap(lambda f, c: scale_gradient(s, f) * c)(float32(1, 2), float32(10, 20)).sum()
+    grad, shared = jax.jit(jax.grad(of_factors)), jnp.float32(1)
     assert jax.vmap(scale_of)(float32(1, 2), float32(10, 20)).tolist() == [10, 20]
     assert grad(shared) == 1 * 10 + 2 * 20
     x, scale = jnp.stack([float32(9, -9, 0.3), float32(30, 1, 50)]), float32(0.5, 2)
     one = lambda x, s, zero_point: fake_quant(x, AFFINE4, QParams(s, zero_point)).sum()
-    want = sum(jax.grad(one, 2)(*row, shared) for row in zip(x, scale, strict=True))
-    assert jax.grad(lambda z: jax.vmap(one, (0, 0, None))(x, scale, z).sum())(shared) == want
+    by_row = jax.jit(jax.grad(one, 2))
+    want = sum(by_row(*row, shared) for row in zip(x, scale, strict=True))
+    assert jax.jit(jax.grad(lambda z: jax.vmap(one, (0, 0, None))(x, scale, z).sum()))(shared) == want
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"in_specs": (P("data"), P("data"), P()), "out_specs": P("data")}
     sharded = jax.shard_map(lambda x, s, z: one(x[0], s[0], z)[None], mesh=mesh, **specs)
-    assert jax.grad(lambda z: sharded(x, scale, z).sum())(shared) == want
+    assert jax.jit(jax.grad(lambda z: sharded(x, scale, z).sum()))(shared) == want
 
 
 def test_nan_gives_no_gradient_also_where_the_cotangent_is_nan():

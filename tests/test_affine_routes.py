@@ -2,6 +2,7 @@
 """One value everywhere: fake_quant and its gradients give the same bits on every road that JAX offers to them."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from exact import assert_same_bits
 from inputs import cast, hard_values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import cases, in_turn
 
 from jaxquant import (
     PerBlock,
@@ -60,9 +62,9 @@ SPECS = {
 }
 SETS = 4
 CORE = "weights, 4 bits, blocks", "4 bits, affine, half away", "stochastic", "from data"  # the others are slow
-marked = lambda names: [pytest.param(n, marks=() if n in CORE else pytest.mark.slow) for n in names]
-every_spec = pytest.mark.parametrize("name", marked(SPECS))
-given_qparams = pytest.mark.parametrize("name", marked(n for n, route in SPECS.items() if not route.from_data))
+CHANNEL = "4 bits, affine, half away"
+KINDS = "Auto", "Explicit"  # of the axes of a mesh
+GIVEN = [name for name, route in SPECS.items() if not route.from_data]
 
 
 @functools.cache
@@ -120,8 +122,10 @@ def unstacked(results):
 
 
 def constant_qparams(f, name):
-    for x, scale, zero_point, g in each(name, (1, 2)):
-        yield jax.jit(lambda x, g, s=scale, z=zero_point: f(x, s, z, g))(x, g)
+    sets = each(name, (1, 2))
+    return jax.jit(lambda *xs: [f(x, s, z, g) for (x, g), (_, s, z, _) in zip(xs, sets, strict=True)])(
+        *((x, g) for x, _, _, g in sets)
+    )
 
 
 ROUTES: dict[str, tuple[Callable, tuple[int, ...]]] = {
@@ -136,14 +140,22 @@ ROUTES: dict[str, tuple[Callable, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@every_spec
+@cases(
+    ("name", "route"),
+    itertools.product(SPECS, ROUTES),
+    [
+        *itertools.product(CORE, ["jit"]),
+        *itertools.product(["4 bits, affine, half away", "from data"], ["jit, constant qparams", "jit, all constant"]),
+        *itertools.product(["4 bits, affine, half away", "weights, 4 bits, blocks"], ["vmap", "scan"]),
+        ("stochastic", "scan"),
+    ],
+)
 def test_routes(name, route):
     run, sets = ROUTES[route]
     check(name, list(run(SPECS[name].all_values, name)), sets)
 
 
-@every_spec
+@cases("name", SPECS, [CHANNEL, "stochastic"])
 def test_checkpoint(name):
     remat = jax.checkpoint(SPECS[name].call)
 
@@ -155,7 +167,7 @@ def test_checkpoint(name):
     check(name, [f(*a) for a in each(name)])
 
 
-@every_spec
+@cases("name", SPECS, [CHANNEL, "from data"])
 def test_vmap_over_x_alone(name):
     f = SPECS[name].all_values
     xs, scales, zero_points, gs = inputs(name)
@@ -182,8 +194,15 @@ def test_per_channel_is_vmap_of_per_tensor_and_a_loop(name):
     check(name, looped)
 
 
-@every_spec
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@cases(
+    ("name", "dtype"),
+    itertools.product(SPECS, ["float32", "bfloat16", "float16"]),
+    [
+        *itertools.product([CHANNEL], ["float32", "bfloat16"]),
+        ("weights, 4 bits, blocks", "bfloat16"),
+        ("from data", "float32"),
+    ],
+)
 def test_neighbours_in_one_jit(name, dtype):
     """The user's own operations before and after are not merged into the arithmetic, nor into that of the gradient."""
     route, rng = SPECS[name], np.random.default_rng(9)
@@ -201,7 +220,7 @@ def test_neighbours_in_one_jit(name, dtype):
         assert_same_bits(one, other)
 
 
-@given_qparams
+@cases("name", GIVEN, [CHANNEL, "weights, 4 bits, blocks"])
 def test_sums_beside_half_precision_neighbours(name):
     """The cotangent, too, is rounded to bfloat16 before it is summed."""
     route, rng = SPECS[name], np.random.default_rng(10)
@@ -218,8 +237,11 @@ def mesh(kind):
     return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
-@every_spec
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@cases(
+    ("name", "kind"),
+    itertools.product(SPECS, KINDS),
+    in_turn([(name,) for name in CORE], KINDS),
+)
 def test_rows_sharded(name, kind):
     with_mesh = mesh(kind)
     rows, whole = NamedSharding(with_mesh, P("data")), NamedSharding(with_mesh, P())
@@ -231,10 +253,12 @@ def test_rows_sharded(name, kind):
     check(name, results)
 
 
-@pytest.mark.parametrize("name", marked(["weights", "16 bits, affine, every element", "4 bits, affine, half away"]))
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("what", ["x", "qparams", "both"])
-def test_channels_sharded(name, kind, what):
+@cases(
+    ("name", "what", "kind"),
+    itertools.product(["weights", "16 bits, affine, every element", CHANNEL], ["x", "qparams", "both"], KINDS),
+    [(CHANNEL, "x", "Auto"), (CHANNEL, "qparams", "Explicit"), (CHANNEL, "both", "Explicit")],
+)
+def test_channels_sharded(name, what, kind):
     """Tensor parallel: the channels of x, of the qparams or of both are sharded."""
     with_mesh = mesh(kind)
     columns, whole = NamedSharding(with_mesh, P(None, "data")), NamedSharding(with_mesh, P())
@@ -250,7 +274,7 @@ def test_channels_sharded(name, kind, what):
     check(name, results, sets)
 
 
-@pytest.mark.parametrize("name", marked(["weights", "activations, unsigned, half up", "4 bits, affine, half away"]))
+@cases("name", ["weights", "activations, unsigned, half up", CHANNEL], [CHANNEL])
 def test_shard_map(name):
     """Replicated qparams: their gradients are summed over the shards of x."""
     sharded = jax.shard_map(
@@ -294,11 +318,13 @@ CONSTANT = {
 }
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("after", CONSTANT.values(), ids=CONSTANT)
+@cases(
+    ("after", "symmetric"), itertools.product(CONSTANT, [True, False]), in_turn([(n,) for n in CONSTANT], [True, False])
+)
 def test_the_sum_with_a_constant_behind_an_op_is_not_contracted(after, symmetric):
     """LLVM moves the addition of a constant into a select, and past it to a product."""
-    x, spec = jax.random.normal(jax.random.key(0), (4096,)), QuantSpec(symmetric=symmetric)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=4096))  # of the default dtype
+    spec, after = QuantSpec(symmetric=symmetric), CONSTANT[after]
     for y in (lambda x: fake_quant(x, spec), lambda x: dequantize(quantize(x, spec))):
         assert_same_bits(jax.jit(lambda x, y=y: after(y(x), x))(x), after(y(x), x))
 
@@ -307,7 +333,8 @@ def test_the_sum_with_a_constant_behind_an_op_is_not_contracted(after, symmetric
 @pytest.mark.parametrize("given", [False, True])
 def test_constants_of_a_program_have_the_levels_of_arguments(spec, given):
     """Among the values are ties, which a reciprocal moves."""
-    x = jnp.round(jax.random.normal(jax.random.key(2), (512, 16), jnp.float32) * 40) * jnp.float32(0.035)
+    steps = np.rint(np.random.default_rng(2).normal(size=(512, 16)) * 40)
+    x = jnp.asarray(steps.astype(np.float32) * np.float32(0.035))
     qparams = fit_qparams(x, spec) if given else None
     for f in (lambda: quantize(x, spec, qparams).values, lambda: fake_quant(x, spec, qparams)):
         assert_same_bits(jax.jit(f)(), f())

@@ -181,7 +181,7 @@ def qarray(spec, shape, scale_shape, dtype="float32", seed=0):
     values.reshape(-1)[:2] = [spec.qmin, spec.qmax][: values.size]
     zero = np.zeros(scale_shape, int) if spec.symmetric else rng.integers(spec.qmin, spec.qmax + 1, scale_shape)
     scale = rng.random(scale_shape).astype(F) + F(0.1)
-    arrays = (jnp.asarray(v) for v in (values, scale, zero.astype(spec.dtype)))
+    arrays = map(jax.device_put, (values, scale, zero.astype(spec.dtype)))  # compiles nothing, unlike jnp.asarray
     return QArray(*arrays, spec, jnp.dtype(dtype))
 
 

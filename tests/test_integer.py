@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import string
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from exact import assert_same_bits, differing
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import cases, in_turn
 
 from jaxquant import (
     PerBlock,
@@ -33,7 +35,8 @@ from jaxquant._spec import qparams_shape
 
 MATMUL = (((1,), (0,)), ((), ()))
 NHWC = ("NHWC", "HWIO", "NHWC")
-both_executions = pytest.mark.parametrize("execution", ["int8", "float32"])
+EXECUTIONS = "int8", "float32"
+both_executions = pytest.mark.parametrize("execution", EXECUTIONS)
 TYPES = {
     "symmetric": QuantSpec(),
     "affine": QuantSpec(symmetric=False),
@@ -59,7 +62,8 @@ def array(rng, shape, spec, extreme=False):
     zero = np.zeros(groups) if spec.symmetric else rng.integers(spec.qmin, spec.qmax + 1, groups)
     if extreme and not spec.symmetric:
         zero = np.full(groups, spec.qmin)
-    return QArray(*map(jnp.asarray, (values.astype(spec.dtype), scale, zero.astype(spec.dtype))), spec, jnp.float32)
+    # Not by jnp.asarray, which compiles a program for each shape.
+    return QArray(*map(jax.device_put, (values.astype(spec.dtype), scale, zero.astype(spec.dtype))), spec, jnp.float32)
 
 
 def spread(v, shape):
@@ -79,9 +83,14 @@ def matmul64(a, b):
     return (centred(a) @ centred(b)).astype(np.float32) * scale
 
 
-@both_executions
-@pytest.mark.parametrize("of_b", ["symmetric", "unsigned affine", "4 bits"])
-@pytest.mark.parametrize("of_a", TYPES)
+OF_B = "symmetric", "unsigned affine", "4 bits"
+
+
+@cases(
+    ("of_a", "of_b", "execution"),
+    itertools.product(TYPES, OF_B, EXECUTIONS),
+    in_turn(itertools.product(TYPES, OF_B), EXECUTIONS),
+)
 def test_matmul(of_a, of_b, execution, compared):
     rng = np.random.default_rng([0, *of_a.encode(), *of_b.encode()])
     for extreme in (False, True):
@@ -93,9 +102,17 @@ def test_matmul(of_a, of_b, execution, compared):
         assert differ == 0
 
 
-@both_executions
-@pytest.mark.parametrize("of_a", ["symmetric", "affine"])
-@pytest.mark.parametrize("length", [1, 519, 1041, 16384])
+@cases(
+    ("length", "of_a", "execution"),
+    itertools.product([1, 519, 1041, 16384], ["symmetric", "affine"], EXECUTIONS),
+    [
+        *itertools.product([519, 1041], ["affine"], EXECUTIONS),
+        (1, "affine", "float32"),
+        (519, "symmetric", "float32"),
+        (16384, "affine", "int8"),
+        (16384, "symmetric", "float32"),
+    ],
+)
 def test_every_length(length, of_a, execution, compared):
     """Past 518 and 1040 products one float32 sum would round."""
     rng = np.random.default_rng(length)
@@ -114,30 +131,49 @@ def test_one_float32_sum_would_not_do():
     assert differing(acc * (a.scale * b.scale), matmul64(a, b)) > 0
 
 
-@both_executions
-@pytest.mark.parametrize(
-    ("shape_a", "shape_b", "dimension_numbers"),
+DIMENSIONS = [
+    ((4, 2, 6, 3), (3, 4, 6, 5), (((2,), (2,)), ((0, 3), (1, 0)))),
+    ((4, 2, 6, 3), (3, 4, 6, 5), (((2, 3), (2, 0)), ((), ()))),
+    ((3, 700, 2), (700, 2, 3), (((1, 2), (0, 1)), ((0,), (2,)))),
+    ((7,), (7,), (((0,), (0,)), ((), ()))),
+    ((2, 3, 7), (5, 7), (((2,), (1,)), ((), ()))),
+    ((7, 5), (4, 7, 3), (((0,), (1,)), ((), ()))),
+    ((3, 2), (4,), (((), ()), ((), ()))),
+    ((3, 4), (3, 4), (((), ()), ((0, 1), (0, 1)))),
+    ((2, 0), (0, 3), MATMUL),
+    ((0, 2), (2, 3), MATMUL),
+    ((), (), (((), ()), ((), ()))),
+]
+
+
+def sum_of_products(a, b, dimension_numbers):
+    """In NumPy: the batch axes first, then the others of `a`, then those of `b`."""
+    (contracted_a, contracted_b), (batch_a, batch_b) = dimension_numbers
+    names_a = list(string.ascii_lowercase[: a.ndim])
+    names_b = list(string.ascii_uppercase[: b.ndim])
+    for of_a, of_b in zip((*contracted_a, *batch_a), (*contracted_b, *batch_b), strict=True):
+        names_b[of_b] = names_a[of_a]
+    batch = [names_a[i] for i in batch_a]
+    free_a = [name for i, name in enumerate(names_a) if i not in (*contracted_a, *batch_a)]
+    free_b = [name for i, name in enumerate(names_b) if i not in (*contracted_b, *batch_b)]
+    return np.einsum(f"{''.join(names_a)},{''.join(names_b)}->{''.join(batch + free_a + free_b)}", a, b)
+
+
+@cases(
+    ("shape_a", "shape_b", "dimension_numbers", "of", "execution"),
     [
-        ((4, 2, 6, 3), (3, 4, 6, 5), (((2,), (2,)), ((0, 3), (1, 0)))),
-        ((4, 2, 6, 3), (3, 4, 6, 5), (((2, 3), (2, 0)), ((), ()))),
-        ((3, 700, 2), (700, 2, 3), (((1, 2), (0, 1)), ((0,), (2,)))),
-        ((7,), (7,), (((0,), (0,)), ((), ()))),
-        ((2, 3, 7), (5, 7), (((2,), (1,)), ((), ()))),
-        ((7, 5), (4, 7, 3), (((0,), (1,)), ((), ()))),
-        ((3, 2), (4,), (((), ()), ((), ()))),
-        ((3, 4), (3, 4), (((), ()), ((0, 1), (0, 1)))),
-        ((2, 0), (0, 3), MATMUL),
-        ((0, 2), (2, 3), MATMUL),
-        ((), (), (((), ()), ((), ()))),
+        (*case, of, execution)
+        for case in DIMENSIONS
+        for of in ("symmetric", "unsigned affine")
+        for execution in EXECUTIONS
     ],
-    ids=str,
+    [(*case, "unsigned affine", execution) for case, execution in zip(DIMENSIONS, itertools.cycle(EXECUTIONS))],
 )
-@pytest.mark.parametrize("of", [pytest.param("symmetric", marks=pytest.mark.slow), "unsigned affine"])
 def test_dimension_numbers(shape_a, shape_b, dimension_numbers, of, execution):
     rng = np.random.default_rng(2)
     a, b = array(rng, shape_a, TYPES[of]), array(rng, shape_b, TYPES[of])
-    exact = [jnp.asarray(centred(q), jnp.int32) for q in (a, b)]
-    want = np.asarray(lax.dot_general(*exact, dimension_numbers)).astype(np.float32) * (a.scale * b.scale)
+    exact = sum_of_products(centred(a), centred(b), dimension_numbers)
+    want = exact.astype(np.float32) * (np.asarray(a.scale) * np.asarray(b.scale))
     assert_same_bits(dot_general(a, b, dimension_numbers, execution=execution), want)
 
 
@@ -193,8 +229,11 @@ def test_blocks_along_two_contracted_axes(execution):
     assert_same_bits(got, in_blocks(a2, b2, 4))
 
 
-@both_executions
-@pytest.mark.parametrize(("bits_a", "bits_b", "length"), [(16, 8, 516), (12, 12, 128), (9, 4, 3000)])
+@cases(
+    ("bits_a", "bits_b", "length", "execution"),
+    [(*case, execution) for case in [(16, 8, 516), (12, 12, 128), (9, 4, 3000)] for execution in EXECUTIONS],
+    [(16, 8, 516, "int8"), (12, 12, 128, "float32"), (9, 4, 3000, "int8")],
+)
 def test_values_wider_than_8_bits(bits_a, bits_b, length, execution):
     rng = np.random.default_rng(6)
     a = array(rng, (4, length), QuantSpec(bits=bits_a, granularity=PerChannel(0)), True)
@@ -253,9 +292,16 @@ def conv64(a, b, strides, padding, a_dilation, b_dilation, dimensions, groups=1,
     return acc.astype(np.float32) * (np.asarray(a.scale) * np.asarray(b.scale))
 
 
-@pytest.mark.parametrize("options", CONVOLUTIONS[::5], ids=lambda o: "-".join(map(str, o.values())))
-@pytest.mark.parametrize("of", ["symmetric", "affine", "unsigned affine, per example"])
-def test_convolution(of, options, compared):
+OPERANDS = "symmetric", "affine", "unsigned affine, per example"
+
+
+@cases(
+    ("n", "of"),
+    itertools.product(range(0, len(CONVOLUTIONS), 5), OPERANDS),
+    in_turn([(n,) for n in range(0, len(CONVOLUTIONS), 5)], OPERANDS[::-1]),
+)
+def test_convolution(n, of, compared):
+    options = CONVOLUTIONS[n]
     rng = np.random.default_rng([7, *of.encode()])
     spec = QuantSpec(signed="unsigned" not in of, symmetric=of == "symmetric")
     spec = per_channel(spec, 0) if "example" in of else spec
@@ -283,8 +329,14 @@ def test_convolutions_that_one_float32_sum_does_not_hold(shape_a, shape_b, group
     assert_same_bits(conv_general_dilated(a, b, *args, execution=execution), conv64(a, b, *args))
 
 
-@both_executions
-@pytest.mark.parametrize("padding", [((0, 0), (-1, 1)), ((0, 0), (5, 5))], ids=["negative", "wider than the window"])
+PADDINGS = ((0, 0), (-1, 1)), ((0, 0), (5, 5))  # negative, and wider than the window
+
+
+@cases(
+    ("padding", "execution"),
+    [(padding, execution) for padding in PADDINGS for execution in EXECUTIONS],
+    [(PADDINGS[0], "float32"), (PADDINGS[1], "float32"), (PADDINGS[1], "int8")],
+)
 def test_padding_that_xla_gets_wrong(padding, execution):
     """In float32 without dilation (openxla/xla 48713), also in the gradient."""
     rng = np.random.default_rng(13)

@@ -104,7 +104,7 @@ def test_learned_qparams_end_below_frozen_minmax_on_every_seed(method, bits, at_
 
 
 def test_the_lsq_gradient_is_for_sgd_and_adam_takes_no_notice():
-    x, y, params = problem(0)
+    x, y, params = start()
     qparams = init_qparams(params, rules(4), "lsq")
     loss = lambda qparams, lsq: mean_squared(fake_quant_params(params, rules(4), qparams, lsq_gradient=lsq), x, y)
 
@@ -142,9 +142,14 @@ class State(NamedTuple):
     step: Any
 
 
-X, Y, START = problem(0)
 OPTIMIZER = optax.multi_transform({"params": optax.adam(0.01), "qparams": optax.adam(0.0001)}, labels)
 TRACES = []
+
+
+@functools.cache
+def start():
+    """Made when a test first asks for it, in one program: each of its operations alone is one too."""
+    return jax.jit(problem)(0)
 
 
 def width(schedule, step):
@@ -154,7 +159,8 @@ def width(schedule, step):
 def loss_of(trained, bits, is_float):
     params = trained["params"]
     quantized = fake_quant_params(params, rules(8), trained["qparams"], bits=bits, lsq_gradient=True)
-    return mean_squared(jax.tree.map(lambda p, q: jnp.where(is_float, p, q), params, quantized), X, Y)
+    x, y, _ = start()
+    return mean_squared(jax.tree.map(lambda p, q: jnp.where(is_float, p, q), params, quantized), x, y)
 
 
 def refitted(trained, bits):
@@ -181,8 +187,8 @@ def train_step(state, schedule):
 def history(steps, **schedule):
     """The state before each step and after the last, and the losses."""
     schedule = Schedule(**schedule)
-    bits = width(schedule, 0)
-    trained = {"params": START, "qparams": init_qparams(START, rules(8), "minmax", bits=bits)}
+    bits, (_, _, params) = width(schedule, 0), start()
+    trained = {"params": params, "qparams": init_qparams(params, rules(8), "minmax", bits=bits)}
     states, losses = [State(trained, OPTIMIZER.init(trained), jnp.int32(0))], []
     schedule = Schedule(*map(jnp.int32, schedule))
     for _ in range(steps):
@@ -206,8 +212,9 @@ def test_quantization_starts_late():
     assert count_differing(delayed[6].trained["params"], floats[6].trained["params"])
     assert count_differing(delayed[6].trained["qparams"], delayed[5].trained["qparams"])
     assert count_differing(quantized[1].trained["params"], floats[1].trained["params"])
-    np.testing.assert_allclose(losses[0], mean_squared(START, X, Y), rtol=1e-5)
-    np.testing.assert_allclose(losses[5], mean_squared(floats[5].trained["params"], X, Y), rtol=1e-5)
+    x, y, params = start()
+    np.testing.assert_allclose(losses[0], mean_squared(params, x, y), rtol=1e-5)
+    np.testing.assert_allclose(losses[5], mean_squared(floats[5].trained["params"], x, y), rtol=1e-5)
 
 
 def test_ranges_freeze():
@@ -221,7 +228,7 @@ def test_ranges_freeze():
         assert count_differing(of(frozen, n, "params"), of(frozen, n + 1, "params"))
     # That no gradient comes does not freeze them: Adam goes on by its momentum.
     with promoting():
-        updates, _ = OPTIMIZER.update(jax.tree.map(jnp.zeros_like, free[6].trained), free[6].optimizer)
+        updates, _ = jax.jit(OPTIMIZER.update)(jax.tree.map(jnp.zeros_like, free[6].trained), free[6].optimizer)
     assert all(jnp.abs(qparams.scale).max() > 0 for qparams in updates["qparams"].values())
 
 
@@ -297,13 +304,13 @@ def hand_written(params, x, ranges, update):
 
 def batches(count):
     """Of shrinking size, in 32nds: their products with small whole numbers are exact, in any order of a sum."""
-    x = jax.random.randint(jax.random.key(3), (count, 32, 8), -40, 41).astype(jnp.float32) / 8
-    return x * jnp.exp2(-(jnp.arange(float(count)) % 3)).reshape(-1, 1, 1)
+    x = np.random.default_rng(3).integers(-40, 41, (count, 32, 8)).astype(np.float32) / 8
+    return jnp.asarray(x * np.exp2(-(np.arange(count, dtype=np.float32) % 3)).reshape(-1, 1, 1))
 
 
 def exact_params():
-    kernel = jax.random.randint(jax.random.key(4), (8, 8), -4, 5).astype(jnp.float32)
-    return {"kernel": kernel, "out": jnp.eye(8)}
+    kernel = np.random.default_rng(4).integers(-4, 5, (8, 8)).astype(np.float32)
+    return {"kernel": jnp.asarray(kernel), "out": jnp.asarray(np.eye(8, dtype=np.float32))}
 
 
 @pytest.mark.slow

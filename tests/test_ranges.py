@@ -15,6 +15,7 @@ from exact import assert_same_bits, x64
 from inputs import cast, hard_ranges, hard_values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import cases, in_turn
 
 from jaxquant import (
     PerBlock,
@@ -47,9 +48,8 @@ SPECS = {
     "affine 16": activation_spec(16),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-three_specs = pytest.mark.parametrize(
-    "spec", [SPECS[k] for k in ("symmetric", "symmetric unsigned", "affine")], ids=repr
-)
+THREE = [SPECS[k] for k in ("symmetric", "symmetric unsigned", "affine")]
+three_specs = pytest.mark.parametrize("spec", THREE, ids=repr)
 GRANULARITIES = {
     PerTensor(): (),
     PerChannel(-1): (1, 1, 8),
@@ -91,7 +91,7 @@ def ranges(spec):
     return np.concatenate([low, pairs[:, 0]]), np.concatenate([high, pairs[:, 1]])
 
 
-@every_spec
+@cases("spec", SPECS.values(), [SPECS[k] for k in ("symmetric", "symmetric unsigned", "affine", "affine 5 narrow")])
 def test_qparams_of_a_range_are_those_of_numpy_on_every_road(spec, compared):
     low, high = ranges(spec)
     want = numpy_qparams(low, high, spec)
@@ -101,8 +101,9 @@ def test_qparams_of_a_range_are_those_of_numpy_on_every_road(spec, compared):
     same(jax.jit(jax.vmap(f))(low, high), want, "vmap")
     same(jax.jit(lambda: f(low, high))(), want, "closure constants")
     same(jax.lax.scan(lambda c, ends: (c, f(*ends)), 0, (low, high))[1], want, "scan")
-    for i in range(0, 32, 5):
-        same(jax.jit(lambda i=i: f(low[i], high[i]))(), [v[i] for v in want], "constant scalars")
+    some = range(0, 32, 5)
+    for i, got in zip(some, jax.jit(lambda: [f(low[n], high[n]) for n in some])(), strict=True):
+        same(got, [v[i] for v in want], "constant scalars")
         same(f(float(low[i]), float(high[i])), [v[i] for v in want], "numbers")
     compared("NumPy, op by op", "qparams_from_range", 5 * 2 * low.size, 0)
 
@@ -116,7 +117,7 @@ def test_qparams_of_any_range_are_finite_and_have_zero_on_the_grid(spec):
     assert ((spec.qmin <= zero_point) & (zero_point <= spec.qmax)).all() or (spec.symmetric and (zero_point == 0).all())
 
 
-@every_spec
+@cases("spec", SPECS.values(), [SPECS[k] for k in ("symmetric", "affine 2", "affine 5 narrow", "affine 16")])
 def test_traced_bits_are_those_of_a_narrower_spec(spec):
     low, high = ranges(spec)
     x = hard_values(np.random.default_rng(0), 256, -1, 2, 15)[:, None]
@@ -168,12 +169,14 @@ def numpy_fit(x, spec, shape, method="minmax", percentile=90):
     return QParams(*(v.reshape(shape) for v in numpy_qparams(ends[:, 0], ends[:, 1], spec)))
 
 
-methods = pytest.mark.parametrize("method", ["minmax", "percentile"])
+METHODS = "minmax", "percentile"
 
 
-@methods
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
-@three_specs
+@cases(
+    ("granularity", "method", "spec"),
+    itertools.product(GRANULARITIES, METHODS, THREE),
+    in_turn(itertools.product(GRANULARITIES, METHODS), THREE),
+)
 def test_minmax_and_percentile_are_a_numpy_loop_over_the_groups(granularity, spec, method):
     spec, shape = with_(spec, granularity=granularity), GRANULARITIES[granularity]
     got = fit_qparams(data(), spec, method, percentile=90)
@@ -181,8 +184,11 @@ def test_minmax_and_percentile_are_a_numpy_loop_over_the_groups(granularity, spe
     assert np.isfinite(got.scale).all()
 
 
-@pytest.mark.parametrize("percentile", [0.5, 50, 99.9, 100])
-@pytest.mark.parametrize("size", [1, 2, 101, 1001])
+@cases(
+    ("size", "percentile"),
+    itertools.product([1, 2, 101, 1001], [0.5, 50, 99.9, 100]),
+    [(1, 50), (2, 99.9), (101, 0.5), (101, 50), (1001, 99.9), (1001, 100)],
+)
 def test_percentiles_of_any_size_are_order_statistics(percentile, size):
     x = np.random.default_rng(size).normal(size=size).astype(F)
     for spec in (SPECS["symmetric"], SPECS["affine"]):
@@ -197,8 +203,14 @@ def test_all_percent_are_the_ends_also_of_more_values_than_float32_counts():
         same(fit_qparams(x, spec, "percentile", percentile=100), fit_qparams(x, spec))
 
 
-@methods
-@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(-1), PerBlock(1, 8)], ids=repr)
+THREE_KINDS = PerTensor(), PerChannel(-1), PerBlock(1, 8)
+
+
+@cases(
+    ("granularity", "method"),
+    itertools.product(THREE_KINDS, METHODS),
+    [(PerTensor(), "percentile"), (PerChannel(-1), "minmax"), (PerBlock(1, 8), "percentile")],
+)
 def test_every_road_gives_the_same_qparams(granularity, method):
     spec = with_(SPECS["affine" if method == "minmax" else "symmetric"], granularity=granularity)
     x, shape = data(), GRANULARITIES[granularity]
@@ -216,11 +228,17 @@ def mesh(kind):
     return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
-@methods
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(-1), PerBlock(1, 8)], ids=repr)
-@pytest.mark.parametrize("axis", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_sharded_qparams_are_those_of_the_whole(granularity, method, kind, axis):
+@cases(
+    ("axis", "granularity", "method", "kind"),
+    itertools.product([0, 2], THREE_KINDS, METHODS, ["Auto", "Explicit"]),
+    [
+        (0, PerTensor(), "minmax", "Auto"),
+        (0, PerChannel(-1), "percentile", "Auto"),
+        (0, PerBlock(1, 8), "minmax", "Explicit"),
+        (0, PerTensor(), "percentile", "Explicit"),
+    ],
+)
+def test_sharded_qparams_are_those_of_the_whole(axis, granularity, method, kind):
     spec = with_(SPECS["affine"], granularity=granularity)
     want = numpy_fit(data(), spec, GRANULARITIES[granularity], method)
     with_mesh = mesh(kind)
@@ -241,8 +259,14 @@ def test_shard_map_gives_the_qparams_of_the_shard(spec, method):
     same(got, want) if method in ("minmax", "percentile") else np.testing.assert_allclose(got, want, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("method", ["minmax", "percentile", pytest.param("mse", marks=pytest.mark.slow), "lsq"])
+@cases(
+    ("dtype", "method"),
+    itertools.product(["float16", "bfloat16", "float32", "float64"], ["minmax", "percentile", "mse", "lsq"]),
+    [
+        *itertools.product(["bfloat16", "float64"], ["minmax", "percentile"]),
+        *in_turn([("float16",), ("float32",), ("float64",)], ["percentile", "lsq", "lsq"]),
+    ],
+)
 def test_scales_are_float32_for_every_dtype_of_the_data(dtype, method):
     spec = QuantSpec(granularity=PerChannel(-1))
     with x64(dtype == "float64"):
@@ -254,8 +278,11 @@ def test_scales_are_float32_for_every_dtype_of_the_data(dtype, method):
             same(got, numpy_fit(x.astype(np.float64), spec, (1, 8), method))
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile", "mse", "lsq"])
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@cases(
+    ("method", "dtype"),
+    itertools.product(["minmax", "percentile", "mse", "lsq"], ["float16", "bfloat16"]),
+    [("minmax", "float16"), ("percentile", "bfloat16"), ("lsq", "float16")],
+)
 def test_small_channels_of_half_precision_keep_a_useful_scale(method, dtype):
     x = np.random.default_rng(0).normal(size=(128, 4)) * [1e-3, 3e-4, 1e-4, 1e-5]
     x = jnp.asarray(cast(x, oracle.FLOATS[dtype]))
@@ -266,8 +293,11 @@ def test_small_channels_of_half_precision_keep_a_useful_scale(method, dtype):
     assert ((got > largest / 600) & (got < largest)).all()
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile", pytest.param("mse", marks=pytest.mark.slow), "lsq"])
-@three_specs
+@cases(
+    ("method", "spec"),
+    itertools.product(["minmax", "percentile", "mse", "lsq"], THREE),
+    [("minmax", THREE[0]), ("minmax", THREE[2]), ("percentile", THREE[1]), ("lsq", THREE[2])],
+)
 def test_data_without_a_range(spec, method):
     nothing = QParams(F(1), F(0 if spec.symmetric else spec.qmin))
     channels = with_(spec, granularity=PerChannel(-1))
@@ -278,8 +308,11 @@ def test_data_without_a_range(spec, method):
     same(fit_qparams(jnp.ones(0), spec, method), nothing, "(0,)")
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
-@three_specs
+@cases(
+    ("method", "spec"),
+    itertools.product(["minmax", "percentile", "mse"], THREE),
+    [*itertools.product(["minmax", "percentile"], THREE), ("mse", THREE[2])],
+)
 def test_a_scalar_is_the_end_of_its_range(spec, method):
     scale, zero_point = fit_qparams(jnp.float32(0.75), spec, method)
     np.testing.assert_allclose(scale * (spec.qmax - zero_point), 0.75, 1e-6)
@@ -363,8 +396,7 @@ def check_search(columns, spec, bits, traced):
     assert worse == {}
 
 
-@three_specs
-@pytest.mark.parametrize("bits", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 3, 8])
+@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [(3, THREE[0]), (3, THREE[2]), (8, THREE[2])])
 def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
     columns = distributions(256)
     if not spec.signed:
@@ -372,19 +404,20 @@ def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
     check_search(columns, spec, bits, traced=True)
 
 
-@three_specs
-@pytest.mark.parametrize("size", [16, pytest.param(32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "bits", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow), 8]
+@cases(
+    ("bits", "size", "spec"),
+    itertools.product([2, 3, 4, 8], [16, 32], THREE),
+    [(8, 16, THREE[0]), (3, 16, THREE[1]), (3, 16, THREE[2])],
 )
 def test_mse_of_tiny_groups_is_within_1_percent_of_a_dense_search(spec, bits, size):
     columns = tiny_groups(size)
     check_search(columns if spec.signed else {k: abs(v) for k, v in columns.items()}, spec, bits, traced=False)
 
 
-@pytest.mark.parametrize("spec", [QuantSpec(bits=4), activation_spec(4)], ids=repr)
-@pytest.mark.parametrize(
-    "granularity", [PerBlock(0, 64), *(pytest.param(g, marks=pytest.mark.slow) for g in (PerTensor(), PerBlock(1, 1)))]
+@cases(
+    ("granularity", "spec"),
+    itertools.product([PerBlock(0, 64), PerTensor(), PerBlock(1, 1)], [QuantSpec(bits=4), activation_spec(4)]),
+    [(PerBlock(0, 64), activation_spec(4))],
 )
 def test_mse_of_a_tensor_and_of_blocks_is_within_1_percent(spec, granularity):
     x = np.stack([distributions(256)[k] for k in ("normal", "laplace", "relu", "an outlier of 1000")], -1).astype(F)

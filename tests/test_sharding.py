@@ -17,6 +17,7 @@ from inputs import hard_values
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import cases
 
 from jaxquant import (
     PerBlock,
@@ -77,9 +78,6 @@ LAYOUTS = {
     "fsdp and column parallel": (GRID, P("data", "model")),
     "both axes on rows": (GRID, P(("data", "model"), None)),
 }
-CORE = ("fsdp, rows", "Auto"), ("fsdp, rows", "Explicit"), ("fsdp and column parallel", "Explicit")  # others are slow
-CASES = [(layout, kind) for layout in LAYOUTS for kind in ("Auto", "Explicit")]
-marked = [pytest.param(*case, marks=() if case in CORE else pytest.mark.slow) for case in CASES]
 
 
 def nested(leaves):
@@ -150,7 +148,11 @@ def kernels(layout, kind):
     return on, NamedSharding(on, spec), sets
 
 
-@pytest.mark.parametrize(("layout", "kind"), marked)
+@cases(
+    ("layout", "kind"),
+    [(layout, kind) for layout in LAYOUTS for kind in ("Auto", "Explicit")],
+    [("fsdp, rows", "Auto"), ("fsdp and column parallel", "Explicit")],
+)
 def test_sharded_params_give_the_bits_of_one_device_and_stay_sharded(layout, kind):
     on, sharding, sets = kernels(layout, kind)
     with jax.set_mesh(on):
@@ -218,10 +220,14 @@ def loss(params, qparams, hidden, x, g, whole=lambda w: w, dot=jnp.matmul):
     return (dot(h, whole(w["down"]["kernel"])) * g).sum()
 
 
+# On one device: the loss and its gradients.
+step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_network_trains_and_clips_everything(exact):
     """Else the comparisons below would be of zeros."""
-    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*model_inputs(exact))
+    _, gradients = step(*model_inputs(exact))
     dparams, dqparams, dhidden = jax.tree.map(np.asarray, gradients)
     assert all(0.1 < (leaf == 0).mean() < 0.9 for leaf in jax.tree.leaves(dparams))
     assert all((d.scale != 0).mean() > 0.8 for d in dqparams.values())  # one or two hidden units are dead
@@ -235,8 +241,11 @@ MODEL_LAYOUTS = {
 }
 
 
-@both_kinds
-@pytest.mark.parametrize("layout", MODEL_LAYOUTS)
+@cases(
+    ("layout", "kind"),
+    [(layout, kind) for layout in MODEL_LAYOUTS for kind in ("Auto", "Explicit")],
+    [("fsdp", "Auto"), ("fsdp", "Explicit"), ("tensor parallel", "Explicit")],
+)
 def test_a_qat_step_of_sharded_params(layout, kind):
     """FSDP: the compiler gathers each kernel for its product. Tensor parallel: a column, then a row parallel kernel."""
     (shape, names), up, down = MODEL_LAYOUTS[layout]
@@ -259,19 +268,23 @@ def test_a_qat_step_of_sharded_params(layout, kind):
     with jax.set_mesh(on):
         args = jax.tree.map(put, (params, qparams, *rest), specs)
         got = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*args)
-    same(got, jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*model_inputs()))
+    same(got, step(*model_inputs()))
     dkernels = jax.tree.leaves(got[1][0])
     for d, kernel in zip(dkernels, jax.tree.leaves(args[0]), strict=True):
         assert kind == "Auto" or d.sharding.is_equivalent_to(kernel.sharding, 2), d.sharding
 
 
+@functools.cache
+def sharded_gradients():
+    specs = {"in_specs": (P(), P(), P(), P("data"), P("data")), "out_specs": P()}
+    return jax.jit(jax.shard_map(jax.grad(loss, (0, 1, 2)), mesh=mesh("Auto"), **specs))
+
+
 @pytest.mark.parametrize("exact", [True, False], ids=["integer cotangents", "float cotangents"])
 def test_shard_map_sums_the_gradients_of_replicated_qparams(exact):
     inputs = model_inputs(exact)
-    per_shard = jax.grad(loss, (0, 1, 2))
-    specs = {"in_specs": (P(), P(), P(), P("data"), P("data")), "out_specs": P()}
-    got = jax.jit(jax.shard_map(per_shard, mesh=mesh("Auto"), **specs))(*inputs)
-    want = jax.jit(per_shard)(*inputs)
+    got = sharded_gradients()(*inputs)
+    _, want = step(*inputs)
     if exact:
         same(got, want)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -237,7 +237,7 @@ def test_nan_in_the_data_is_left_out_of_the_range():
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (2, 0, 3)])
 def test_rank_0_and_zero_size(shape):
-    x = jnp.ones(shape)
+    x = jnp.asarray(np.ones(shape, np.float32))
     back = lambda x: DQ(Q(x, -1.0, 1.0, "int8").output, -1.0, 1.0)
     calls = [
         back,
@@ -247,14 +247,13 @@ def test_rank_0_and_zero_size(shape):
         lambda x: QDQ(x, 0.0, 0.0),
     ]
     if shape:
-        ends = jnp.ones(shape[-1])
-        calls += [lambda x: DQ(Q(x, -ends, ends, "int8", axis=-1).output, -ends, ends, axis=-1)]
-        calls += [lambda x: PER(x, -ends, ends), lambda x: QDQ2(x, -ends, ends, axis=-1)]
+        low, high = -np.ones(shape[-1], np.float32), np.ones(shape[-1], np.float32)
+        calls += [lambda x: DQ(Q(x, low, high, "int8", axis=-1).output, low, high, axis=-1)]
+        calls += [lambda x: PER(x, low, high), lambda x: QDQ2(x, low, high, axis=-1)]
     for call in calls:
         y, vjp = jax.vjp(call, x)
         assert y.shape == vjp(y)[0].shape == shape
-    low, high = VARS_G(x, x, -1.0, 1.0)[1:]
-    assert (low, high) == (0.0, 0.0)
+    assert tuple(VARS_G(x, x, -1.0, 1.0)[1:]) == (0.0, 0.0)
 
 
 def test_the_output_has_the_dtype_of_the_input_and_is_never_weak():

@@ -2,6 +2,7 @@
 """jaxquant.tf against the NumPy oracle, and properties that no oracle is needed for."""
 
 import functools
+import itertools
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ import pytest
 from exact import assert_same_bits, differing, x64
 from hypothesis import assume, given
 from inputs import cast, hard_ranges, hard_values
+from lanes import cases
 
 from jaxquant import tf
 
@@ -60,9 +62,10 @@ def test_quantize_and_dequantize_is_the_oracle_on_any_bits(x, a, b, num_bits, op
     assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize(
-    "num_bits", [pytest.param(n, marks=() if n in (2, 5, 8, 16) else pytest.mark.slow) for n in range(2, 17)]
+@cases(
+    ("num_bits", "narrow"),
+    itertools.product(range(2, 17), [False, True]),
+    [(2, True), (5, False), (8, False), (8, True), (16, True)],
 )
 def test_fake_quant_is_the_oracle_on_ties(num_bits, narrow, compared):
     rng = np.random.default_rng([num_bits, narrow])
@@ -80,8 +83,11 @@ def test_fake_quant_is_the_oracle_on_ties(num_bits, narrow, compared):
     assert differ == (0, 0)
 
 
-@pytest.mark.parametrize("dtype", oracle.FLOATS)
-@pytest.mark.parametrize("mode", ["HALF_TO_EVEN", "HALF_UP"])
+@cases(
+    ("dtype", "mode"),
+    itertools.product(oracle.FLOATS, ["HALF_TO_EVEN", "HALF_UP"]),
+    [(dtype, "HALF_UP") for dtype in oracle.FLOATS] + [("float32", "HALF_TO_EVEN")],
+)
 def test_all_four_float_types(dtype, mode):
     rng = np.random.default_rng(0)
     with x64(dtype == "float64"):

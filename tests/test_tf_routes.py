@@ -2,6 +2,7 @@
 """One value everywhere: each op of jaxquant.tf gives the same bits on every road that JAX offers to it."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,10 +15,12 @@ from exact import assert_same_bits
 from inputs import cast, hard_ranges, hard_values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import cases
 
 from jaxquant import tf
 
 RANGES, ROWS, CHANNELS = 8, 16, 6
+KINDS = "Auto", "Explicit"  # of the axes of a mesh
 
 
 class Op(NamedTuple):
@@ -138,24 +141,28 @@ def mesh(kind):
     return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
-def jitted(name, f):
+def with_constants(f, sets):
+    """`f` of the sets (x, low, high, g) with each range a constant: one program for all of them."""
+    return jax.jit(lambda xs: [f(x, a[1], a[2], g) for (x, g), a in zip(xs, sets, strict=True)])(
+        [(a[0], a[3]) for a in sets]
+    )
+
+
+def jitted(name, f, sets=None):
     """`f` with the range traced where it can be, and constant where it is an attribute."""
-    for x, low, high, g in each(name):
-        if OPS[name].attributes:
-            yield jax.jit(functools.partial(lambda low, high, x, g: f(x, low, high, g), low, high))(x, g)
-        else:
-            yield jax.jit(f)(x, low, high, g)
+    sets, compiled = sets or each(name), jax.jit(f)
+    return with_constants(f, sets) if OPS[name].attributes else [compiled(*a) for a in sets]
 
 
 CORE = {"args", "vars", "per channel 4 narrow", "V4 given, axis", "integers, scaled, half even"}  # the others are slow
-marked = lambda names: [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in names]
-traced_range = pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if not op.attributes))
-every_op = pytest.mark.parametrize("name", marked(OPS))
+core_of = lambda names: cases("name", names, [name for name in names if name in CORE])
+traced_range = core_of([name for name, op in OPS.items() if not op.attributes])
+every_op = core_of(OPS)
 
 
 @every_op
 def test_jit(name):
-    same(list(jitted(name, all_values(OPS[name]))), expected(name))
+    same(jitted(name, all_values(OPS[name])), expected(name))
 
 
 @every_op
@@ -194,20 +201,27 @@ def test_scan(name):
 def test_closure_constant_ranges(name):
     f = all_values(OPS[name])
     some = list(zip(each(name), expected(name), strict=True))[1::2]
-    got = [jax.jit(lambda x, g, a=a: f(x, a[1], a[2], g))(a[0], a[3]) for a, _ in some]
-    same(got, [want for _, want in some])
+    same(with_constants(f, [a for a, _ in some]), [want for _, want in some])
 
 
 @every_op
 def test_closure_constant_everything(name):
     f = all_values(OPS[name])
     some = list(zip(each(name), expected(name), strict=True))[::3]
-    got = [jax.jit(lambda a=a: f(jnp.asarray(a[0]), *a[1:3], jnp.asarray(a[3])))() for a, _ in some]
+    got = jax.jit(lambda: [f(jnp.asarray(a[0]), *a[1:3], jnp.asarray(a[3])) for a, _ in some])()
     same(got, [want for _, want in some])
 
 
-@every_op
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@cases(
+    ("name", "dtype"),
+    itertools.product(OPS, ["float32", "bfloat16", "float16"]),
+    [
+        *itertools.product(["vars", "V4 given, axis"], ["float32", "bfloat16"]),
+        ("args", "bfloat16"),
+        ("per channel 4 narrow", "float32"),
+        ("integers, scaled, half even", "float32"),
+    ],
+)
 def test_neighbours_in_one_jit(name, dtype):
     """The user's own operations before and after the op are not merged into its arithmetic."""
     op, rng = OPS[name], np.random.default_rng(4)
@@ -220,7 +234,7 @@ def test_neighbours_in_one_jit(name, dtype):
     same(got, ((y + bias, bias - y), (s + bias, bias - s)))
 
 
-@every_op
+@cases("name", OPS, ["args", "vars", "per channel 4 narrow"])
 def test_gradients_beside_half_precision_neighbours(name):
     op, rng = OPS[name], np.random.default_rng(6)
     u, v = (jnp.asarray(cast(rng.normal(size=(512, CHANNELS)), oracle.FLOATS["bfloat16"])) for _ in range(2))
@@ -231,26 +245,38 @@ def test_gradients_beside_half_precision_neighbours(name):
     same(jax.jit(lambda u, v, g: f(u * v, low, high, g)[1])(u, v, g), f(u * v, low, high, g)[1])
 
 
-@every_op
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@cases(
+    ("name", "kind"),
+    itertools.product(OPS, KINDS),
+    [
+        *itertools.product(["vars"], KINDS),
+        ("args", "Auto"),
+        ("per channel 4 narrow", "Explicit"),
+        ("V4 given, axis", "Auto"),
+        ("integers, scaled, half even", "Explicit"),
+    ],
+)
 def test_sharded_jit(name, kind):
     with_mesh = mesh(kind)
     rows, whole = NamedSharding(with_mesh, P("data")), NamedSharding(with_mesh, P())
-    f = all_values(OPS[name])
-    for a, want in zip(each(name), expected(name), strict=True):
-        x, g = jax.device_put(a[0], rows), jax.device_put(a[3], rows)
-        if OPS[name].attributes:
-            got = jax.jit(lambda x, g, a=a: f(x, a[1], a[2], g))(x, g)
-        else:
-            got = jax.jit(f)(x, jax.device_put(a[1], whole), jax.device_put(a[2], whole), g)
-        assert len(got[0].sharding.device_set) == 4
-        same(got, want)
+    of_range = (lambda v: v) if OPS[name].attributes else lambda v: jax.device_put(v, whole)
+    placed = lambda x, low, high, g: (jax.device_put(x, rows), of_range(low), of_range(high), jax.device_put(g, rows))
+    got = jitted(name, all_values(OPS[name]), [placed(*a) for a in each(name)])
+    assert all(len(y.sharding.device_set) == 4 for y, _ in got)
+    same(got, expected(name))
 
 
-@pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if op.per_channel))
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("what", ["x", "ranges", "both"])
-def test_channels_sharded(name, kind, what):
+@cases(
+    ("name", "what", "kind"),
+    itertools.product([name for name, op in OPS.items() if op.per_channel], ["x", "ranges", "both"], KINDS),
+    [
+        ("per channel 4 narrow", "x", "Auto"),
+        ("per channel 4 narrow", "ranges", "Explicit"),
+        ("per channel 4 narrow", "both", "Auto"),
+        ("V4 given, axis", "both", "Explicit"),
+    ],
+)
+def test_channels_sharded(name, what, kind):
     """Tensor parallel: the channels of x, of the ranges or of both are sharded."""
     x, low, high, g = (np.concatenate([v, v], -1)[..., :8] for v in each(name)[0])
     f = all_values(OPS[name])
@@ -265,22 +291,15 @@ def test_channels_sharded(name, kind, what):
         same(jax.jit(OPS[name].call)(*args[:3]), want[0])
 
 
-@pytest.mark.parametrize("name", marked(name for name, op in OPS.items() if not op.from_data))
+@core_of([name for name, op in OPS.items() if not op.from_data])
 def test_shard_map(name):
-    op = OPS[name]
-    f = all_values(op)
-    sharded = functools.partial(jax.shard_map, mesh=mesh("Auto"))
-    for (x, low, high, g), want in zip(each(name), expected(name), strict=True):
-        if op.attributes:
-            run = sharded(
-                lambda x, g, a=low, b=high: f(x, a, b, g), in_specs=(P("data"), P("data")), out_specs=P("data")
-            )
-            got = jax.jit(run)(x, g)
-        else:
-            specs = P("data"), P(), P(), P("data")
-            run = sharded(f, in_specs=specs, out_specs=(P("data"), (P("data"), P(), P())))
-            got = jax.jit(run)(x, low, high, g)
-        same(got, want)
+    f, sharded = all_values(OPS[name]), functools.partial(jax.shard_map, mesh=mesh("Auto"))
+    if OPS[name].attributes:
+        rows = {"in_specs": (P("data"), P("data")), "out_specs": P("data")}
+        run = lambda x, low, high, g: sharded(lambda x, g: f(x, low, high, g), **rows)(x, g)
+    else:
+        run = sharded(f, in_specs=(P("data"), P(), P(), P("data")), out_specs=(P("data"), (P("data"), P(), P())))
+    same(jitted(name, run), expected(name))
 
 
 def test_per_channel_is_a_loop_over_channels():

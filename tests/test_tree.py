@@ -2,6 +2,7 @@
 """Rules and the transforms of params pytrees: what is chosen, and that each leaf gets the bits of the op alone."""
 
 import functools
+import itertools
 import re
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import pytest
 from exact import assert_same_bits, differing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import cases
 
 import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, QParams, QuantSpec, Rule, activation_spec, weight_spec
@@ -301,7 +303,6 @@ SPECS = {
     "12 bits, wide": (QuantSpec(bits=12, narrow_range=False, rounding="half_away"), "bfloat16"),
 }
 CORE = "channel", "4 bits, bf16", "affine, unsigned, half up, blocks"  # the others are slow
-marked = lambda names: [pytest.param(n, marks=() if n in CORE else pytest.mark.slow) for n in names]
 
 
 @functools.cache
@@ -329,8 +330,11 @@ def same_tree(got, want):
         assert_same_bits(a, b, f"leaf {i}")
 
 
-@pytest.mark.parametrize("name", marked(SPECS))
-@pytest.mark.parametrize("given_qparams", [False, True])
+@cases(
+    ("name", "given_qparams"),
+    itertools.product(SPECS, [False, True]),
+    [("channel", True), ("4 bits, bf16", False), *itertools.product(CORE[2:], [False, True])],
+)
 def test_each_leaf_gets_the_bits_of_the_op_alone(name, given_qparams):
     params, rules, qparams, spec = case(name)
     own = lambda path: qparams[path] if given_qparams else None
@@ -406,7 +410,7 @@ def cotangents(params):
     return jax.tree.map(lambda v: jnp.asarray(rng.integers(-8, 9, v.shape), v.dtype), params)
 
 
-@pytest.mark.parametrize("name", marked([*CORE, "affine, f16"]))
+@cases("name", [*CORE, "affine, f16"], CORE[1:])
 def test_gradients_are_those_of_the_op_leaf_by_leaf(name):
     params, rules, qparams, spec = case(name)
     g = cotangents(params)
@@ -432,7 +436,11 @@ def lsq_gradients(name, params, qparams, bits, lsq):
     return y, *vjp(cotangents(params))
 
 
-@pytest.mark.parametrize(("name", "bits"), [*((name, None) for name in LSQ), ("channel", 5)])
+@cases(
+    ("name", "bits"),
+    [*((name, None) for name in LSQ), ("channel", 5)],
+    [("channel", None), ("channel", 5), ("affine, unsigned, half up, blocks", None)],
+)
 def test_the_lsq_gradient_is_the_plain_one_divided_by_the_root_of_n_times_qmax(name, bits):
     params, _, qparams, spec = case(name)
     y, to_params, to_qparams = lsq_gradients(name, params, qparams, bits, True)
@@ -444,7 +452,7 @@ def test_the_lsq_gradient_is_the_plain_one_divided_by_the_root_of_n_times_qmax(n
     assert all(np.asarray(v.scale).any() for v in to_qparams.values())
 
 
-@pytest.mark.parametrize("size", [5, 6, 7, 11])
+@cases("size", [5, 6, 7, 11], [6, 11])
 def test_the_lsq_factor_of_traced_bits_has_the_same_bits_under_jit(size):
     w, qparams = jnp.arange(-size, size, 2.0) / 7, {"w": jq.QParams(jnp.float32(0.5), jnp.float32(0))}
     values = lambda v, bits: jq.fake_quant_params({"w": w}, [("w", S)], v, bits=bits, lsq_gradient=True)["w"]
