@@ -90,7 +90,9 @@ jax.export.register_pytree_node_serialization(
 )
 
 
-def _on_grid(scale: Array, zero_point: Array, qmin: Array, qmax: Array, spec: QuantSpec, fitted: bool = False) -> Any:
+def _on_grid(
+    scale: Array, zero_point: Array, qmin: Any, qmax: Any, spec: QuantSpec, fitted: bool = False
+) -> tuple[Array, Array | None]:
     """Qparams as they are used, wherever an optimizer left them: a scale that is not tiny, a zero point on the grid.
 
     Those fitted to x are so already; the zero of a symmetric spec is a constant, for XLA to drop.
@@ -133,16 +135,18 @@ class _Grid(NamedTuple):
         return num.affine_value(level, self.scale, self.zero_point)
 
 
-def _grid_of(x: Array, scale: Array, zero_point: Array | None, qmin: Any, qmax: Any) -> _Grid:
+def _grid_of(x: Array, qparams: tuple[Array, Array | None], qmin: Any, qmax: Any) -> _Grid:
     """The grid for values of the shape and dtype of `x`."""
-    over = lambda v: None if v is None else num.spread(v.astype(x.dtype), x.shape)
-    return _Grid(over(scale), over(zero_point), qmin.astype(x.dtype), qmax.astype(x.dtype))
+    scale, zero_point = qparams
+    over = lambda v: num.spread(v.astype(x.dtype), x.shape)
+    zero_point = None if zero_point is None else over(zero_point)
+    return _Grid(over(scale), zero_point, qmin.astype(x.dtype), qmax.astype(x.dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "fitted"))
 def _round_trip(x, scale, zero_point, qmin, qmax, noise, spec, fitted) -> Array:
     dtype, x = x.dtype, num.upcast(x, num.compute_dtype(x.dtype))
-    grid = _grid_of(x, *_on_grid(scale, zero_point, qmin, qmax, spec, fitted), qmin, qmax)
+    grid = _grid_of(x, _on_grid(scale, zero_point, qmin, qmax, spec, fitted), qmin, qmax)
     return num.downcast(grid.value(grid.level(x, noise, spec)), dtype)
 
 
@@ -151,7 +155,7 @@ def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array,
     """To x, to scale, and to zero_point in units of -scale: a sum that is exact where the cotangents are."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
     shape = scale.shape
-    grid = _grid_of(x, *_on_grid(scale, zero_point, qmin, qmax, spec), qmin, qmax)
+    grid = _grid_of(x, _on_grid(scale, zero_point, qmin, qmax, spec), qmin, qmax)
     # The mask is of the level after rounding: the largest weight over its own scale can be 127.00001 levels.
     level = grid.level(x, noise, spec)
     g, zero = num.shard_like(g, level), grid.zero_point
@@ -181,7 +185,7 @@ def _passed(g: Array, inside: Array) -> Array:
 def _gradient_of_fitted(g, x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
     """To x, where the qparams are those of its own range."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    grid = _grid_of(x, *_on_grid(scale, zero_point, qmin, qmax, spec, fitted=True), qmin, qmax)
+    grid = _grid_of(x, _on_grid(scale, zero_point, qmin, qmax, spec, fitted=True), qmin, qmax)
     if spec.symmetric and spec.narrow_range and spec.rounding in ("half_even", "half_away"):
         # No finite value lies outside of its own range, so that no level need be computed; but those beyond half the
         # largest float, where ranges end, and there ties with the next level round outwards.
@@ -327,7 +331,7 @@ def _to_integers(level: Array, qmin: Any, qmax: Any, spec: QuantSpec) -> Array:
 def _integers(x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
     """The integers of real values, with qparams that are on the grid."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    grid = _grid_of(x, scale, zero_point, qmin, qmax)
+    grid = _grid_of(x, (scale, zero_point), qmin, qmax)
     return _to_integers(grid.level(x, noise, spec), grid.qmin, grid.qmax, spec)
 
 
