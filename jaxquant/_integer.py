@@ -44,6 +44,8 @@ class _Codes(NamedTuple):
 
 
 def _centred(q: QArray, dtype: Any) -> Array:
+    if q.spec.symmetric:
+        return q.values.astype(dtype)
     zero = num.spread(q.zero_point.astype(dtype), q.shape)
     return q.values.astype(dtype) - zero
 
@@ -81,7 +83,7 @@ def _in_output(name: str, v: Array, shape: tuple[int, ...], places: dict[int, in
 
 
 def _scaled(acc: Array, a_scale: Array, b_scale: Array) -> Array:
-    return num.guard(acc.astype(jnp.float32) * num.guard(a_scale * b_scale))
+    return num.guard(acc.astype(jnp.float32) * (a_scale * b_scale))
 
 
 def _is_at_most(length: Any, limit: int) -> bool:
@@ -217,15 +219,19 @@ class Dot(NamedTuple):
         return jnp.asarray(total)
 
     def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
+        if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector as the row that is padded, not as a column
+            return Dot(self.contracted[::-1], self.batch[::-1], self.execution)._in_integers(b, a, length)
         wide = max(a.spec.bits, b.spec.bits) > 8
         (x, a_zero), (w, b_zero) = _codes(a, wide), _codes(b, wide)
         (ca, cb), (ba, bb) = self.contracted, self.batch
         free, outer = self._free(a.ndim, 0), len(ba)
         # (batch, rows, contracted): XLA:CPU is fast on rows, and slow on fewer than four; of a symbolic number of rows,
-        # of an exported program, nobody knows whether they are.
-        rows = math.prod(a.shape[i] for i in free)
+        # of an exported program, nobody knows whether they are. It folds a transpose back into the contraction, which
+        # is then in no library and up to ten times slower than in float32; of one more row it writes a copy.
+        rows, order = math.prod(a.shape[i] for i in free), (*ba, *free, *ca)
         missing = max(4 - rows, 0) if isinstance(rows, int) else 0
-        x = lax.transpose(x, (*ba, *free, *ca))
+        missing = max(missing, int(order != tuple(range(a.ndim))))
+        x = lax.transpose(x, order)
         x = lax.reshape(x, [*(a.shape[i] for i in ba), rows, *(a.shape[i] for i in ca)])
         # A row of ones sums the columns of b, which a reduction does in several times the time of the contraction. On
         # a mesh with explicit axes it would not have the sharding of the others.
@@ -290,8 +296,12 @@ def _first(q: QArray) -> QArray:
 
 @jax.custom_vjp
 def _held(x: Array, q: QArray) -> Array:
-    """The real values of `q`, with the gradient to `x`: the same values, which so need not be kept."""
-    return real_values(q, q.dtype)
+    """The real values of `q`, with the gradient to `x`: the same values, which so need not be kept.
+
+    Only a contraction reads them, which adds nothing to the product, so that it needs no guard.
+    """
+    dtype = num.compute_dtype(q.dtype)
+    return num.downcast(_centred(q, dtype) * num.spread(q.scale.astype(dtype), q.shape), q.dtype)
 
 
 _held.defvjp(lambda x, q: (_held(x, q), None), lambda _, g: (g, None))

@@ -215,6 +215,11 @@ def _contracted(op: Any, x: Array, w: Array, a: Any, b: Any, marks: tuple[Array,
     return contract(op, x, w, a, b, marks)
 
 
+@functools.partial(jax.jit, static_argnames="spec")  # traced, and differentiated, once for each shape
+def _fake_quantized(x: Array, spec: Any, key: Any) -> Array:
+    return fake_quant(x, spec, key=key)
+
+
 def _quantized(
     decision: Decision, execution: str, key: Any, i: int, eqn: Any, lhs: Array, rhs: Array, shared: dict
 ) -> Array:
@@ -230,7 +235,7 @@ def _quantized(
             if None not in specs:
                 operands.append(_operand(values[side], spec, decision.contracted[side], keys[side], shared))
             elif spec is not None:
-                values[side] = fake_quant(values[side], spec, key=keys[side])
+                values[side] = _fake_quantized(values[side], spec, keys[side])
     if not operands:
         return eqn.primitive.bind(*values, **eqn.params)
     if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
