@@ -5,14 +5,14 @@ from . import tf as tf
 from ._affine import QArray as QArray
 from ._affine import dequantize as dequantize
 from ._affine import fake_quant as fake_quant
-from ._affine import pack as pack
 from ._affine import quantize as quantize
 from ._affine import scale_gradient as scale_gradient
-from ._affine import unpack as unpack
 from ._files import load as load
 from ._files import save as save
 from ._integer import conv_general_dilated as conv_general_dilated
 from ._integer import dot_general as dot_general
+from ._pack import pack as pack
+from ._pack import unpack as unpack
 from ._ranges._fit import fit_qparams as fit_qparams
 from ._ranges._histogram import Histogram as Histogram
 from ._ranges._histogram import histogram as histogram
@@ -38,3 +38,4 @@ from ._tree import fake_quant_params as fake_quant_params
 from ._tree import init_qparams as init_qparams
 from ._tree import match_rules as match_rules
 from ._tree import quantize_params as quantize_params
+from ._version import __version__ as __version__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize, dequantize, and both in float with a gradient; integers as a pytree, and packed."""
+"""Quantize, dequantize, and both in float with a gradient; integers as a pytree."""
 
 import dataclasses
 import functools
@@ -11,7 +11,6 @@ import jax
 import jax.core
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from . import _checks as checks
@@ -508,94 +507,3 @@ def scale_gradient(x: Any, factor: Any) -> Array:
     factor, _ = checks.ends(("factor", ""), (checks.unwrapped(factor), 0.0), num.compute_dtype(x.dtype))
     checks.shape("factor", factor, (), "one for the array")
     return _scale_gradient(*num.vary_together(x, factor))
-
-
-@functools.partial(jax.jit, static_argnames="bits")
-def _pack(values: Array, bits: int) -> Array:
-    as_bits = (values.ravel().astype(jnp.uint8)[:, None] >> jnp.arange(bits, dtype=jnp.uint8)[None]) & 1
-    return jnp.packbits(as_bits.ravel(), bitorder="little")
-
-
-def pack(values: Any, bits: int) -> Array:
-    """Integers of 2 to 4 bits side by side in bytes, the first in the lowest bits of the first byte.
-
-    Args:
-      values: int8 or uint8 array of any shape, such as those of a QArray; each must fit `bits` bits.
-      bits: static int, 2 to 4.
-
-    Returns:
-      uint8 of shape (ceil(size * bits / 8),); signed values in two's complement.
-
-    Gradient: none; integers.
-
-    Raises:
-      TypeError: for values of another dtype.
-      ValueError: for bits outside 2..4, or concrete values that do not fit. Of traced ones the low bits are kept.
-
-    Source: the usual little-endian layout.
-
-    >>> import jax.numpy as jnp
-    >>> from jaxquant import pack
-    >>> pack(jnp.array([1, -1, 2], jnp.int8), 4).tolist()
-    [241, 2]
-    """
-    bits = checks.static_int_between("bits", bits, 2, 4)
-    array = checks.integer_array("values", values, ("int8", "uint8"))
-    if not isinstance(values := checks.unwrapped(values), jax.core.Tracer) and values.size:
-        signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
-        low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
-        least, most = (int(f(np.asarray(values))) for f in (np.min, np.max))
-        if least < low or most > high:
-            raise ValueError(
-                f"`values` must be in [{low}, {high}] to pack them in {bits} bits, got [{least}, {most}]. "
-                "Quantize them with a spec of these bits."
-            )
-    return _pack(array, bits)
-
-
-@functools.partial(jax.jit, static_argnames=("bits", "shape", "dtype"))
-def _unpack(packed: Array, bits: int, shape: tuple[int, ...], dtype: Any) -> Array:
-    count = math.prod(shape)
-    as_bits = jnp.unpackbits(packed, count=count * bits, bitorder="little").reshape(count, bits)
-    values = jnp.sum(as_bits << jnp.arange(bits, dtype=jnp.uint8)[None], -1, dtype=jnp.uint8)
-    if dtype == jnp.int8:  # the sign is the highest of the bits
-        unused = jnp.int8(8 - bits)
-        return lax.shift_right_arithmetic((values << unused.astype(jnp.uint8)).astype(jnp.int8), unused).reshape(shape)
-    return values.reshape(shape)
-
-
-def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8) -> Array:
-    """What `pack` packed.
-
-    Args:
-      packed: uint8 of shape (ceil(size * bits / 8),).
-      bits: static int, 2 to 4.
-      shape: static, of the array that was packed.
-      dtype: static, int8 or uint8: that of the array that was packed.
-
-    Returns:
-      An array of that shape and dtype.
-
-    Gradient: none; integers.
-
-    Raises:
-      TypeError: for `packed` of another dtype.
-      ValueError: for bits outside 2..4, another dtype, or a shape that the bytes do not hold.
-
-    Source: as `pack`.
-
-    >>> import jax.numpy as jnp
-    >>> from jaxquant import pack, unpack
-    >>> unpack(pack(jnp.array([1, -1, 2], jnp.int8), 4), 4, (3,)).tolist()
-    [1, -1, 2]
-    """
-    bits = checks.static_int_between("bits", bits, 2, 4)
-    packed = checks.integer_array("packed", packed, ("uint8",))
-    if dtype is None or np.dtype(dtype) not in (np.int8, np.uint8):
-        raise ValueError(f"`dtype` must be int8 or uint8, got {dtype}. Pass that of the array that was packed.")
-    shape = checks.static_ints("shape", shape)
-    if any(n < 0 for n in shape):
-        raise ValueError(f"`shape` must have no negative size, got {shape}. Pass that of the array that was packed.")
-    expected = -(-math.prod(shape) * bits // 8)
-    checks.shape("packed", packed, (expected,), f"{bits} bits for each of the values of shape {shape}")
-    return _unpack(packed, bits, shape, np.dtype(dtype))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of arguments, all made while tracing: each error says the argument, what came, what was expected, the fix."""
 
+import difflib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,24 @@ def is_float(dtype: Any) -> bool:
 def kind(value: Any) -> str:
     """What came, in words: the dtype of an array, the type of anything else."""
     return f"an array of dtype {value.dtype}" if is_array(value) else type(value).__name__
+
+
+# What others call an argument, and what it is here.
+_SYNONYMS = {
+    "axis": "channel_axis", "per_channel": "channel_axis", "dtype": "bits", "num_bits": "bits", "n_bits": "bits",
+    "group_size": "block_size", "weights": "weight", "activations": "activation", "act": "activation",
+}  # fmt: skip
+
+
+def argument_names(function: str, given: Iterable[str], names: Sequence[str]) -> None:
+    """Raises for a keyword that is none of the names, and says which is meant."""
+    for name in given:
+        if name not in names:
+            synonym = _SYNONYMS.get(name)
+            nearest = [synonym] if synonym in names else difflib.get_close_matches(name, names, 1, 0.0)
+            raise TypeError(
+                f"`{name}` is no argument of {function}, did you mean `{nearest[0]}`? It has {', '.join(names)}."
+            )
 
 
 def unwrapped(value: Any) -> Any:

@@ -220,7 +220,8 @@ class Dot(NamedTuple):
 
     def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
         if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector as the row that is padded, not as a column
-            return Dot(self.contracted[::-1], self.batch[::-1], self.execution)._in_integers(b, a, length)
+            (ca, cb), (ba, bb) = self.contracted, self.batch
+            return Dot((cb, ca), (bb, ba), self.execution)._in_integers(b, a, length)
         wide = max(a.spec.bits, b.spec.bits) > 8
         (x, a_zero), (w, b_zero) = _codes(a, wide), _codes(b, wide)
         (ca, cb), (ba, bb) = self.contracted, self.batch

@@ -102,6 +102,13 @@ class QuantSpec:
     (-7, 7)
     """
 
+    def __new__(cls, *args: Any, **kw: Any):
+        fields = [field.name for field in dataclasses.fields(cls)]
+        checks.argument_names("QuantSpec", kw, fields)
+        if args:
+            raise TypeError(f"QuantSpec takes its arguments by name, got {args}. Pass bits={args[0]!r}.")
+        return super().__new__(cls)
+
     bits: int = 8
     signed: bool = True
     symmetric: bool = True
@@ -175,7 +182,7 @@ def weight_spec(bits: int = 8, channel_axis: Any = None, block_size: int | None 
     >>> weight_spec(4, channel_axis=-1, block_size=32)
     QuantSpec(bits=4, granularity=PerBlock(axis=-2, size=32))
     """
-    _not_given_twice("granularity", kw, "channel_axis and block_size")
+    _checked_keywords("weight_spec", kw, ["bits", "channel_axis", "block_size"], "channel_axis and block_size")
     if block_size is None:
         return QuantSpec(bits=bits, granularity=PerChannel(channel_axis), **kw)
     if channel_axis is not None and not isinstance(channel_axis, tuple | list):
@@ -204,12 +211,15 @@ def activation_spec(bits: int = 8, symmetric: bool = False, **kw: Any) -> QuantS
     >>> activation_spec().qmin
     -128
     """
+    _checked_keywords("activation_spec", kw, ["bits", "symmetric"], "")
     return QuantSpec(bits=bits, symmetric=symmetric, **kw)
 
 
-def _not_given_twice(name: str, kw: dict, instead: str) -> None:
-    if name in kw:
-        raise TypeError(f"`{name}` cannot be passed here: {instead} say it. Build a QuantSpec(...) directly.")
+def _checked_keywords(function: str, kw: dict[str, Any], own: list[str], instead: str) -> None:
+    if instead and "granularity" in kw:
+        raise TypeError(f"`granularity` cannot be passed here: {instead} say it. Build a QuantSpec(...) directly.")
+    others = [field.name for field in dataclasses.fields(QuantSpec) if field.name not in own]
+    checks.argument_names(function, kw, [*own, *(name for name in others if not (instead and name == "granularity"))])
 
 
 def checked(spec: Any) -> QuantSpec:

@@ -62,6 +62,10 @@ class Rule:
     True
     """
 
+    def __new__(cls, *args: Any, **kw: Any):
+        checks.argument_names("Rule", kw, [field.name for field in dataclasses.fields(cls)])
+        return super().__new__(cls)
+
     pattern: str | re.Pattern | Callable[[str, Any], bool]
     weight: QuantSpec | None = None
     activation: QuantSpec | None = None

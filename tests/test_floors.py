@@ -17,6 +17,8 @@ FLOORS = {
     "tf/_quantize": 3,
     "_numerics": 0,
     "_checks": 0,
+    "_version": 0,
+    "_pack": 1,
     "_spec": 1,
     "_ranges/_range": 2,
     "_ranges/_histogram": 2.1,  # one folder, and each file stands on the one before

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names, and that each says what it takes, returns, raises and where it is from."""
 
+import importlib.metadata
 import inspect
 import re
 
+import jax
+import numpy as np
 import pytest
 
 import jaxquant
@@ -93,3 +96,57 @@ def test_docstrings_of_ops_are_complete(module, name):
 @pytest.mark.parametrize("name", sorted(name for name in PUBLIC if name[0].isupper()))
 def test_types_say_what_they_hold(name):
     assert len(inspect.getdoc(getattr(jaxquant, name))) > 40
+
+
+def test_the_version_is_that_of_the_package():
+    assert jaxquant.__version__ == importlib.metadata.version("jaxquant")
+
+
+W8 = jaxquant.weight_spec(8)
+STOCHASTIC = jaxquant.weight_spec(8, rounding="stochastic")
+
+
+class Variable:
+    """As of keras: no array, and without a hash."""
+
+    __hash__ = None
+    value = np.ones((2, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "texts"),
+    [
+        (lambda: jaxquant.weight_spec(8, axis=-1), ["`axis`", "weight_spec", "did you mean `channel_axis`"]),
+        (lambda: jaxquant.weight_spec(4, group_size=32), ["`group_size`", "did you mean `block_size`"]),
+        (lambda: jaxquant.activation_spec(8, symetric=True), ["`symetric`", "activation_spec", "`symmetric`"]),
+        (lambda: jaxquant.QuantSpec(8), ["by name", "bits=8"]),
+        (lambda: jaxquant.QuantSpec(num_bits=8), ["`num_bits`", "QuantSpec", "did you mean `bits`"]),
+        (lambda: jaxquant.Rule("w", weights=W8), ["`weights`", "Rule", "did you mean `weight`"]),
+        (
+            lambda: jaxquant.quantize_fn(lambda params, x: x, [])([Variable()], np.ones(2, np.float32)),
+            ["a hash", "Variable", "{v.path: v.value for v in model.variables}"],
+        ),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_right_one(call, texts):
+    with pytest.raises(TypeError, match="(?s)" + ".*".join(map(re.escape, texts))):
+        call()
+
+
+def test_a_function_with_a_key_of_its_own_cannot_round_stochastically():
+    f = lambda params, x, key: x @ params["w"]
+    args = {"w": np.ones((2, 2), np.float32)}, np.ones((1, 2), np.float32)
+    with pytest.raises(ValueError, match=r"`key` is an argument of the function itself.*f_key"):
+        jaxquant.quantize_fn(f, [("w", STOCHASTIC)])(*args, key=jax.random.key(0))
+
+
+def test_a_quantized_function_says_what_it_is():
+    def model(params, x):
+        """Of its own."""
+        return x @ params["w"]
+
+    q = jaxquant.quantize_fn(model, [("w", W8), (re.compile(".*"), None)])
+    assert repr(q).endswith("model with rules for 'w', '.*'; params_argnum=0, execution='int8', strict=False>")
+    assert q.__name__ == "model"
+    assert "q.plan" in q.__doc__
+    assert q.__wrapped__ is model

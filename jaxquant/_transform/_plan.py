@@ -80,7 +80,7 @@ class Plan:
                 f"{site.dtype}[{','.join(map(str, site.shape))}]",
                 str(site.length),
                 _in_words(site.spec) if site.spec else "-",
-                "-" if site.rule is None else _pattern_in_words(site.rule),
+                "-" if site.rule is None else pattern_in_words(site.rule),
                 site.why,
             )
             for site in self.sites
@@ -95,7 +95,8 @@ class Plan:
         return "\n".join([line(header), *map(line, rows), *last])
 
 
-def _pattern_in_words(pattern: Any) -> str:
+def pattern_in_words(pattern: Any) -> str:
+    """A glob as it is, a regex by its text, a function by its name."""
     if isinstance(pattern, str):
         return pattern
     return getattr(pattern, "pattern", None) or getattr(pattern, "__name__", type(pattern).__name__)

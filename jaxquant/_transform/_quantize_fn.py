@@ -20,7 +20,7 @@ from .._integer import Conv, Dot, checked_execution, contract
 from .._jaxpr import DATA, POINT, Contraction, Origin, Replacements, Walk, parameter, traced
 from .._tree import Rules, checked_rules, named_in_errors, with_paths
 from ._decide import Decision, Decisions, decide
-from ._plan import Plan
+from ._plan import Plan, pattern_in_words
 
 
 @jax.tree_util.register_static
@@ -68,10 +68,15 @@ class _Program(NamedTuple):
 
 
 class QuantizedFunction:
-    """What `quantize_fn` returns: the function, quantized; and its plan."""
+    """A quantized function, as `quantize_fn` returns it: call it as the function, with the same arguments.
+
+    `q(params, *args, key=)` computes the function with the chosen dots and convolutions quantized; `key` is for
+    stochastic rounding. It can be transformed by jit, grad, vmap, checkpoint, scan, shard_map and jax.export.
+    `q.plan(params, *args)` is the table of its sites. The function itself is `q.__wrapped__`.
+    """
 
     def __init__(self, f: Callable, rules: Rules, params_argnum: int, execution: str, strict: bool):
-        functools.update_wrapper(self, f, updated=())
+        functools.update_wrapper(self, f, ("__module__", "__name__", "__qualname__"), ())
         self._f, self._rules, self._argnum = f, checked_rules(rules), params_argnum
         self._execution, self._strict = execution, strict
         try:
@@ -81,6 +86,14 @@ class QuantizedFunction:
         self._key_is_mine = "key" not in names
         # Jitted, because without it a call outside of jit would compile every loop in f again.
         self._jitted = jax.jit(self._evaluated, static_argnums=0)
+
+    def __repr__(self):
+        name = getattr(self._f, "__qualname__", None) or type(self._f).__name__
+        patterns = ", ".join(repr(pattern_in_words(rule.pattern)) for rule in self._rules)
+        return (
+            f"<quantize_fn of {name} with rules for {patterns or 'nothing'}; params_argnum={self._argnum}, "
+            f"execution={self._execution!r}, strict={self._strict}>"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         key = self._key(kwargs)
@@ -135,10 +148,13 @@ class QuantizedFunction:
         try:
             hash(static)
         except TypeError:
-            kinds = sorted({type(leaf).__name__ for leaf in leaves if not _is_traced(leaf)})
+            others = [leaf for leaf in leaves if not _is_traced(leaf)]
+            kinds = sorted({type(leaf).__name__ for leaf in others})
+            boxed = any(_is_traced(getattr(leaf, "value", None)) for leaf in others)
+            fix = "Pass the value of each variable: {v.path: v.value for v in model.variables}. " if boxed else ""
             raise TypeError(
-                f"An argument must have leaves that are arrays or have a hash, got leaves of types {kinds}. Register "
-                "the one without a hash as a pytree, or close over it."
+                f"An argument must have leaves that are arrays or have a hash, got leaves of types {kinds}. {fix}"
+                "Register the one without a hash as a pytree, or close over it."
             ) from None
         arrays = [leaf for leaf, s in zip(leaves, static, strict=True) if s is None]
         return _Call(structure, static, params), arrays
@@ -183,6 +199,12 @@ class QuantizedFunction:
     def _evaluated(self, call: _Call, arrays: Sequence[Any], key: Any) -> tuple[list[Any], _Static, _Static]:
         """The results, without what is static of them; their structure; and the plan."""
         program = self._program(call, arrays)
+        rounds = any(site.spec is not None and site.spec.rounding == "stochastic" for site in program.decisions.plan)
+        if rounds and not self._key_is_mine:
+            raise ValueError(
+                "`key` is an argument of the function itself, and rules round stochastically, which needs a key of "
+                "its own. Rename the argument: quantize_fn(lambda params, x, f_key: f(params, x, key=f_key), rules)."
+            )
         replaced = {}
         for i, (location, decision) in enumerate(program.decisions.of.items()):
             replaced[location] = functools.partial(_quantized, decision, self._execution, key, i)
