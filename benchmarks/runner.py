@@ -62,10 +62,12 @@ def kept(f: Callable, *arrays: jax.Array) -> Callable[[], object]:
 
 def machine(*packages: str) -> str:
     """What was measured on, in a line."""
-    with open("/proc/cpuinfo") as file:
-        names = {line.split(":")[1].strip() for line in file if line.startswith("model name")}
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    names = {line.split(":")[1].strip() for line in lines if line.startswith("model name")}
+    flags = {flag for line in lines if line.startswith("flags") for flag in line.split(":")[1].split()}
+    sets = [name for name in ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8") if name in flags]
     device = jax.devices()[0]
-    parts = [", ".join(sorted(names)), f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
+    parts = [", ".join(sorted(names)), " ".join(sets), f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
     parts += [f"jax device {device.device_kind}"]
     return "; ".join(parts + [f"{name} {version(name)}" for name in ("jax", "jaxlib", *packages)])
 

@@ -215,7 +215,7 @@ def test_a_function_that_changes_its_arguments_is_refused():
         return x @ p["w"], state
 
     _, state = quantize_fn(returning, EVERY)(*args)
-    assert_same_bits(state["mean"], X.mean())
+    np.testing.assert_allclose(state["mean"], np.mean(X), rtol=1e-5)  # a sum of floats, in another program
 
 
 @pytest.mark.slow
