@@ -31,7 +31,7 @@ def model(params, x):
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 PARAMS = {"first": normal(0, 6, 8), "second": normal(1, 8, 4)}
@@ -56,7 +56,7 @@ def with_gradients(f):
 def hard():
     """Parameters, inputs and cotangents at the ends of the range, NaN and infinities among them."""
     rng = np.random.default_rng(4)
-    make = lambda *shape: jnp.asarray(hard_values(rng, int(np.prod(shape)), -1, 1, 255).reshape(shape))
+    make = lambda *shape: jax.device_put(hard_values(rng, int(np.prod(shape)), -1, 1, 255).reshape(shape))
     return {"first": make(6, 8), "second": make(8, 4)}, make(8, 6), G
 
 
