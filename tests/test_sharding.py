@@ -151,7 +151,7 @@ def kernels(layout, kind):
 @cases(
     ("layout", "kind"),
     [(layout, kind) for layout in LAYOUTS for kind in ("Auto", "Explicit")],
-    [("fsdp, rows", "Auto"), ("fsdp and column parallel", "Explicit")],
+    [("fsdp and column parallel", "Explicit")],
 )
 def test_sharded_params_give_the_bits_of_one_device_and_stay_sharded(layout, kind):
     on, sharding, sets = kernels(layout, kind)
