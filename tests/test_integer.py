@@ -399,13 +399,14 @@ def test_one_value_on_every_road(kind):
     assert_same_bits(got, want[0] + bias, "a sum behind it")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("kind", "axis_type", "columns"),
     [
         case
         for case in itertools.product(["dot", "conv"], ["Auto", "Explicit"], [False, True])
         if case != ("conv", "Explicit", True)  # JAX asks for the sharding of the output, of a float convolution too
     ],
+    [("dot", "Auto", True), ("dot", "Explicit", False), ("conv", "Auto", False)],
 )
 def test_sharded(kind, axis_type, columns):
     f, stacked, b = operands(kind)

@@ -91,7 +91,7 @@ def ranges(spec):
     return np.concatenate([low, pairs[:, 0]]), np.concatenate([high, pairs[:, 1]])
 
 
-@cases("spec", SPECS.values(), [SPECS[k] for k in ("symmetric", "symmetric unsigned", "affine", "affine 5 narrow")])
+@cases("spec", SPECS.values(), [SPECS[k] for k in ("symmetric unsigned", "affine 5 narrow")])
 def test_qparams_of_a_range_are_those_of_numpy_on_every_road(spec, compared):
     low, high = ranges(spec)
     want = numpy_qparams(low, high, spec)
@@ -117,7 +117,7 @@ def test_qparams_of_any_range_are_finite_and_have_zero_on_the_grid(spec):
     assert ((spec.qmin <= zero_point) & (zero_point <= spec.qmax)).all() or (spec.symmetric and (zero_point == 0).all())
 
 
-@cases("spec", SPECS.values(), [SPECS[k] for k in ("symmetric", "affine 2", "affine 5 narrow", "affine 16")])
+@cases("spec", SPECS.values(), [SPECS[k] for k in ("symmetric", "affine 5 narrow")])
 def test_traced_bits_are_those_of_a_narrower_spec(spec):
     low, high = ranges(spec)
     x = hard_values(np.random.default_rng(0), 256, -1, 2, 15)[:, None]
@@ -175,7 +175,7 @@ METHODS = "minmax", "percentile"
 @cases(
     ("granularity", "method", "spec"),
     itertools.product(GRANULARITIES, METHODS, THREE),
-    in_turn(itertools.product(GRANULARITIES, METHODS), THREE),
+    in_turn(zip(GRANULARITIES, itertools.cycle(METHODS), strict=False), THREE),
 )
 def test_minmax_and_percentile_are_a_numpy_loop_over_the_groups(granularity, spec, method):
     spec, shape = with_(spec, granularity=granularity), GRANULARITIES[granularity]
@@ -187,7 +187,7 @@ def test_minmax_and_percentile_are_a_numpy_loop_over_the_groups(granularity, spe
 @cases(
     ("size", "percentile"),
     itertools.product([1, 2, 101, 1001], [0.5, 50, 99.9, 100]),
-    [(1, 50), (2, 99.9), (101, 0.5), (101, 50), (1001, 99.9), (1001, 100)],
+    [(1, 50), (101, 50), (1001, 99.9)],
 )
 def test_percentiles_of_any_size_are_order_statistics(percentile, size):
     x = np.random.default_rng(size).normal(size=size).astype(F)
@@ -209,7 +209,7 @@ THREE_KINDS = PerTensor(), PerChannel(-1), PerBlock(1, 8)
 @cases(
     ("granularity", "method"),
     itertools.product(THREE_KINDS, METHODS),
-    [(PerTensor(), "percentile"), (PerChannel(-1), "minmax"), (PerBlock(1, 8), "percentile")],
+    [(PerChannel(-1), "minmax"), (PerBlock(1, 8), "percentile")],
 )
 def test_every_road_gives_the_same_qparams(granularity, method):
     spec = with_(SPECS["affine" if method == "minmax" else "symmetric"], granularity=granularity)
@@ -231,12 +231,7 @@ def mesh(kind):
 @cases(
     ("axis", "granularity", "method", "kind"),
     itertools.product([0, 2], THREE_KINDS, METHODS, ["Auto", "Explicit"]),
-    [
-        (0, PerTensor(), "minmax", "Auto"),
-        (0, PerChannel(-1), "percentile", "Auto"),
-        (0, PerBlock(1, 8), "minmax", "Explicit"),
-        (0, PerTensor(), "percentile", "Explicit"),
-    ],
+    [(0, PerChannel(-1), "percentile", "Auto"), (0, PerBlock(1, 8), "minmax", "Explicit")],
 )
 def test_sharded_qparams_are_those_of_the_whole(axis, granularity, method, kind):
     spec = with_(SPECS["affine"], granularity=granularity)
@@ -248,8 +243,15 @@ def test_sharded_qparams_are_those_of_the_whole(axis, granularity, method, kind)
         same(jax.jit(lambda x: fit_qparams(x, spec, method, percentile=90))(x), want, "jit")
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile", pytest.param("mse", marks=pytest.mark.slow), "lsq"])
-@pytest.mark.parametrize("spec", [SPECS["symmetric"], SPECS["affine"]], ids=repr)
+ALL_METHODS = "minmax", "percentile", "mse", "lsq"
+TWO = SPECS["symmetric"], SPECS["affine"]
+
+
+@cases(
+    ("spec", "method"),
+    itertools.product(TWO, ALL_METHODS),
+    [(TWO[0], "percentile"), (TWO[1], "minmax"), (TWO[1], "lsq")],
+)
 def test_shard_map_gives_the_qparams_of_the_shard(spec, method):
     x = np.where(np.abs(data()) < 1e3, data(), F(np.nan))
     f = lambda x: jax.tree.map(lambda v: v[None], fit_qparams(x, spec, method))
@@ -296,7 +298,7 @@ def test_small_channels_of_half_precision_keep_a_useful_scale(method, dtype):
 @cases(
     ("method", "spec"),
     itertools.product(["minmax", "percentile", "mse", "lsq"], THREE),
-    [("minmax", THREE[0]), ("minmax", THREE[2]), ("percentile", THREE[1]), ("lsq", THREE[2])],
+    [("minmax", THREE[0]), ("percentile", THREE[1]), ("lsq", THREE[2])],
 )
 def test_data_without_a_range(spec, method):
     nothing = QParams(F(1), F(0 if spec.symmetric else spec.qmin))
@@ -311,16 +313,24 @@ def test_data_without_a_range(spec, method):
 @cases(
     ("method", "spec"),
     itertools.product(["minmax", "percentile", "mse"], THREE),
-    [*itertools.product(["minmax", "percentile"], THREE), ("mse", THREE[2])],
+    [("minmax", THREE[0]), ("percentile", THREE[1]), ("mse", THREE[2])],
 )
 def test_a_scalar_is_the_end_of_its_range(spec, method):
     scale, zero_point = fit_qparams(jnp.float32(0.75), spec, method)
     np.testing.assert_allclose(scale * (spec.qmax - zero_point), 0.75, 1e-6)
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile", "mse", "lsq"])
-@pytest.mark.parametrize("largest", [TINY, 1e-36, 1e18, 1e37, 3.4028235e38])
-@pytest.mark.parametrize("spec", [SPECS["symmetric"], SPECS["affine"]], ids=repr)
+TINY_AND_HUGE = TINY, 1e-36, 1e18, 1e37, 3.4028235e38
+
+
+@cases(
+    ("spec", "method", "largest"),
+    itertools.product(TWO, ALL_METHODS, TINY_AND_HUGE),
+    itertools.chain(
+        itertools.product(TWO, ["minmax", "lsq"], TINY_AND_HUGE),
+        itertools.product([TWO[1]], ["percentile", "mse"], TINY_AND_HUGE),
+    ),
+)
 def test_qparams_of_tiny_and_huge_data_are_finite(largest, method, spec):
     x = np.linspace(-1, 1, 64, dtype=F) * F(largest)
     scale, zero_point = fit_qparams(x, spec, method)
@@ -396,7 +406,7 @@ def check_search(columns, spec, bits, traced):
     assert worse == {}
 
 
-@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [(3, THREE[0]), (3, THREE[2]), (8, THREE[2])])
+@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [(3, THREE[2]), (8, THREE[2])])
 def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
     columns = distributions(256)
     if not spec.signed:
@@ -407,7 +417,7 @@ def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
 @cases(
     ("bits", "size", "spec"),
     itertools.product([2, 3, 4, 8], [16, 32], THREE),
-    [(8, 16, THREE[0]), (3, 16, THREE[1]), (3, 16, THREE[2])],
+    [(8, 16, THREE[0]), (3, 16, THREE[1])],
 )
 def test_mse_of_tiny_groups_is_within_1_percent_of_a_dense_search(spec, bits, size):
     columns = tiny_groups(size)
@@ -431,8 +441,14 @@ def test_mse_of_a_tensor_and_of_blocks_is_within_1_percent(spec, granularity):
     assert (np.array(found) <= 1.01 * np.array(best) + rounding).all()
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile", pytest.param("mse", marks=pytest.mark.slow), "lsq"])
-@pytest.mark.parametrize("spec", [QuantSpec(bits=4), activation_spec(4)], ids=repr)
+FOUR_BITS = QuantSpec(bits=4), activation_spec(4)
+
+
+@cases(
+    ("spec", "method"),
+    itertools.product(FOUR_BITS, ALL_METHODS),
+    [(FOUR_BITS[0], "lsq"), (FOUR_BITS[1], "minmax"), (FOUR_BITS[1], "percentile")],
+)
 def test_scales_follow_powers_of_two(spec, method):
     x = np.stack(list(distributions(64).values()), -1).astype(F)
     f = jax.jit(lambda x: fit_qparams(x, with_(spec, granularity=PerChannel(-1)), method))
@@ -441,7 +457,10 @@ def test_scales_follow_powers_of_two(spec, method):
         same(f(x * F(2.0**power)), (np.asarray(scale) * F(2.0**power), zero_point), str(power))
 
 
-@pytest.mark.parametrize("spec", [QuantSpec(bits=3), QuantSpec(signed=False), activation_spec(4)], ids=repr)
+OF_LSQ = QuantSpec(bits=3), QuantSpec(signed=False), activation_spec(4)
+
+
+@cases("spec", OF_LSQ, [OF_LSQ[0], OF_LSQ[2]])
 def test_lsq_is_its_formula(spec):
     x = np.stack(list(distributions(256).values()), -1).astype(F)
     x[::7] = np.nan

@@ -155,17 +155,16 @@ def jitted(name, f, sets=None):
 
 
 CORE = {"args", "vars", "per channel 4 narrow", "V4 given, axis", "integers, scaled, half even"}  # the others are slow
-core_of = lambda names: cases("name", names, [name for name in names if name in CORE])
-traced_range = core_of([name for name, op in OPS.items() if not op.attributes])
-every_op = core_of(OPS)
+TRACED = [name for name, op in OPS.items() if not op.attributes]  # their range
+every_op = lambda *default: cases("name", OPS, default)
 
 
-@every_op
+@every_op(*CORE)
 def test_jit(name):
     same(jitted(name, all_values(OPS[name])), expected(name))
 
 
-@every_op
+@every_op("args", "V4 given, axis")
 def test_checkpoint(name):
     op = OPS[name]
     remat = op._replace(call=lambda x, a, b: jax.checkpoint(lambda x: op.call(x, a, b))(x))
@@ -173,13 +172,13 @@ def test_checkpoint(name):
     same(got, [gradients[0] for _, gradients in expected(name)])
 
 
-@traced_range
+@cases("name", TRACED, ["vars", "per channel 4 narrow"])
 def test_vmap_over_x_and_ranges(name):
     same(jax.vmap(all_values(OPS[name]))(*inputs(name)), stacked(expected(name)))
     same(jax.jit(jax.vmap(all_values(OPS[name])))(*inputs(name)), stacked(expected(name)))
 
 
-@every_op
+@every_op("args", "integers, scaled, half even")
 def test_vmap_over_x(name):
     f = all_values(OPS[name])
     xs, lows, highs, gs = inputs(name)
@@ -190,21 +189,21 @@ def test_vmap_over_x(name):
         same(jax.jit(jax.vmap(f, (0, None, None, 0)))(xs, low, high, gs), want)
 
 
-@traced_range
+@cases("name", TRACED, ["V4 given, axis", "integers, scaled, half even"])
 def test_scan(name):
     f = all_values(OPS[name])
     _, got = jax.lax.scan(lambda carry, a: (carry, f(*a)), 0, inputs(name))
     same(got, stacked(expected(name)))
 
 
-@every_op
+@every_op("args", "per channel 4 narrow")
 def test_closure_constant_ranges(name):
     f = all_values(OPS[name])
     some = list(zip(each(name), expected(name), strict=True))[1::2]
     same(with_constants(f, [a for a, _ in some]), [want for _, want in some])
 
 
-@every_op
+@every_op("vars", "V4 given, axis")
 def test_closure_constant_everything(name):
     f = all_values(OPS[name])
     some = list(zip(each(name), expected(name), strict=True))[::3]
@@ -216,9 +215,9 @@ def test_closure_constant_everything(name):
     ("name", "dtype"),
     itertools.product(OPS, ["float32", "bfloat16", "float16"]),
     [
-        *itertools.product(["vars", "V4 given, axis"], ["float32", "bfloat16"]),
         ("args", "bfloat16"),
-        ("per channel 4 narrow", "float32"),
+        ("vars", "float32"),
+        ("V4 given, axis", "bfloat16"),
         ("integers, scaled, half even", "float32"),
     ],
 )
@@ -234,7 +233,7 @@ def test_neighbours_in_one_jit(name, dtype):
     same(got, ((y + bias, bias - y), (s + bias, bias - s)))
 
 
-@cases("name", OPS, ["args", "vars", "per channel 4 narrow"])
+@every_op("vars", "per channel 4 narrow")
 def test_gradients_beside_half_precision_neighbours(name):
     op, rng = OPS[name], np.random.default_rng(6)
     u, v = (jnp.asarray(cast(rng.normal(size=(512, CHANNELS)), oracle.FLOATS["bfloat16"])) for _ in range(2))
@@ -249,11 +248,9 @@ def test_gradients_beside_half_precision_neighbours(name):
     ("name", "kind"),
     itertools.product(OPS, KINDS),
     [
-        *itertools.product(["vars"], KINDS),
-        ("args", "Auto"),
+        ("vars", "Auto"),
         ("per channel 4 narrow", "Explicit"),
         ("V4 given, axis", "Auto"),
-        ("integers, scaled, half even", "Explicit"),
     ],
 )
 def test_sharded_jit(name, kind):
@@ -270,10 +267,8 @@ def test_sharded_jit(name, kind):
     ("name", "what", "kind"),
     itertools.product([name for name, op in OPS.items() if op.per_channel], ["x", "ranges", "both"], KINDS),
     [
-        ("per channel 4 narrow", "x", "Auto"),
         ("per channel 4 narrow", "ranges", "Explicit"),
-        ("per channel 4 narrow", "both", "Auto"),
-        ("V4 given, axis", "both", "Explicit"),
+        ("V4 given, axis", "both", "Auto"),
     ],
 )
 def test_channels_sharded(name, what, kind):
@@ -291,7 +286,7 @@ def test_channels_sharded(name, what, kind):
         same(jax.jit(OPS[name].call)(*args[:3]), want[0])
 
 
-@core_of([name for name, op in OPS.items() if not op.from_data])
+@cases("name", [name for name, op in OPS.items() if not op.from_data], ["args", "per channel 4 narrow"])
 def test_shard_map(name):
     f, sharded = all_values(OPS[name]), functools.partial(jax.shard_map, mesh=mesh("Auto"))
     if OPS[name].attributes:

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, primitives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import cases
 
 from jaxquant import (
     PerBlock,
@@ -51,7 +52,7 @@ site.defvjp(lambda x, w: (site(x, w), (x, w)), lambda operands, g: jax.vjp(in_fl
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 X, G = normal(0, 4, 6), normal(1, 4, 6)
@@ -184,23 +185,22 @@ INSIDE = {
     "closed_call": (closed_call, one),
     "vmap over rows": (lambda p, x: jax.vmap(lambda row: relu(row @ p["w"]))(x), one),
 }  # fmt: skip
-QUICK = (
-    "jit in jit",
-    "scan over layers",
-    "scan of a constant",
-    "cond, in both",
-    "switch, 1",
-    "checkpoint in scan",
-    "map",
-)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in INSIDE])
+@functools.cache
+def without_a_construct(plain, outputs):
+    return value_and_gradients(functools.partial(plain, site), g=COTANGENTS[outputs])
+
+
+COTANGENTS = {False: G, True: normal(4, 3, 4, 6)}
+
+
+@cases("name", INSIDE, ["scan over layers", "cond, in both", "checkpoint in scan"])  # of one program without them
 def test_values_and_gradients_are_those_of_the_program_without_the_construct(name):
     f, plain = INSIDE[name]
-    g = normal(4, 3, 4, 6) if name == "scan, outputs" else G
-    got = value_and_gradients(quantize_fn(f, RULES), g=g)
-    same(got, value_and_gradients(functools.partial(plain, site), g=g))
+    outputs = name == "scan, outputs"
+    got = value_and_gradients(quantize_fn(f, RULES), g=COTANGENTS[outputs])
+    same(got, without_a_construct(plain, outputs))
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_a_checkpoint_keeps_its_policy(policy, forwards):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="jax.experimental.hijax is younger")
-@pytest.mark.parametrize("custom", ["keep", "inline"])
+@cases("custom", ["keep", "inline"], ["keep"])
 def test_a_primitive_of_hijax_is_entered(custom):
     from jax.experimental import hijax
 
@@ -326,11 +326,11 @@ def with_derivative(kind, body):
     return f
 
 
-both_kinds = pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+KINDS = "custom_jvp", "custom_vjp"
 matmul = lambda w, x: x @ w
 
 
-@both_kinds
+@cases("kind", KINDS, ["custom_vjp"])
 def test_a_derivative_of_its_own_is_used_where_no_site_is_inside(kind):
     scaled = with_derivative(kind, lambda w, x: x * w[:1])
     program = lambda dot, p, x: dot(scaled(p["w"], x), p["w"])
@@ -340,11 +340,16 @@ def test_a_derivative_of_its_own_is_used_where_no_site_is_inside(kind):
     )
 
 
-@both_kinds
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_site_in_a_function_with_a_derivative_of_its_own_needs_a_word(kind):
     f = lambda p, x: with_derivative(kind, matmul)(p["w"], x)
     with pytest.raises(ValueError, match=r"'w'.*derivative of its own.*custom=\"keep\".*custom=\"inline\""):
         quantize_fn(f, RULES).plan(PARAMS, X)
+
+
+@cases("kind", KINDS, ["custom_jvp"])
+def test_a_derivative_of_its_own_is_kept_or_inlined_as_the_rule_says(kind):
+    f = lambda p, x: with_derivative(kind, matmul)(p["w"], x)
     same(quantize_fn(f, [("w", None)])(PARAMS, X), jax.jit(f)(PARAMS, X))
     keep, inline = (quantize_fn(f, [Rule("**", weight_spec(8), ACTIVATION, custom=c)]) for c in ("keep", "inline"))
     value, (to_params, to_x) = value_and_gradients(keep)
@@ -457,16 +462,36 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_an_operand_is_followed_to_its_parameter_or_derived_from_several(name):
+def of_operand(name):
+    """A product with it, quantized."""
     make, path = MADE[name]
     f = lambda p, x, i: relu(x @ make(p, i))
-    q = quantize_fn(f, [Rule("**", weight_spec(8), ACTIVATION, kind="weight" if path else "derived")])
-    i = jnp.int32(2)
-    operand = [s for s in q.plan(P2, X, i) if s.spec][1]
+    return quantize_fn(f, [Rule("**", weight_spec(8), ACTIVATION, kind="weight" if path else "derived")])
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_an_operand_is_followed_to_its_parameter_or_derived_from_several(name):
+    operand = [s for s in of_operand(name).plan(P2, X, np.int32(2)) if s.spec][1]
     assert operand.spec == weight_spec(8, channel_axis=1)
-    assert operand.name == (path or operand.op + f"_{int(name == 'low rank')}")
-    assert_same_bits(q(P2, X, i), relu(site(X, make(P2, i))))
+    assert operand.name == (MADE[name][1] or operand.op + f"_{int(name == 'low rank')}")
+
+
+@functools.cache
+def operands():
+    return jax.jit(lambda p, i: {name: make(p, i) for name, (make, _) in MADE.items()})(P2, np.int32(2))
+
+
+def test_every_operand_is_quantized_to_the_bits_of_what_is_made_of_its_parameters():
+    """All in one program, which compiles faster than one for each."""
+    got = jax.jit(lambda *args: {name: of_operand(name)(*args) for name in MADE})(P2, X, np.int32(2))
+    for name, y in got.items():
+        assert_same_bits(y, np.maximum(site(X, operands()[name]), 0), name)
+
+
+@cases("name", MADE, ["swapaxes of a slice"])
+def test_an_operand_alone_has_the_bits_of_what_is_made_of_its_parameters(name):
+    i = jnp.int32(2)
+    assert_same_bits(of_operand(name)(P2, X, i), relu(site(X, MADE[name][0](P2, i))))
 
 
 @pytest.mark.slow
@@ -509,15 +534,24 @@ def attention(p, x):
         return quant_point(x * 2, "q") @ quant_point(x + 1, "k").T
 
 
-@pytest.mark.parametrize(
-    ("pattern", "scope"), [("**", "scores"), ("scores/dot_general_0", None), ("[qk]", None), ("**", "sc*")]
-)
-def test_two_activations_are_chosen_by_scope_by_op_or_by_name(pattern, scope):
+CHOICES = [("**", "scores"), ("scores/dot_general_0", None), ("[qk]", None), ("**", "sc*")]
+
+
+def attention_chosen(pattern, scope):
     pattern = re.compile(pattern) if pattern == "[qk]" else pattern
-    q = quantize_fn(attention, [Rule(pattern, activation=ACTIVATION, kind="act_act", scope=scope)])
-    assert [s.name for s in q.plan(PARAMS, X)] == ["q", "k"]
+    return quantize_fn(attention, [Rule(pattern, activation=ACTIVATION, kind="act_act", scope=scope)])
+
+
+@pytest.mark.parametrize(("pattern", "scope"), CHOICES)
+def test_two_activations_are_chosen_by_scope_by_op_or_by_name(pattern, scope):
+    plan = attention_chosen(pattern, scope).plan(PARAMS, X)
+    assert [(s.name, s.spec) for s in plan] == [("q", ACTIVATION), ("k", ACTIVATION)]
+
+
+@cases(("pattern", "scope"), CHOICES, [("[qk]", None)])
+def test_two_activations_that_are_chosen_are_quantized(pattern, scope):
     a, b = quantize(X * 2, ACTIVATION), quantize((X + 1).T, ACTIVATION)
-    assert_same_bits(q(PARAMS, X), dot_general(a, b, MATMUL))
+    assert_same_bits(attention_chosen(pattern, scope)(PARAMS, X), dot_general(a, b, MATMUL))
 
 
 def test_one_of_two_activations_is_quantized_by_its_name():
@@ -537,15 +571,40 @@ ON_PARAMETER = {  # the granularity on the parameter, and where it comes to lie 
 }
 
 
+def on_parameter(name):
+    """A product with an operand of that granularity, and the spec that this is on the operand."""
+    make, given, want = ON_PARAMETER[name]
+    f = lambda p, x: x @ MADE[make][0](p, np.int32(2))
+    q = quantize_fn(f, [Rule("**", QuantSpec(granularity=given), ACTIVATION)])
+    return q, QuantSpec(granularity=want) if want else QuantSpec()
+
+
 @pytest.mark.parametrize("name", ON_PARAMETER)
 def test_axes_of_a_spec_are_counted_on_the_parameter(name):
-    make, given, want = ON_PARAMETER[name]
-    make, i = MADE[make][0], jnp.int32(2)
-    f = lambda p, x: x @ make(p, i)
-    want = QuantSpec(granularity=want) if want else QuantSpec()
-    q = quantize_fn(f, [Rule("**", QuantSpec(granularity=given), ACTIVATION)])
+    q, want = on_parameter(name)
     assert [s.spec for s in q.plan(P2, X)] == [ACTIVATION, want]
-    assert_same_bits(q(P2, X), dot_general(quantize(X, ACTIVATION), quantize(make(P2, i), want), MATMUL))
+
+
+def quantized_products(specs):
+    """Of X and each operand."""
+    x = quantize(X, ACTIVATION)
+    return {n: dot_general(x, quantize(operands()[ON_PARAMETER[n][0]], spec), MATMUL) for n, spec in specs.items()}
+
+
+def test_a_parameter_is_quantized_along_the_axes_of_its_spec():
+    """All in one program, which compiles faster than one for each."""
+    made = {name: on_parameter(name) for name in ON_PARAMETER}
+    got = jax.jit(lambda p, x: {name: q(p, x) for name, (q, _) in made.items()})(P2, X)
+    for name, want in quantized_products({name: spec for name, (_, spec) in made.items()}).items():
+        assert_same_bits(got[name], want, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_PARAMETER)
+def test_a_parameter_alone_is_quantized_along_the_axes_of_its_spec(name):
+    q, want = on_parameter(name)
+    operand = MADE[ON_PARAMETER[name][0]][0](P2, jnp.int32(2))
+    assert_same_bits(q(P2, X), dot_general(quantize(X, ACTIVATION), quantize(operand, want), MATMUL))
 
 
 @pytest.mark.parametrize(
@@ -588,6 +647,10 @@ CLOSED = {
 def test_a_parameter_in_an_op_that_cannot_be_entered_is_refused_if_a_rule_wants_it(name):
     with pytest.raises(ValueError, match=rf"At 'w', chosen by the rule 'w\*'.*{name}.*cannot replace anything"):
         quantize_fn(CLOSED[name], [Rule("w*", weight_spec(8))]).plan(PARAMS, X)
+
+
+@cases("name", CLOSED, ["ragged_dot"])
+def test_an_op_that_cannot_be_entered_stays_as_it_is_beside_a_site(name):
     f = lambda p, x: (x @ p["ws"][0], CLOSED[name](p, x))
     for rules in (("w", None), ("ws", weight_spec(8))), (("ws", weight_spec(8)),):
         got = quantize_fn(f, rules)(PARAMS, X)
@@ -625,9 +688,9 @@ def test_a_gradient_of_one_layer_is_refused_too():
 # Dtypes
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@cases("dtype", ["bfloat16", "float16"], ["bfloat16"])
 def test_half_precision_is_rounded_once(dtype):
-    params, x, g = jax.tree.map(lambda v: v.astype(dtype), (PARAMS, X, G))
+    params, x, g = jax.tree.map(lambda v: jax.device_put(np.asarray(v).astype(dtype)), ({"w": PARAMS["w"]}, X, G))
     f = lambda p, x: x @ p["w"]
     value, gradients = value_and_gradients(quantize_fn(f, RULES), params, x, g)
     assert_same_bits(value, site(x, params["w"]).astype(dtype))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from exact import assert_same_bits
 from jax import lax
+from lanes import cases
 
 from jaxquant import PerChannel, QuantSpec, Rule, activation_spec, quantize_fn, weight_spec
 
@@ -100,7 +101,7 @@ def test_concatenated_parameters_are_a_weight_with_the_range_of_each():
     assert q.plan(scaled, X)["a/kernel+b/kernel"].spec.granularity == PerChannel(1)
 
 
-@pytest.mark.parametrize("spec", [QuantSpec(), weight_spec(8), weight_spec(8, block_size=2)], ids=str)
+@cases("spec", [QuantSpec(), weight_spec(8), weight_spec(8, block_size=2)], [weight_spec(8)])
 def test_stacked_and_scanned_parameters_have_the_ranges_of_each(spec):
     def stacked(p, x):
         layers = jnp.stack([p[name]["kernel"] for name in ("a", "b")])
@@ -272,7 +273,7 @@ def test_a_model_of_equinox_in_the_place_of_the_function_is_refused():
             quantize_fn(f, EVERY)(X if f is not model else X[0])
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@cases("layers", [1, 3], [1])
 def test_a_loss_of_params_alone_closes_over_its_data(layers):
     def loss(p, x):
         for w in p["layers"]:
