@@ -598,3 +598,10 @@ def test_all_percent_of_a_histogram_are_all_of_more_values_than_float32_counts()
     h = histogram(np.asarray([1.0, 100.0], F), QuantSpec())
     counts = jnp.where(h.counts == 0, 0, h.counts.at[jnp.argmax(h.counts)].set(2**24 + 1))
     assert range_from_histogram(h._replace(counts=counts), 100.0).x_max >= 100
+
+
+@pytest.mark.parametrize("spec", [QuantSpec(), QuantSpec(symmetric=False), QuantSpec(signed=False)], ids=str)
+@pytest.mark.parametrize("ends", [(0.0, 0.0), (np.inf, -np.inf), (-1e-40, 1e-40)])
+def test_an_empty_range_has_a_finite_gradient(spec, ends):
+    gradient = jax.grad(lambda low, high: qparams_from_range(low, high, spec).scale, (0, 1))(*map(np.float32, ends))
+    assert np.isfinite(gradient).all()

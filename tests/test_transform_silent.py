@@ -88,6 +88,17 @@ def test_a_rule_for_activations_alone_leaves_parameters_as_they_are():
     assert quantized(plan) == ["head/kernel:input"]
 
 
+def test_what_is_computed_with_and_cannot_be_replaced_is_not_left_in_float():
+    sizes = jnp.array([2, 1], jnp.int32)
+    f = lambda p, x: lax.ragged_dot(x, p["experts"] * 2, sizes) @ p["head"]
+    params = {"experts": normal(2, 4, 4), "head": normal(4, 2)}
+    with pytest.raises(
+        ValueError, match=r"'\*\*' quantizes 'experts', which is computed.*ragged_dot.*\('experts', None\)"
+    ):
+        quantize_fn(f, EVERY).plan(params, X)
+    assert quantized(quantize_fn(f, [("experts", None), *EVERY]).plan(params, X)) == ["head:input", "head"]
+
+
 # Concatenated and stacked parameters
 
 
@@ -168,7 +179,7 @@ EXPERTS, CHOICE = {"experts": normal(3, 4, 4), "router": normal(4, 2)}, jnp.arra
 
 
 def test_a_parameter_that_is_gathered_by_data_is_named_and_not_left_in_float():
-    texts = r"'\*\*' quantizes 'experts', which is gathered by data.*kind=\"act_act\".*\('experts', None\)"
+    texts = r"'\*\*' quantizes 'experts', which is gathered by data.*Rule\('dot_general_0:rhs'.*\('experts', None\)"
     with pytest.raises(ValueError, match=texts):
         quantize_fn(experts, EVERY).plan(EXPERTS, X, CHOICE)
     plan = quantize_fn(experts, [("experts", None), *EVERY]).plan(EXPERTS, X, CHOICE)
@@ -219,6 +230,29 @@ def test_a_function_that_changes_its_arguments_is_refused():
     np.testing.assert_allclose(state["mean"], np.mean(X), rtol=1e-5)  # a sum of floats, in another program
 
 
+@jax.tree_util.register_pytree_node_class
+class Transposed:
+    """Its leaf is another array whenever it is flattened."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def tree_flatten(self):
+        return (getattr(self.kernel, "T", self.kernel),), None  # a shape has none
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(getattr(leaves[0], "T", leaves[0]))
+
+
+def test_a_pytree_that_makes_its_leaves_anew_has_not_changed():
+    q = quantize_fn(lambda p, x: x @ p.kernel, EVERY)
+    assert_same_bits(
+        q(Transposed(PARAMS["a"]["kernel"]), X),
+        quantize_fn(lambda p, x: x @ p["w"], EVERY)({"w": PARAMS["a"]["kernel"]}, X),
+    )
+
+
 @pytest.mark.slow
 def test_a_module_of_nnx_in_training_is_refused_and_one_in_evaluation_is_not():
     nnx = pytest.importorskip("flax.nnx", reason="an extra")
@@ -262,6 +296,8 @@ def test_a_model_that_closes_over_its_weights_is_refused(data):
         quantize_fn(model, EVERY)(data)
     meant = [*EVERY, Rule("**", W8, A8, kind="captured")]
     assert len(quantized(quantize_fn(model, meant).plan(data))) == 4
+    one_layer = [*EVERY, Rule("**", None, kind="captured", optional=True)]
+    assert len(quantized(quantize_fn(lambda d: read(d) @ CAPTURED, one_layer).plan(data))) == 2
 
 
 @pytest.mark.slow

@@ -164,8 +164,8 @@ def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
 
 def _scale(width: Array, steps: Any) -> Array:
     positive = width > 0
-    # Exact as `num.divide` is: the divisor is selected element by element.
-    quotient = width / num.select(positive, steps, width)
+    # Exact as `num.divide` is: the divisor is selected element by element. Not 0, which has no gradient.
+    quotient = width / num.select(positive, steps, np.float32(1))
     return num.select(positive, lax.max(quotient, TINY), 1)
 
 

@@ -4,7 +4,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from .. import _checks as checks
 from .._jaxpr import JOINED, Contraction, Location, Operand, Origin, computed
 from .._spec import PerBlock, PerChannel, PerTensor, QuantSpec, qparams_shape
-from .._tree import Rule, named_in_errors
+from .._tree import KINDS, Rule, named_in_errors
 from ._plan import Count, Plan, Site, nearest
 
 
@@ -99,7 +99,7 @@ def _check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...]
         raise ValueError(
             f"{len(parts)} parameters, {', '.join(map(repr, parts))}, are concatenated along axis {shared[0]} of an "
             f"operand of shape {operand.shape}, {'which is contracted' if is_contracted else 'an output axis'}, and "
-            f"{spec} has one scale for all of them there. {own or 'Leave'} them in float by a rule ({parts[0]!r}, "
+            f"{spec} does not keep them apart there. {own or 'Leave'} them in float by a rule ({parts[0]!r}, "
             'None), and one for each of the others, before this one; then Rule(..., kind="derived") quantizes what is '
             "made of them, with one range for all."
         )
@@ -222,12 +222,21 @@ class _Matcher:
             self.used.add(self.rules.index(rule))
         return rule
 
+    def due(self, op: _Op, origin: Origin, quantized: Set[str]) -> list[tuple[str, Rule]]:
+        """The parameters in a value that a rule would quantize, and that no site does; with the rule of each."""
+        paths = sorted({*origin.computed, *origin.gathered})
+        chosen = [(path, rule) for path in paths if (rule := self.for_path(path, op.contraction)) is not None]
+        self.used |= {self.rules.index(rule) for _, rule in chosen if not _wanted(rule)}
+        return [(path, rule) for path, rule in chosen if rule.weight and not rule.optional and path not in quantized]
+
     def agreed(self, contraction: Contraction) -> Contraction:
         """With parameters that were concatenated, and that no one rule quantizes, as what is computed from them."""
 
         def of(operand: Operand) -> Operand:
-            rules = [self.for_path(part, contraction) for part in operand.origin.parts]
-            if len(rules) < 2 or (_wanted(rules[0]) and all(rule is rules[0] for rule in rules)):
+            parts = operand.origin.parts
+            rules = [self.for_path(part, contraction) for part in parts]
+            ranks = {len(self.leaves[part].shape) for part in parts}  # axes are counted on all of them
+            if len(rules) < 2 or (_wanted(rules[0]) and all(rule is rules[0] for rule in rules) and len(ranks) == 1):
                 return operand
             return operand._replace(origin=computed([operand.origin]))
 
@@ -328,27 +337,24 @@ def _left_in_float(made: Sequence[tuple[_Op, Decision]], matcher: _Matcher, quan
     for op, decision in made:
         if op.kind in ("weight", "gradient"):
             continue
-        for rule, operand in zip(decision.rules, op.contraction.operands, strict=True):
+        for name, rule, operand in zip(decision.names, decision.rules, op.contraction.operands, strict=True):
             origin = operand.origin
             if not checks.is_float(operand.dtype) or (origin.data and not origin.gathered):
                 continue
-            candidates = {path: matcher.for_path(path, op.contraction) for path in (*origin.computed, *origin.gathered)}
-            chosen = [(path, of) for path, of in sorted(candidates.items()) if of is not None]
-            matcher.used |= {matcher.rules.index(of) for _, of in chosen if not _wanted(of)}
-            due = [(path, of) for path, of in chosen if of.weight and not of.optional and path not in quantized]
+            due = matcher.due(op, origin, quantized)
             if due and rule is None:
-                found.append(_left(op, origin, due))
+                found.append(_left(op, name if origin.gathered else op.name, origin, due))
     return next(iter(found), "")
 
 
-def _left(op: _Op, origin: Origin, due: list[tuple[str, Rule]]) -> str:
+def _left(op: _Op, name: str, origin: Origin, due: list[tuple[str, Rule]]) -> str:
     paths, (_, rule) = [path for path, _ in due], due[0]
     how, kind = ("gathered by data", "act_act") if origin.gathered else ("computed with", "derived")
     spec = "activation" if origin.gathered else "weight"
     return (
         f"At {op.name!r}: the rule {rule.pattern!r} quantizes {', '.join(map(repr, paths))}, which "
         f"{'are' if len(paths) > 1 else 'is'} {how} before the op, and would be left in float. Quantize what the op "
-        f'meets by Rule({op.name!r}, {spec}={rule.weight}, kind="{kind}"), or leave the parameter in float by a rule '
+        f'meets by Rule({name!r}, {spec}={rule.weight}, kind="{kind}"), or leave the parameter in float by a rule '
         f"({paths[0]!r}, None) before that one; q.plan(...) then prints all sites."
     )
 
@@ -368,7 +374,7 @@ def _refuse_captured_model(ops: Sequence[_Op], rules: Sequence[Rule], leaves: Ma
             "params of a model that is a function itself. Pass the weights: of an equinox model, params, static = "
             "eqx.partition(model, eqx.is_array) and quantize_fn(lambda params, x: eqx.combine(params, static)(x), "
             'rules); a lone weight as a dict {"w": w}. If it is meant so, say what becomes of the captured arrays by '
-            'a Rule("**", None, kind="captured").'
+            'a Rule("**", None, kind="captured", optional=True).'
         )
 
 
@@ -459,6 +465,13 @@ def _closed(op: _Op, names: list[str], matcher: _Matcher) -> Iterator[Site]:
     """Those parameters that go where nothing can be replaced; an error if a rule wants one quantized."""
     for name, operand in zip(names, op.contraction.operands, strict=True):
         path = operand.origin.path
+        due = matcher.due(op, operand.origin, frozenset()) if path is None else []
+        if due:
+            raise ValueError(
+                f"At {op.name!r}: the rule {due[0][1].pattern!r} quantizes {due[0][0]!r}, which is computed with and "
+                f"goes into {op.contraction.op!r}, where quantize_fn cannot replace anything. Leave it in float by a "
+                f"rule ({due[0][0]!r}, None) before this one, or quantize it by fake_quant_params."
+            )
         if path is None:
             continue
         rule = matcher.of_parameter(op, operand.origin)
@@ -466,7 +479,8 @@ def _closed(op: _Op, names: list[str], matcher: _Matcher) -> Iterator[Site]:
             with named_in_errors(path, rule=rule):
                 raise ValueError(
                     f"the parameter goes into {op.contraction.op!r}, at {op.name!r}, where quantize_fn cannot replace "
-                    f"anything. Leave it in float by a rule ({path!r}, None) before this one, or quantize it by "
+                    f"anything. Leave it in float by a rule ({operand.origin.parts[0]!r}, None) before this one"
+                    f"{', and one for each of the others' if len(operand.origin.parts) > 1 else ''}, or quantize it by "
                     "fake_quant_params."
                 )
         yield Site(
@@ -532,7 +546,8 @@ def _unused(i: int, rule: Rule, matcher: _Matcher, ops: list[_Op]) -> str:
         message += f" The pattern matches {excluded[0]!r}, which {said} excludes."
     elif elsewhere:
         path, kind = elsewhere[0]
-        message += f" It matches the parameter {path!r}, which is in an op of kind {kind!r}: Rule(..., kind={kind!r})."
+        said = f": Rule(..., kind={kind!r})" if kind in KINDS else ""
+        message += f" It matches the parameter {path!r}, which is in an op of kind {kind!r}{said}."
     elif parameters and rule.kind == "weight":
         message += f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is."
     elif rule.kind == "weight":

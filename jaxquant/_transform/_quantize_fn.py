@@ -164,8 +164,9 @@ class QuantizedFunction:
 
         def flat(arrays):
             args, kwargs = call.arguments(arrays)
+            before = _paths_of(arrays, args, kwargs)
             leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
-            _refuse_lost_changes(dict(enumerate(args)) | kwargs, [*arrays, *leaves])
+            _refuse_lost_changes(before, _paths_of(leaves, args, kwargs))
             is_array = [_is_traced(leaf) for leaf in leaves]
             static = (None if a else _Static.of(v) for v, a in zip(leaves, is_array, strict=True))
             results[:] = structure, tuple(static)
@@ -215,20 +216,33 @@ class QuantizedFunction:
         return leaves, _Static.of(program.structure), _Static(Plan, id(plan), plan)
 
 
-def _refuse_lost_changes(arguments: Mapping[Any, Any], known: Sequence[Any]) -> None:
-    """What the function has changed of its arguments, as modules of nnx do, is lost unless it is returned."""
-    known_ids, changed = {id(value) for value in known}, []
-    for name, argument in arguments.items():
+def _paths_of(known: Sequence[Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
+    """Each array in the arguments by where it is, and whether it is one of those that are known."""
+    known_ids, found = {id(value) for value in known}, {}
+    for name, argument in (*enumerate(args), *kwargs.items()):
         with contextlib.suppress(ValueError):  # a State of equinox is not read again after its update: a new one is
             leaves = [(path, leaf) for path, leaf in with_paths(argument) if _is_traced(leaf)]
-            changed += [f"{path!r} of argument {name!r}" for path, leaf in leaves if id(leaf) not in known_ids]
+            found |= {f"{path!r} of argument {name!r}": (leaf, id(leaf) in known_ids) for path, leaf in leaves}
+    return found
+
+
+def _refuse_lost_changes(before: Mapping[str, tuple[Any, bool]], after: Mapping[str, tuple[Any, bool]]) -> None:
+    """What the function has changed of its arguments, as modules of nnx do, is lost unless it is returned."""
+    # A pytree that makes its leaves anew whenever it is flattened has not changed.
+    kept = {id(leaf) for leaf, is_argument in before.values() if is_argument}
+    made = {path for path, (_, is_argument) in before.items() if not is_argument}
+    changed = [
+        path for path, (leaf, is_returned) in after.items()
+        if not is_returned and id(leaf) not in kept and path not in made
+    ]  # fmt: skip
     if changed:
         raise ValueError(
             f"The function changes its arguments while it is traced, at {', '.join(changed[:3])}"
             f"{' and others' if len(changed) > 3 else ''}, and the changes would be lost: running statistics and "
-            "dropout keys would never move. Return them. With nnx: graphdef, params, state = nnx.split(model, "
-            "nnx.Param, ...), and in the function model = nnx.merge(graphdef, params, state, copy=True); return "
-            "model(x), nnx.state(model, nnx.Not(nnx.Param)). The page docs/state.md has the whole recipe."
+            "dropout keys would never move. Return them; or, what is not meant to last, change in a copy. With nnx: "
+            "graphdef, params, state = nnx.split(model, nnx.Param, ...), and in the function model = nnx.merge("
+            "graphdef, params, state, copy=True); return model(x), nnx.state(model, nnx.Not(nnx.Param)). The page "
+            "docs/state.md has the whole recipe."
         )
 
 
