@@ -190,6 +190,12 @@ def test_a_parameter_that_is_gathered_by_data_is_named_and_not_left_in_float():
     assert plan.counts["quantized"].parameters == 2
 
 
+def test_a_plan_names_the_parameters_that_data_compute_with():
+    f = lambda p, mask, x: x @ (p["a"]["kernel"] * mask) @ p["head"]["kernel"]
+    plan = quantize_fn(f, KERNELS).plan({k: PARAMS[k] for k in ("a", "head")}, jnp.asarray(MASK), X)
+    assert plan["dot_general_0:rhs"].why == 'computed from a/kernel and data; Rule(..., kind="act_act")'
+
+
 def test_the_last_line_counts_every_parameter():
     def f(p, x, tokens):
         return (p["embedding"][tokens] + p["bias"]) @ p["a"] @ p["b"]

@@ -450,7 +450,8 @@ def _why(op: _Op, operand: Operand, rule: Rule | None) -> str:
     if rule is not None:
         return "the rule has no spec for this operand"
     made = ", ".join(sorted(origin.params)) if origin.role == "derived" else ""
-    gathered = f"{', '.join(origin.gathered)}, gathered by data" if origin.gathered else "no parameter"
+    with_data = f"computed from {', '.join(sorted(origin.computed))} and data" if origin.computed else "no parameter"
+    gathered = f"{', '.join(origin.gathered)}, gathered by data" if origin.gathered else with_data
     return {
         "weight": "no rule matches",
         "act_act": f'{gathered}; Rule(..., kind="act_act")',
