@@ -89,7 +89,14 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 def test_values_and_gradients_are_the_same_however_it_is_called(rules, call, values):
     args = hard() if values == "hard" else (PARAMS, X, G)
     f = with_gradients(quantized(rules))
-    same(CALLS[call](f)(*args), f(*args))
+    (y, *gradients), (want, *others) = CALLS[call](f)(*args), f(*args)
+    same(y, want)
+    if call != "vmap of one":
+        same(gradients, others)
+        return
+    # The gradients are float contractions of JAX's, which XLA sums in another order if they are batched: on a CPU with
+    # AVX2 alone last bits differ, on one with AVX-512 none.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), gradients, others)
 
 
 @pytest.mark.parametrize("values", ["normal", "hard"])
