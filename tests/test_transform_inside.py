@@ -12,7 +12,7 @@ import pytest
 from exact import assert_same_bits, x64
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, primitives
+from jax.extend.core import primitives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import cases
@@ -30,7 +30,7 @@ from jaxquant import (
     quantize_fn,
     weight_spec,
 )
-from jaxquant._jaxpr import opened
+from jaxquant._jaxpr import opened, programs
 
 ACTIVATION, WEIGHT = activation_spec(8), weight_spec(8, channel_axis=-1)
 RULES = [Rule("**", weight_spec(8), ACTIVATION)]
@@ -78,10 +78,8 @@ def equations(jaxpr):
     """Those of a program and of all programs in it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(getattr(inner, "jaxpr", inner), Jaxpr):
-                    yield from equations(getattr(inner, "jaxpr", inner))
+        for inner, _ in programs(eqn):
+            yield from equations(inner)
 
 
 def parameters(eqn):
