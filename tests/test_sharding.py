@@ -214,8 +214,9 @@ def model_inputs(powers_of_two=True):
     x, g = rng.integers(-3, 4, (8, 8)).astype(F), rng.integers(-3, 4, (8, 4)).astype(F)
     hidden = QParams(F(1), F(120))  # quarters of levels again, clipped at 7
     if not powers_of_two:
-        x, g, params, qparams = jax.tree.map(lambda v: v * F(1.1), (x, g, params, qparams))
-        hidden = hidden._replace(scale=F(1.3))  # with 1.1 a sum would fall on the tie 5.5, to either side by its order
+        params, qparams = jax.tree.map(lambda v: v * F(1.1), (params, qparams))
+        # Of no integers: a sum that is 0, or a tie, falls to one side or the other by its order.
+        x, g = (2 * rng.normal(size=v.shape).astype(F) for v in (x, g))
     return params, qparams, hidden, x, g
 
 
