@@ -207,8 +207,10 @@ def test_an_explicit_mesh_gives_the_bits_of_one_device():
     y, to_params, to_x = f(params, jax.device_put(X, data), jax.device_put(G, data))
     want, want_to_params, want_to_x = f(PARAMS, X, G)
     assert jax.typeof(y).sharding.spec == P("data", None)
-    same((y, to_x), (want, want_to_x))
-    for got, want in zip(jax.tree.leaves(to_params), jax.tree.leaves(want_to_params), strict=True):
+    same(y, want)
+    # Float contractions, of fewer rows on each device: a CPU with AVX2 alone sums them in another order on jax 0.7.2.
+    wanted = want_to_params, want_to_x
+    for got, want in zip(jax.tree.leaves((to_params, to_x)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
