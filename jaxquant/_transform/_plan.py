@@ -112,5 +112,6 @@ def _in_words(spec: QuantSpec) -> str:
 
 
 def nearest(text: str, names: Sequence[str], n: int = 5) -> str:
+    """The names most like a text, in words, for an error."""
     found = difflib.get_close_matches(text.replace("*", ""), list(dict.fromkeys(names)), n, 0.0)
     return ", ".join(map(repr, found)) or "none"
