@@ -428,14 +428,14 @@ def _marks(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
     return jnp.zeros_like(marks) if finite else marks  # of the type that the other branch has
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def real_values(q: QArray, dtype: jnp.dtype) -> Array:
+@functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
+def real_values(q: QArray, dtype: jnp.dtype, guarded: bool = True) -> Array:
     """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
     over = lambda v: num.spread(v.astype(num.compute_dtype(dtype)), q.shape)
-    scale = over(q.scale)
-    values = num.affine_value(q.values.astype(scale.dtype), scale, None if q.spec.symmetric else over(q.zero_point))
+    scale, zero_point = over(q.scale), None if q.spec.symmetric else over(q.zero_point)
+    values = num.affine_value(q.values.astype(scale.dtype), scale, zero_point, guarded)
     # Guarded once more: of integers, which are never NaN, LLVM knows that `|steps| * 0` is 0, and drops the sum.
-    return num.downcast(num.guard(values), dtype)
+    return num.downcast(num.guard(values) if guarded else values, dtype)
 
 
 def dequantize(q: QArray) -> Array:

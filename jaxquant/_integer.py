@@ -297,12 +297,8 @@ def _first(q: QArray) -> QArray:
 
 @jax.custom_vjp
 def _held(x: Array, q: QArray) -> Array:
-    """The real values of `q`, with the gradient to `x`: the same values, which so need not be kept.
-
-    Only a contraction reads them, which adds nothing to the product, so that it needs no guard.
-    """
-    dtype = num.compute_dtype(q.dtype)
-    return num.downcast(_centred(q, dtype) * num.spread(q.scale.astype(dtype), q.shape), q.dtype)
+    """The real values of `q`, with the gradient to `x`: the same values, which so need not be kept."""
+    return real_values(q, q.dtype, guarded=False)
 
 
 _held.defvjp(lambda x, q: (_held(x, q), None), lambda _, g: (g, None))

@@ -130,8 +130,10 @@ def affine_level(x: Array, scale: Array, zero_point: Array | None, rounding: str
     return level if zero_point is None else level + zero_point
 
 
-def affine_value(level: Array, scale: Array, zero_point: Array | None) -> Array:
+def affine_value(level: Array, scale: Array, zero_point: Array | None, guarded: bool = True) -> Array:
     """The real value of each level, `(level - zero_point) * scale`; the product is last, so that zero is exactly 0.
+
+    Only what a contraction alone reads, which adds nothing to the product, needs no guard.
 
     The sum with `|steps| * 0` is two things at once. It makes one zero: XLA drops an addition of a constant zero point
     0, and then the zero that a small negative value rounds to would be -0 in one program and 0 in another. And it
@@ -139,7 +141,7 @@ def affine_value(level: Array, scale: Array, zero_point: Array | None) -> Array:
     select would not do: LLVM moves an addition into one with a constant on a side.
     """
     steps = level if zero_point is None else level - zero_point
-    return steps * scale + jnp.abs(steps) * 0
+    return steps * scale + jnp.abs(steps) * 0 if guarded else steps * scale
 
 
 def product(g: Array, mask: Array) -> Array:

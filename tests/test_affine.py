@@ -391,7 +391,7 @@ def test_equal_specs_share_one_trace():
 
     jitted = jax.jit(call, static_argnames="spec")
     before = [f._cache_size() for f in functions]
-    for i in range(1000):
+    for i in range(100):
         jitted(x, spec())
         fake_quant(x, spec(), QParams(x * (1.0 + i), x))
     for i in range(100):

@@ -148,7 +148,6 @@ ROUTES: dict[str, tuple[Callable, tuple[int, ...]]] = {
         ("4 bits, affine, half away", "jit, constant qparams"),
         ("from data", "jit, all constant"),
         ("weights, 4 bits, blocks", "vmap"),
-        ("stochastic", "scan"),
     ],
 )
 def test_routes(name, route):
@@ -200,7 +199,6 @@ def test_per_channel_is_vmap_of_per_tensor_and_a_loop(name):
     itertools.product(SPECS, ["float32", "bfloat16", "float16"]),
     [
         (CHANNEL, "bfloat16"),
-        ("from data", "float32"),
     ],
 )
 def test_neighbours_in_one_jit(name, dtype):
@@ -286,6 +284,7 @@ def test_shard_map(name):
     check(name, [jax.jit(sharded)(*a) for a in each(name)])
 
 
+@pytest.mark.slow
 def test_shard_map_of_noise_and_of_ranges_is_that_of_each_shard():
     route = SPECS["stochastic"]
     (x, scale, zero_point, _), split = each("stochastic", (2,))[0], functools.partial(jax.shard_map, mesh=mesh("Auto"))

@@ -20,6 +20,7 @@ def run(code):
         exec(code, {})
 
 
+@pytest.mark.slow
 def test_the_examples_run_and_learn():
     *training, integers = re.findall(r"```python\n(.*?)```", README, re.S)
     run(integers)

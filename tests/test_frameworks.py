@@ -28,8 +28,9 @@ from jaxquant import (
 
 pytestmark = pytest.mark.slow  # each model is traced and compiled several times
 
-IMAGES = jax.random.normal(jax.random.key(0), (24, 6, 6, 1))
-LABELS = jnp.argmax(IMAGES.reshape(24, -1) @ jax.random.normal(jax.random.key(1), (36, 3)), -1)
+RNG = np.random.default_rng(0)  # of NumPy: imported by each worker, also where its tests are not run
+IMAGES = RNG.normal(size=(24, 6, 6, 1)).astype(np.float32)
+LABELS = np.argmax(IMAGES.reshape(24, -1) @ RNG.normal(size=(36, 3)), -1).astype(np.int32)
 LAST, FIRST = weight_spec(3, channel_axis=-1), weight_spec(3, channel_axis=0)
 # optax.adam and haiku's BatchNorm raise a float to the power of an integer.
 promoting = functools.partial(jax.numpy_dtype_promotion, "standard")

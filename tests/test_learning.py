@@ -103,6 +103,7 @@ def test_learned_qparams_end_below_frozen_minmax_on_every_seed(method, bits, at_
         assert_same_bits(kept[path].scale, initial("minmax", bits)[path].scale, "frozen")
 
 
+@pytest.mark.slow
 def test_the_lsq_gradient_is_for_sgd_and_adam_takes_no_notice():
     x, y, params = start()
     qparams = init_qparams(params, rules(4), "lsq")

@@ -417,7 +417,7 @@ def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
 @cases(
     ("bits", "size", "spec"),
     itertools.product([2, 3, 4, 8], [16, 32], THREE),
-    [(8, 16, THREE[0]), (3, 16, THREE[1])],
+    [(8, 16, THREE[0])],
 )
 def test_mse_of_tiny_groups_is_within_1_percent_of_a_dense_search(spec, bits, size):
     columns = tiny_groups(size)
@@ -427,7 +427,7 @@ def test_mse_of_tiny_groups_is_within_1_percent_of_a_dense_search(spec, bits, si
 @cases(
     ("granularity", "spec"),
     itertools.product([PerBlock(0, 64), PerTensor(), PerBlock(1, 1)], [QuantSpec(bits=4), activation_spec(4)]),
-    [(PerBlock(0, 64), activation_spec(4))],
+    [],
 )
 def test_mse_of_a_tensor_and_of_blocks_is_within_1_percent(spec, granularity):
     x = np.stack([distributions(256)[k] for k in ("normal", "laplace", "relu", "an outlier of 1000")], -1).astype(F)
@@ -551,7 +551,7 @@ def test_a_histogram_counts_signs_exponents_and_five_bits(granularity):
         assert_same_bits(got, np.bincount(order, minlength=16384).astype(np.uint32))
 
 
-@pytest.mark.parametrize("percentile", [50, 99.9, 100])
+@cases("percentile", [50, 99.9, 100], [99.9])
 def test_a_range_of_a_histogram_holds_the_percentile_and_little_more(percentile):
     columns = distributions(1000)
     columns |= {"zeros": np.zeros(1000), "one": np.full(1000, 7.0), "tiny": np.linspace(-1, 1, 1000) * 1e-30}

@@ -21,6 +21,7 @@ TOKENS = activation_spec(8, granularity=PerChannel(None))
 BOTH, PER_TOKEN = ((Rule("**", weight_spec(8), spec),) for spec in (activation_spec(8), TOKENS))
 WEIGHTS = (("**", weight_spec(8)),)
 RULES = {"weights": WEIGHTS, "both": BOTH, "per token": PER_TOKEN}
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 every_rule = pytest.mark.parametrize(
     "rules", [pytest.param(r, marks=[] if r is BOTH else pytest.mark.slow) for r in RULES.values()], ids=RULES
 )
@@ -80,11 +81,8 @@ CALLS = {
 }
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize("values", [slow("normal"), "hard"])
-@pytest.mark.parametrize("call", ["jit", slow("jit in jit"), "vmap of one", slow("scan of one")])
+@pytest.mark.parametrize("call", ["jit", slow("jit in jit"), slow("vmap of one"), slow("scan of one")])
 @every_rule
 def test_values_and_gradients_are_the_same_however_it_is_called(rules, call, values):
     args = hard() if values == "hard" else (PARAMS, X, G)
@@ -99,7 +97,7 @@ def test_values_and_gradients_are_the_same_however_it_is_called(rules, call, val
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), gradients, others)
 
 
-@pytest.mark.parametrize("values", ["normal", "hard"])
+@pytest.mark.parametrize("values", [slow("normal"), "hard"])
 def test_execution_cannot_change_a_bit(values):
     args = hard() if values == "hard" else (PARAMS, X, G)
     int8, float32, auto = (jitted(BOTH, execution=e)(*args) for e in ("int8", "float32", "auto"))
@@ -222,6 +220,7 @@ def test_columns_on_an_explicit_mesh_stay_where_they_are():
     assert_same_bits(y, q({"first": PARAMS["first"]}, X))
 
 
+@pytest.mark.slow
 def test_a_contraction_over_sharded_axes_has_the_sharding_that_f_asks_for():
     whole, rows, columns = (NamedSharding(mesh("Explicit"), P(*axes)) for axes in ((), ("data",), (None, "data")))
     w, x, g = normal(4, 8, 6), normal(5, 3, 8), normal(6, 3, 6)
@@ -251,7 +250,8 @@ def test_under_shard_map_the_range_of_a_tensor_is_of_the_shard():
 # The rest of a program's life
 
 
-@pytest.mark.parametrize("what", [slow("value"), "gradients"])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["value", "gradients"])
 def test_an_exported_program_is_the_same_after_it_is_loaded(what):
     f, args = (jax.jit(quantized(BOTH)), (PARAMS, X))
     if what == "gradients":
@@ -284,11 +284,12 @@ def test_f_is_traced_once_for_equal_arguments():
     for _ in range(100):
         q(PARAMS, X)
     assert len(traces) == 1
-    jax.jit(q)(PARAMS, X)
-    jax.grad(lambda p: q(p, X).sum())(PARAMS)
+    of_shapes = jax.eval_shape  # traces as a call does, and compiles nothing
+    of_shapes(jax.jit(q), PARAMS, X)
+    of_shapes(jax.grad(lambda p: q(p, X).sum()), PARAMS)
     assert len(traces) == 1
-    q(PARAMS, X, flag=False)
-    q(PARAMS, X[:4])
+    of_shapes(functools.partial(q, flag=False), PARAMS, X)
+    of_shapes(q, PARAMS, X[:4])
     assert traces == [True, False, True]
 
 

@@ -337,7 +337,7 @@ OF_FRAMEWORKS = {
     "equinox, per token": lambda: equinox(PER_TOKEN, TOKEN),
 }
 MODELS = PLAIN | OF_FRAMEWORKS
-CORE = "mlp", "mlp, weights alone", "transformer"
+CORE = "mlp", "mlp, weights alone"
 
 
 class Case:
@@ -393,7 +393,7 @@ def test_without_jit_the_results_are_the_same(case):
     same(case.q(case.model.params, *case.model.args), case.results[0])
 
 
-@on_models(["mlp"])
+@on_models([])
 def test_the_executions_have_the_same_bits(case):
     same(case.model.gradients(quantize_fn(case.model.f, case.model.rules, execution="float32")), case.results)
 
@@ -423,7 +423,7 @@ def expected_gradients(x=X, w=KERNEL, g=G, dot=MATMUL):
 FIRST = "float", "quantized"
 
 
-@cases(("name", "first"), itertools.product(DOTS, FIRST), [("x @ w", "float"), ("inner jit", "quantized")])
+@cases(("name", "first"), itertools.product(DOTS, FIRST), [("inner jit", "quantized")])
 def test_neither_model_changes_the_other_whichever_runs_first(name, first):
     f = DOTS[name]
     q = quantize_fn(f, BOTH_OPERANDS)
@@ -473,7 +473,7 @@ def test_a_data_parallel_gradient_in_shard_map():
     np.testing.assert_allclose(loss, np.sum(np.asarray(y) * G), rtol=1e-5)
 
 
-@cases("kind", ["Auto", "Explicit"], ["Explicit"])
+@cases("kind", ["Auto", "Explicit"], [])
 def test_a_data_parallel_gradient_on_a_mesh(kind):
     """The range is that of the whole batch."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
@@ -515,7 +515,7 @@ def test_a_rule_that_matches_nothing(rule):
             call({"hidden": {"w": KERNEL}}, X)
 
 
-@pytest.mark.parametrize("granularity", ["per tensor", "per token"])
+@cases("granularity", ["per tensor", "per token"], ["per tensor"])
 def test_nan_stays_in_its_rows(granularity):
     x = np.array(X)
     x[2, 3] = x[5] = np.nan
