@@ -349,7 +349,7 @@ def _quantize(x, scale, zero_point, qmin, qmax, noise, spec, fitted) -> QArray:
 
 
 def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None) -> QArray:
-    """Real values to whole numbers: `clip(round(x / scale) + zero_point, qmin, qmax)`.
+    """Real values to integers: `clip(round(x / scale) + zero_point, qmin, qmax)`.
 
     Args:
       x: floating array of any shape, real values.
@@ -439,7 +439,7 @@ def real_values(q: QArray, dtype: jnp.dtype, guarded: bool = True) -> Array:
 
 
 def dequantize(q: QArray) -> Array:
-    """Whole numbers to real values: `(values - zero_point) * scale`.
+    """Integers to real values: `(values - zero_point) * scale`.
 
     Args:
       q: QArray.

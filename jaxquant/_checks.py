@@ -72,7 +72,7 @@ def integer_array(name: str, value: Any, dtypes: Sequence[str]) -> Array:
     if not is_array(value) or str(value.dtype) not in dtypes:
         raise TypeError(
             f"`{name}` must be an array of codes ({', '.join(dtypes)}), got {kind(value)}. "
-            f"Real values are quantized first; whole numbers convert by jnp.asarray(..., jnp.int8)."
+            f"Real values are quantized first; integers convert by jnp.asarray(..., jnp.int8)."
         )
     return jnp.asarray(value)
 

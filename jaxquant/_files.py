@@ -201,7 +201,7 @@ def _is_numeric(dtype: Any) -> bool:
 
 
 def _plain(value: np.ndarray) -> np.ndarray:
-    """As a dtype that NumPy and every reader knows: bfloat16 and its like as whole numbers of their bits."""
+    """As a dtype that NumPy and every reader knows: bfloat16 and its like as integers of their bits."""
     of_numpy = str(value.dtype) in _OF_NUMPY
     return np.ascontiguousarray(value if of_numpy else value.view(f"u{value.dtype.itemsize}")).reshape(value.shape)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contractions of quantized arrays: the exact integer contraction, scaled once.
 
-The value is `acc * (scale_a * scale_b)` with `acc` the contraction of `values - zero_point` in whole numbers. It is
-computed in int8, or in float32 that holds whole numbers, chunked so that no sum reaches 2 ** 24: the same bits, in any
+The value is `acc * (scale_a * scale_b)` with `acc` the contraction of `values - zero_point` in integers. It is
+computed in int8, or in float32 that holds integers, chunked so that no sum reaches 2 ** 24: the same bits, in any
 order of summation, because no step rounds.
 """
 
@@ -27,7 +27,7 @@ from ._spec import QuantSpec
 # What comparing symbolic sizes raises; jax < 0.10 has it elsewhere.
 _HOME = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation") else jax.core
 _INCONCLUSIVE = getattr(_HOME, "InconclusiveDimensionOperation")  # noqa: B009
-_EXACT = 2**24  # float32 holds every whole number up to it
+_EXACT = 2**24  # float32 holds every integer up to it
 EXECUTIONS = ("auto", "int8", "float32")
 
 
@@ -107,7 +107,7 @@ def _fits(length: Any, a: QuantSpec, b: QuantSpec, execution: str) -> None:
         )
     if execution == "float32" and largest > _EXACT:
         raise ValueError(
-            f'`execution="float32"` holds whole numbers up to 2 ** 24, got products up to {largest} of {a} and {b}. '
+            f'`execution="float32"` holds integers up to 2 ** 24, got products up to {largest} of {a} and {b}. '
             'Pass execution="int8", which takes int32 for them.'
         )
 
@@ -353,7 +353,7 @@ def _axes(name: str, axes: tuple[int, ...], ndim: int) -> None:
 
 
 def dot_general(a: QArray, b: QArray, dimension_numbers: Any, *, execution: str = "auto") -> Array:
-    """The general dot product of the real values of two quantized arrays, computed in whole numbers.
+    """The general dot product of the real values of two quantized arrays, computed in integers.
 
         acc * (a.scale * b.scale),  acc = the contraction of (a.values - a.zero_point) and (b.values - b.zero_point)
 
@@ -364,7 +364,7 @@ def dot_general(a: QArray, b: QArray, dimension_numbers: Any, *, execution: str 
       a, b: QArray of any shapes. Scales may differ along batch and free axes, and by blocks along contracted ones.
       dimension_numbers: static, ((contracted a, contracted b), (batch a, batch b)) as in `jax.lax.dot_general`.
       execution: static; cannot change a bit. "int8": int8 x int8 -> int32, int32 if a value is wider than 8 bits.
-        "float32": whole numbers in float32, in chunks that are exact. "auto" is "int8".
+        "float32": integers in float32, in chunks that are exact. "auto" is "int8".
 
     Returns:
       float32; its axes are batch, free of a, free of b.
@@ -535,7 +535,7 @@ def conv_general_dilated(
     *,
     execution: str = "auto",
 ) -> Array:
-    """The convolution of the real values of two quantized arrays, computed in whole numbers; padding is real 0.
+    """The convolution of the real values of two quantized arrays, computed in integers; padding is real 0.
 
     Args:
       a: QArray, the input; its scale may differ from example to example.

@@ -93,12 +93,12 @@ def clip(x: Array, low: Array, high: Array) -> Array:
 
 
 def round_half_even(v: Array) -> Array:
-    """To the nearest whole number, 2.5 to 2: NumPy's rint."""
+    """To the nearest integer, 2.5 to 2: NumPy's rint."""
     return lax.round(v, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
 def round_half_away(v: Array) -> Array:
-    """To the nearest whole number, 2.5 to 3 and -2.5 to -3: C's round."""
+    """To the nearest integer, 2.5 to 3 and -2.5 to -3: C's round."""
     return lax.round(v, lax.RoundingMethod.AWAY_FROM_ZERO)
 
 
@@ -108,7 +108,7 @@ def round_half_up(v: Array) -> Array:
 
 
 def round_stochastic(v: Array, noise: Array) -> Array:
-    """Up with the probability of the fraction, for `noise` uniform in [0, 1); a whole number stays.
+    """Up with the probability of the fraction, for `noise` uniform in [0, 1); an integer stays.
 
     `floor(v + noise)` is not this: the sum is rounded, and half of that goes up.
     """
@@ -176,7 +176,7 @@ def nudge(x_min: Array, x_max: Array, qmin: float, qmax: float) -> Nudged:
     Args:
       x_min, x_max: scalars of one floating dtype. Nothing is checked: what an empty, reversed or non-finite range
         gives is what the same operations give in TensorFlow's kernels.
-      qmin, qmax: static, whole numbers.
+      qmin, qmax: static, integers.
     """
     # Constants would be folded before the rewrites that the selects stop, and the selects with them.
     x_min, x_max = lax.optimization_barrier((x_min, x_max))

@@ -74,7 +74,7 @@ Granularity = PerTensor | PerChannel | PerBlock
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class QuantSpec:
-    """How a tensor is quantized: `real = (q - zero_point) * scale` with whole numbers `qmin <= q <= qmax`.
+    """How a tensor is quantized: `real = (q - zero_point) * scale` with integers `qmin <= q <= qmax`.
 
     Static and hashable: it goes through `jax.jit` as a static argument, equal specs share one trace, and it is a leaf
     of a tree of specs. It holds no array; the numbers are in `QParams`.

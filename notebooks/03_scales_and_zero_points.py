@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Scales and zero points
 #
-# Quantization stores a real number as a small whole number, its *code* `q`:
+# Quantization stores a real number as a small integer, its *code* `q`:
 #
 #     real = (q - zero_point) * scale        qmin <= q <= qmax
 #
@@ -683,18 +683,18 @@ for bits in rows:
 # %% [markdown]
 # ## Integers in place of reals
 #
-# So far integers were only simulated. `dot_general` contracts two `QArray`s in whole numbers and scales once:
+# So far integers were only simulated. `dot_general` contracts two `QArray`s in integers and scales once:
 #
 #     acc * (x.scale * w.scale),    acc = (x.values - x.zero_point) @ w.values
 #
-# `execution="int8"` does it with int8 products summed in int32, `"float32"` in float32 that holds whole numbers, in
+# `execution="int8"` does it with int8 products summed in int32, `"float32"` in float32 that holds integers, in
 # chunks so short that no sum reaches 2 ** 24, above which float32 has gaps. So both are exact and have the same bits,
 # those of NumPy's int64.
 #
 # `fake_quant(x) @ fake_quant(w)`, the usual simulation, rounds in every product and sum. It is close, and not the same.
 #
 # The activations here are affine int8, the weights symmetric int8 per channel. Both are mostly positive, so that the
-# sums grow. As a control we do the same contraction of whole numbers in float32 in one go, without chunks.
+# sums grow. As a control we do the same contraction of integers in float32 in one go, without chunks.
 
 # %%
 LENGTHS = (64, 256, 1024, 4096)

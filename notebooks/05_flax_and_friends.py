@@ -234,8 +234,8 @@ for name, row in accuracies.items():
 # %% [markdown]
 # ## In int8, and in float32
 #
-# Where both operands are quantized, the op is computed in whole numbers and scaled once. How, `execution` says:
-# `"int8"` is int8 x int8 summed in int32, which `"auto"` takes; `"float32"` holds the whole numbers in float32, for
+# Where both operands are quantized, the op is computed in integers and scaled once. How, `execution` says:
+# `"int8"` is int8 x int8 summed in int32, which `"auto"` takes; `"float32"` holds the integers in float32, for
 # machines that are slow in int8. Neither rounds before the scaling. So they are not merely close: they are the same
 # bits, and what was trained is what is served.
 

@@ -16,7 +16,7 @@ F = np.float32
 
 
 class Grid(NamedTuple):
-    """Whole numbers of so many bits; one scale for all values, or one for those along the contracted axes alone."""
+    """Integers of so many bits; one scale for all values, or one for those along the contracted axes alone."""
 
     bits: int = 8
     affine: bool = False
@@ -24,7 +24,7 @@ class Grid(NamedTuple):
 
 
 def levels(v, grid, contracted):
-    """Of the values: whole numbers less their zero point, the scale of each group, and whether they are not clipped."""
+    """Of the values: integers less their zero point, the scale of each group, and whether they are not clipped."""
     v = np.asarray(v).astype(F)
     over = None if grid.whole else contracted
     finite = np.isfinite(v)
@@ -68,7 +68,7 @@ def _on_host(equation, grids, x, w):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def einsum(equation, grids, x, w):
-    """`jnp.einsum` of two operands on their grids, in whole numbers; its gradient is that of the real values."""
+    """`jnp.einsum` of two operands on their grids, in integers; its gradient is that of the real values."""
     return _on_host(equation, grids, x, w)[0]
 
 

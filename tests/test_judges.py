@@ -159,7 +159,7 @@ def operands(a, b):
 
 
 PAIRS = list(itertools.product(["uint8", "int8"], repeat=2))
-# Up to 258 products the sums are whole numbers in float32; past that both sides round int32 to float32 once.
+# Up to 258 products the sums are integers in float32; past that both sides round int32 to float32 once.
 MATMULS = [  # the shapes of a, of b, and of the zero point of b; that of a is one, as onnxruntime has no other
     ((1, 7), (7, 3), (1, 3)),
     ((65, 258), (258, 70), (1, 70)),
@@ -322,7 +322,7 @@ def test_learned_scale_and_zero_point(bits, layout, torch, compared):
         want_zero = np.zeros_like(want[3]) if spec.symmetric else want[3]
         assert (np.abs(np.ravel(dscale) - want[2]) <= 1e-5 * of_scale).all(), f"seed {SEED}, {spec}"
         assert (np.abs(np.ravel(dzero) - want_zero) <= 1e-5 * of_zero).all(), f"seed {SEED}, {spec}"
-        if power_of_two:  # whole numbers times one power of two: no sum rounds
+        if power_of_two:  # integers times one power of two: no sum rounds
             differ = differing_but_zeros(dzero, want_zero)
             compared(TORCH, f"learnable_{layout}, d/dzero_point", want_zero.size, differ)
             assert differ == 0, f"seed {SEED}, {spec}"

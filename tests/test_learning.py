@@ -304,7 +304,7 @@ def hand_written(params, x, ranges, update):
 
 
 def batches(count):
-    """Of shrinking size, in 32nds: their products with small whole numbers are exact, in any order of a sum."""
+    """Of shrinking size, in 32nds: their products with small integers are exact, in any order of a sum."""
     x = np.random.default_rng(3).integers(-40, 41, (count, 32, 8)).astype(np.float32) / 8
     return jnp.asarray(x * np.exp2(-(np.arange(count, dtype=np.float32) % 3)).reshape(-1, 1, 1))
 

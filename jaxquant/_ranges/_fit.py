@@ -86,7 +86,7 @@ def _trial(v: Array, ratio: Array, zero_point: Array, qmin: Array, qmax: Array) 
     finite = jnp.abs(v) < jnp.inf
     q = jnp.where(finite, num.clip(num.affine_level(v, here, zero, "half_even", None), qmin, qmax) - zero, 0)
     rest = jnp.where(finite, v - q * here, 0)
-    slope, curvature = total(rest * q), jnp.maximum(total(q * q), 1)  # whole numbers: 1 only where all are 0
+    slope, curvature = total(rest * q), jnp.maximum(total(q * q), 1)  # integers: 1 only where all are 0
     return _Trial(ratio + slope / curvature, zero_point, total(rest * rest) - slope * slope / curvature)
 
 

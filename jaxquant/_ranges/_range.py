@@ -39,7 +39,7 @@ class QParams(NamedTuple):
     Attributes:
       scale: float32 > 0. Scalar per tensor; else of the rank of the tensor, with size 1 on the axes that share one and
         the number of blocks on an axis of blocks. Leading axes of size 1 may be left out.
-      zero_point: float32 of the same shape, whole numbers in [qmin, qmax]; 0 for a symmetric spec.
+      zero_point: float32 of the same shape, integers in [qmin, qmax]; 0 for a symmetric spec.
     """
 
     scale: Any
@@ -200,7 +200,7 @@ def with_zeros(qparams: QParams) -> QParams:
 def qparams_from_range(x_min: Any, x_max: Any, spec: QuantSpec, *, bits: Any = None) -> QParams:
     """The scale and zero point with which the grid covers a real range.
 
-    The range is extended to contain 0, which always falls on a whole number of the grid. Affine:
+    The range is extended to contain 0, which always falls on an integer of the grid. Affine:
 
         scale = (x_max - x_min) / (qmax - qmin);  zero_point = qmin - round(x_min / scale)
 

@@ -318,7 +318,7 @@ def quantize_fn(
 
     The function is traced, the parameters are followed to the dots and convolutions that use them, and the program is
     evaluated with those quantized that the rules choose. Where both operands are quantized, the value is the exact
-    contraction in whole numbers, scaled once, as in `dot_general`; where one is, it is `fake_quant` of it in the op as
+    contraction in integers, scaled once, as in `dot_general`; where one is, it is `fake_quant` of it in the op as
     it was. Ranges are those of the values at hand, by min-max.
 
     Args:
