@@ -276,7 +276,7 @@ def test_stochastic_rounding_over_keys_is_unbiased_and_by_one_level():
     assert_same_bits(np.unique(y), np.unique([*np.floor(x), *np.ceil(x)]).astype(np.float64))
 
 
-def test_stochastic_rounding_moves_no_whole_number():
+def test_stochastic_rounding_moves_no_integer():
     x = jnp.asarray([*range(-127, 128), jnp.nan, jnp.inf, -jnp.inf], jnp.float32)
     want = jnp.clip(x, -127, 127)
     for seed in range(20):

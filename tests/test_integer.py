@@ -449,7 +449,7 @@ def test_gradients_are_those_of_the_float_formulation(execution):
         assert_same_bits(got, want)
 
 
-def test_training_through_whole_numbers():
+def test_training_through_integers():
     """What a quantized layer does: forward in integers, backward through fake_quant, of the weight and its scale."""
     rng = np.random.default_rng(12)
     x, w = (jnp.asarray(rng.normal(size=s).astype(np.float32)) for s in ((8, 16), (16, 4)))
