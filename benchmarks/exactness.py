@@ -23,7 +23,6 @@ from jaxquant import (
     Range,
     Rule,
     activation_spec,
-    calibrate,
     conv_general_dilated,
     dequantize,
     dot_general,
@@ -31,6 +30,7 @@ from jaxquant import (
     fake_quant,
     fit_qparams,
     histogram,
+    observe,
     qparams_from_range,
     quantize,
     quantize_fn,
@@ -305,12 +305,12 @@ def of_ranges(rng: np.random.Generator) -> Iterator[Case]:
     small = subnormal(rng, (2, 512))
     for spec in (QuantSpec(), QuantSpec(signed=False), QuantSpec(symmetric=False), QuantSpec(bits=4, symmetric=False)):
         label = f"{spec.bits} bits, {'symmetric' if spec.symmetric else 'affine'}{', unsigned' * (not spec.signed)}"
-        fitted = lambda low, high, spec=spec: qparams_from_range(low, high, spec)._asdict()
+        fitted = lambda low, high, spec=spec: qparams_from_range(Range(low, high), spec)._asdict()
         yield Case(f"qparams_from_range, {label}", fitted, (low, high))
         yield Case(f"qparams_from_range, {label}, subnormal", fitted, tuple(small))
     x, spec = hard(rng, awkward(rng), 127), specs[4]
-    yield Case("calibrate, per channel", lambda x: calibrate(x, spec)._asdict(), (x,))
-    yield Case("calibrate, per tensor", lambda x: calibrate(x, specs[3])._asdict(), (x,))
+    yield Case("observe, per channel", lambda x: observe(x, spec)._asdict(), (x,))
+    yield Case("observe, per tensor", lambda x: observe(x, specs[3])._asdict(), (x,))
     yield Case(
         "ema_ranges",
         lambda a, b, decay: ema_ranges(Range(-a, a), Range(-b, b), decay)._asdict(),

@@ -20,9 +20,9 @@ from ._ranges._histogram import merge_histograms as merge_histograms
 from ._ranges._histogram import range_from_histogram as range_from_histogram
 from ._ranges._range import QParams as QParams
 from ._ranges._range import Range as Range
-from ._ranges._range import calibrate as calibrate
 from ._ranges._range import ema_ranges as ema_ranges
 from ._ranges._range import merge_ranges as merge_ranges
+from ._ranges._range import observe as observe
 from ._ranges._range import qparams_from_range as qparams_from_range
 from ._spec import PerBlock as PerBlock
 from ._spec import PerChannel as PerChannel

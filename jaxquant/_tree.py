@@ -419,13 +419,13 @@ def fake_quant_params(
     return _rebuilt(one, leaves, structure)
 
 
-def init_qparams(params: Any, rules: Rules, method: str = "mse", *, bits: Any = None) -> dict[str, QParams]:
+def init_qparams(params: Any, rules: Rules, method: str = "minmax", *, bits: Any = None) -> dict[str, QParams]:
     """Fits qparams to every parameter that the rules choose, to be trained beside the parameters, or kept.
 
     Args:
       params: any pytree, real values.
       rules: as in `match_rules`, static.
-      method: static, as in `fit_qparams`: "mse", "lsq", "minmax" or "percentile".
+      method: static, as in `fit_qparams`: "minmax", "percentile", "mse" or "lsq".
       bits: integer, traced or not: the grid a schedule starts with.
 
     Returns:
@@ -440,7 +440,7 @@ def init_qparams(params: Any, rules: Rules, method: str = "mse", *, bits: Any = 
 
     >>> import jax.numpy as jnp
     >>> from jaxquant import init_qparams, weight_spec
-    >>> init_qparams({"w": jnp.array([[1.27, -25.4]])}, [("w", weight_spec(8, channel_axis=-1))], "minmax")["w"].scale
+    >>> init_qparams({"w": jnp.array([[1.27, -25.4]])}, [("w", weight_spec(8, channel_axis=-1))])["w"].scale
     Array([[0.01, 0.2 ]], dtype=float32)
     """
     leaves, _ = _leaves(params, rules)

@@ -27,6 +27,7 @@ import jaxquant
 from jaxquant import (
     QParams,
     QuantSpec,
+    Range,
     activation_spec,
     dequantize,
     fake_quant,
@@ -75,7 +76,7 @@ EXAMPLES = (
     (-20.0, 1000.0, affine_int8, "affine int8"),
     (40.0, 1000.0, affine_uint8, "affine uint8"),
 )
-four = [qparams_from_range(x_min, x_max, spec) for x_min, x_max, spec, _ in EXAMPLES]
+four = [qparams_from_range(Range(x_min, x_max), spec) for x_min, x_max, spec, _ in EXAMPLES]
 for (x_min, x_max, _, name), (scale, zero_point) in zip(EXAMPLES, four, strict=True):
     print(f"{f'[{x_min:g}, {x_max:g}]':<12}{name:<17}scale {scale:.7f}, zero point {zero_point:.0f}")
 
@@ -177,7 +178,7 @@ print("the ReLU of the codes is the code of the ReLU for", values.size, "values 
 rng = np.random.default_rng(1)
 ends = rng.normal(0, 10, (2, 1000)).astype(np.float32)
 for spec in (symmetric_uint8, affine_uint8, affine_int8, QuantSpec(bits=4), activation_spec(3)):
-    of_ranges = qparams_from_range(ends.min(0), ends.max(0), spec)
+    of_ranges = qparams_from_range(Range(ends.min(0), ends.max(0)), spec)
     each = dataclasses.replace(spec, granularity=jaxquant.PerChannel(0))
     assert (fake_quant(jnp.zeros(1000), each, of_ranges) == 0).all()
 

@@ -22,6 +22,7 @@ from jaxquant import (
     QArray,
     QParams,
     QuantSpec,
+    Range,
     dequantize,
     dot_general,
     fake_quant,
@@ -160,7 +161,7 @@ def test_qparams_of_a_range(bits, signed, symmetric):
         [0, -0.0, 1e-45, 1e-38, -1e-38, 2e-38, -1e-37, 1, -1, 3e38, -3e38, np.inf, -np.inf, np.nan], np.float32
     )
     low, high = (np.concatenate(v) for v in ((low, np.repeat(odd, odd.size)), (high, np.tile(odd, odd.size))))
-    got = qparams_from_range(low, high, spec)
+    got = qparams_from_range(Range(low, high), spec)
     for value, want in zip(got, affine_oracle.qparams_from_range(low, high, spec), strict=True):
         assert np.isfinite(value).all()
         assert_same_bits(value + 0, want + np.float32(0))  # the sign of a zero point 0 says nothing

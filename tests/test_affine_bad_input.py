@@ -89,7 +89,7 @@ SPECS = [
     (lambda x: activation_spec(symmetric=V3), TypeError, "`symmetric`", "float32"),
 ]
 
-takes_x_and_spec = [jq.fit_qparams, jq.calibrate, jq.histogram, jq.fake_quant, jq.quantize]
+takes_x_and_spec = [jq.fit_qparams, jq.observe, jq.histogram, jq.fake_quant, jq.quantize]
 SHARED = [
     *[(lambda x, f=f, v=v: f(v, S), TypeError, "`x`", text) for f in takes_x_and_spec for v, text in not_floats],
     *[
@@ -135,14 +135,14 @@ RANGES = [
     (lambda x: jq.range_from_histogram(H, x[0, 0]), TypeError, "`percentile`", "float32"),
     *[
         (lambda x, f=f: f(x, S, nonfinite="drop"), ValueError, "`nonfinite`", "'drop'")
-        for f in (jq.fit_qparams, jq.calibrate, jq.histogram)
+        for f in (jq.fit_qparams, jq.observe, jq.histogram)
     ],
-    (lambda x: jq.calibrate(x, S, nonfinite=True), TypeError, "`nonfinite`", "bool"),
+    (lambda x: jq.observe(x, S, nonfinite=True), TypeError, "`nonfinite`", "bool"),
     *[
         (lambda x, f=f, v=v: f(v), kind, "`bits`", text)
         for f in (
             lambda v: jq.fit_qparams(X, QuantSpec(bits=4), bits=v),
-            lambda v: jq.qparams_from_range(-1.0, 1.0, QuantSpec(bits=4), bits=v),
+            lambda v: jq.qparams_from_range(Range(-1.0, 1.0), QuantSpec(bits=4), bits=v),
             lambda v: jq.fake_quant(X, QuantSpec(bits=4), bits=v),
         )
         for v, kind, text in [
@@ -156,13 +156,18 @@ RANGES = [
         ]
     ],
     (lambda x: jq.fit_qparams(x, S, bits=x[0, 0]), TypeError, "`bits`", "float32"),
-    *[(lambda x, v=v: jq.qparams_from_range(v, V3, S), TypeError, "`x_min`", text) for v, text in not_floats[:-1]],
-    *[(lambda x, v=v: jq.qparams_from_range(-V3, v, S), TypeError, "`x_max`", text) for v, text in not_floats[:-1]],
-    (lambda x: jq.qparams_from_range(-1.0, True, S), TypeError, "`x_max`", "bool"),
-    (lambda x: jq.qparams_from_range(-1.0, 10**400, S), ValueError, "`x_max`", "beyond float64"),
-    (lambda x: jq.qparams_from_range(-1.0, V3, S), ValueError, "`x_max`", "(3,)"),
-    (lambda x: jq.qparams_from_range(x, V3, S), ValueError, "`x_max`", "(3,)"),
-    (lambda x: jq.qparams_from_range(-1.0, 1.0, None), TypeError, "`spec`", "NoneType"),
+    *[
+        (lambda x, r=r: jq.qparams_from_range(r, S), TypeError, name, text)
+        for v, text in not_floats[:-1]
+        for r, name in ((Range(v, V3), "`x_min`"), (Range(-V3, v), "`x_max`"))
+    ],
+    (lambda x: jq.qparams_from_range((-1.0, 1.0), S), TypeError, "`r`", "tuple"),
+    (lambda x: jq.qparams_from_range({"a": {"b": -V3}}, S), TypeError, "at 'a' at 'b'", "Range(x_min, x_max)"),
+    (lambda x: jq.qparams_from_range(Range(-1.0, True), S), TypeError, "`x_max`", "bool"),
+    (lambda x: jq.qparams_from_range(Range(-1.0, 10**400), S), ValueError, "`x_max`", "beyond float64"),
+    (lambda x: jq.qparams_from_range(Range(-1.0, V3), S), ValueError, "`x_max`", "(3,)"),
+    (lambda x: jq.qparams_from_range(Range(x, V3), S), ValueError, "`x_max`", "(3,)"),
+    (lambda x: jq.qparams_from_range(Range(-1.0, 1.0), None), TypeError, "`spec`", "NoneType"),
     *[
         (lambda x, f=f, a=a, b=b: f(a, b), kind, name, text)
         for f in (jq.merge_ranges, functools.partial(jq.ema_ranges, decay=0.5))
@@ -346,7 +351,7 @@ def test_bad_input_is_refused(call, error, argument, came, trace):
 
 
 def test_values_must_be_concrete_to_be_checked():
-    for f in (jq.fit_qparams, jq.calibrate, jq.histogram):
+    for f in (jq.fit_qparams, jq.observe, jq.histogram):
         with pytest.raises(TypeError, match=r'`nonfinite="raise"`.*traced array. Call it outside of jit'):
             jax.eval_shape(lambda x, f=f: f(x, S, nonfinite="raise"), X)
 
@@ -358,7 +363,7 @@ def test_float64_is_not_narrowed_silently():
         calls = {
             "qparams.scale": lambda: jq.fake_quant(narrow, S, QParams(wide, 0.0)),
             "qparams.zero_point": lambda: jq.quantize(narrow, S, QParams(0.5, wide)),
-            "x_min": lambda: jq.qparams_from_range(wide, 1.0, S),
+            "x_min": lambda: jq.qparams_from_range(Range(wide, 1.0), S),
             "x_max": lambda: jq.merge_ranges(R, Range(-1.0, wide)),
             "decay": lambda: jq.ema_ranges(R, R, wide),
             "factor": lambda: jq.scale_gradient(narrow, wide),

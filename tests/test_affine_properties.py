@@ -50,7 +50,7 @@ quantize, fit = (
     jax.jit(jq.quantize, static_argnums=1),
     jax.jit(jq.fit_qparams, static_argnums=(1, 2), static_argnames="percentile"),
 )
-from_range, count = jax.jit(jq.qparams_from_range, static_argnums=2), jax.jit(jq.histogram, static_argnums=1)
+from_range, count = jax.jit(jq.qparams_from_range, static_argnums=1), jax.jit(jq.histogram, static_argnums=1)
 dot, conv = (
     jax.jit(f, static_argnames="execution")
     for f in (
@@ -280,7 +280,7 @@ def test_merged_histograms_are_that_of_all_values_in_any_order(x, y, order):
 @every_spec
 @given(low=values, high=values, bits=widths)
 def test_the_qparams_of_any_two_floats_are_finite_and_hold_zero(spec, low, high, bits):
-    scale, zero_point = from_range(low, high, spec, bits=bits)
+    scale, zero_point = from_range(jq.Range(low, high), spec, bits=bits)
     qmin, qmax, _ = ends(spec, bits, 0)
     assert np.isfinite(scale).all()
     assert (scale >= np.finfo(np.float32).tiny).all()

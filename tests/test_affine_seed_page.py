@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant import QParams, QuantSpec, conv_general_dilated, dequantize, fake_quant, qparams_from_range, quantize
+from jaxquant import (
+    QParams,
+    QuantSpec,
+    Range,
+    conv_general_dilated,
+    dequantize,
+    fake_quant,
+    qparams_from_range,
+    quantize,
+)
 
 UINT8 = QuantSpec(signed=False, symmetric=False)
 INT8 = QuantSpec(symmetric=False)
@@ -21,7 +30,7 @@ def codes(x, spec, qparams):
 def test_symmetric_uint8():
     """[0, 1000] to [0, 255]."""
     spec = QuantSpec(signed=False)
-    qparams = qparams_from_range(0.0, 1000.0, spec)
+    qparams = qparams_from_range(Range(0.0, 1000.0), spec)
     assert f"{qparams.scale:.6f}"[:6] == "3.9215"
     assert qparams.zero_point == 0
     assert codes([0.0, 1000.0], spec, qparams) == [0, 255]
@@ -31,22 +40,22 @@ def test_symmetric_uint8():
 
 def test_affine_uint8():
     """[-20, 1000]: without a zero point -20 would be -5."""
-    qparams = qparams_from_range(-20.0, 1000.0, UINT8)
+    qparams = qparams_from_range(Range(-20.0, 1000.0), UINT8)
     assert (qparams.scale, qparams.zero_point) == (4.0, 5.0)
     assert codes([-20.0, 0.0, 1000.0], UINT8, qparams) == [0, 5, 255]
 
 
 def test_affine_int8():
     """The same range in signed integers: the zero point of uint8 less 128."""
-    qparams = qparams_from_range(-20.0, 1000.0, INT8)
+    qparams = qparams_from_range(Range(-20.0, 1000.0), INT8)
     assert (qparams.scale, qparams.zero_point) == (4.0, -123.0)
     assert codes([-20.0, 0.0, 1000.0], INT8, qparams) == [-128, -123, 127]
 
 
 def test_a_skewed_range_is_extended_to_0_and_wastes_codes():
     """[40, 1000] becomes [0, 1000]: 40 is code 10, so that 0..9 are never used, 10 of 255 steps."""
-    qparams = qparams_from_range(40.0, 1000.0, UINT8)
-    assert qparams == qparams_from_range(0.0, 1000.0, UINT8)
+    qparams = qparams_from_range(Range(40.0, 1000.0), UINT8)
+    assert qparams == qparams_from_range(Range(0.0, 1000.0), UINT8)
     used = codes(np.linspace(40, 1000, 10_000), UINT8, qparams)
     assert min(used) == 10
     assert max(used) == 255
@@ -82,7 +91,7 @@ def test_padding_with_0_is_padding_with_the_zero_point():
 
 def test_another_padding_value_must_be_representable():
     """-20 is on the grid of [-20, 1000] and pads exactly; 2 is not, and -24 is outside: both come back as others."""
-    qparams = qparams_from_range(-20.0, 1000.0, UINT8)
+    qparams = qparams_from_range(Range(-20.0, 1000.0), UINT8)
     value = jnp.array([-20.0, 2.0, -24.0])
     assert (fake_quant(value, UINT8, qparams) == value).tolist() == [True, False, False]
     x = jnp.array([0.0, 40.0, 1000.0])
@@ -91,5 +100,5 @@ def test_another_padding_value_must_be_representable():
     in_codes = jnp.pad(q.values, 1, constant_values=quantize(value[0], UINT8, qparams).values)
     assert (quantize(pad(value[0]), UINT8, qparams).values == in_codes).all()
     # A range made to hold the value holds it: extend the range before fitting.
-    wider = qparams_from_range(min(-24.0, -20.0), 1000.0, UINT8)
+    wider = qparams_from_range(Range(min(-24.0, -20.0), 1000.0), UINT8)
     assert abs(float(fake_quant(jnp.float32(-24.0), UINT8, wider)) + 24.0) <= float(wider.scale) / 2

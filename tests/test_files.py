@@ -23,11 +23,11 @@ from jaxquant import (
     QuantSpec,
     Range,
     activation_spec,
-    calibrate,
     dequantize,
     dequantize_params,
     init_qparams,
     load,
+    observe,
     quantize,
     quantize_params,
     save,
@@ -243,7 +243,7 @@ def test_what_the_transforms_return(tmp_path, suffix):
     assert bits(got) == bits(q)
     assert bits(dequantize_params(got)) == bits(dequantize_params(q))
     qparams = init_qparams(params, RULES, "minmax")
-    qparams |= {"site": calibrate(np.array([-1, np.inf, 3], F), activation_spec()), "n": {"r": Range(F(0), F(-np.inf))}}
+    qparams |= {"site": observe(np.array([-1, np.inf, 3], F), activation_spec()), "n": {"r": Range(F(0), F(-np.inf))}}
     want = {path: leaf for path, leaf in qparams.items() if path != "n"} | {"n/r": qparams["n"]["r"]}
     assert all_bits(there_and_back(path, qparams)) == all_bits(want)
     again = load(path, jax.eval_shape(lambda: qparams))

@@ -15,12 +15,12 @@ from exact import assert_same_bits, differing
 from jaxquant import (
     Range,
     activation_spec,
-    calibrate,
     ema_ranges,
     fake_quant,
     fake_quant_params,
     init_qparams,
     merge_ranges,
+    observe,
     qparams_from_range,
     quantize_params,
     weight_spec,
@@ -284,8 +284,8 @@ def test_one_program_runs_every_schedule():
 
 SPEC = activation_spec(8)
 UPDATES = {
-    "ema": lambda old, h: ema_ranges(old, calibrate(h, SPEC), 0.9),
-    "merge": lambda old, h: merge_ranges(old, calibrate(h, SPEC)),
+    "ema": lambda old, h: ema_ranges(old, observe(h, SPEC), 0.9),
+    "merge": lambda old, h: merge_ranges(old, observe(h, SPEC)),
 }
 frozen = lambda old, h: old
 NOTHING = {name: Range(jnp.float32(jnp.inf), jnp.float32(-jnp.inf)) for name in ("input", "hidden", "sum")}
@@ -297,7 +297,7 @@ def hand_written(params, x, ranges, update):
 
     def point(name, h):
         new[name] = update(ranges[name], h)
-        return fake_quant(h, SPEC, qparams_from_range(*new[name], SPEC))
+        return fake_quant(h, SPEC, qparams_from_range(new[name], SPEC))
 
     hidden = point("hidden", jax.nn.relu(x @ params["kernel"]))
     return point("sum", hidden + point("input", x)) @ params["out"], new
@@ -393,5 +393,5 @@ def test_clipped_activations_pass_no_gradient_and_ranges_none():
     gradient = jax.grad(total)(x, ranges)
     # Of x + relu(x) each on its own, and then of their sum.
     assert gradient.tolist() == [[0, 1, 1, 2, 2, 0, 0, 0]]
-    of_calibrated = jax.grad(lambda x: calibrate(x, SPEC).x_max + qparams_from_range(*calibrate(x, SPEC), SPEC).scale)
+    of_calibrated = jax.grad(lambda x: observe(x, SPEC).x_max + qparams_from_range(observe(x, SPEC), SPEC).scale)
     assert not of_calibrated(x).any()

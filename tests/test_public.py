@@ -23,7 +23,7 @@ PUBLIC = {
     "Range",
     "Rule",
     "activation_spec",
-    "calibrate",
+    "observe",
     "conv_general_dilated",
     "dequantize",
     "dequantize_params",

@@ -25,12 +25,12 @@ from jaxquant import (
     QuantSpec,
     Range,
     activation_spec,
-    calibrate,
     ema_ranges,
     fit_qparams,
     histogram,
     merge_histograms,
     merge_ranges,
+    observe,
     qparams_from_range,
     range_from_histogram,
 )
@@ -95,7 +95,7 @@ def ranges(spec):
 def test_qparams_of_a_range_are_those_of_numpy_on_every_road(spec, compared):
     low, high = ranges(spec)
     want = numpy_qparams(low, high, spec)
-    f = lambda low, high: qparams_from_range(low, high, spec)
+    f = lambda low, high: qparams_from_range(Range(low, high), spec)
     same(f(low, high), want, "eager")
     same(jax.jit(f)(low, high), want, "jit")
     same(jax.jit(jax.vmap(f))(low, high), want, "vmap")
@@ -110,7 +110,7 @@ def test_qparams_of_a_range_are_those_of_numpy_on_every_road(spec, compared):
 
 @every_spec
 def test_qparams_of_any_range_are_finite_and_have_zero_on_the_grid(spec):
-    scale, zero_point = (np.asarray(v) for v in qparams_from_range(*ranges(spec), spec))
+    scale, zero_point = (np.asarray(v) for v in qparams_from_range(Range(*ranges(spec)), spec))
     assert np.isfinite(scale).all()
     assert (scale >= TINY).all()
     assert (zero_point == np.rint(zero_point)).all()
@@ -122,7 +122,7 @@ def test_traced_bits_are_those_of_a_narrower_spec(spec):
     low, high = ranges(spec)
     x = hard_values(np.random.default_rng(0), 256, -1, 2, 15)[:, None]
     f = lambda bits: (
-        qparams_from_range(low, high, spec, bits=bits),
+        qparams_from_range(Range(low, high), spec, bits=bits),
         fit_qparams(x[:, 0], spec, bits=bits),
         fit_qparams(x[:, 0], spec, "percentile", bits=bits, percentile=90),
     )
@@ -516,10 +516,10 @@ def test_calibrated_ranges_are_those_of_numpy(granularity):
     spec, shape = QuantSpec(granularity=granularity), GRANULARITIES[granularity]
     keep = lambda v: v[np.isfinite(v)]
     ends = F([[keep(v).min(initial=np.inf), keep(v).max(initial=-np.inf)] for v in groups(data(), shape)])
-    for f in (calibrate, jax.jit(calibrate, static_argnums=1)):
+    for f in (observe, jax.jit(observe, static_argnums=1)):
         for got, want in zip(f(data(), spec), ends.T, strict=True):
             assert_same_bits(oracle.flush(np.asarray(got)) + F(0), oracle.flush(want.reshape(shape)) + F(0))
-    same(calibrate(jnp.ones((0,)), QuantSpec()), NEUTRAL)
+    same(observe(jnp.ones((0,)), QuantSpec()), NEUTRAL)
 
 
 # Histograms.
@@ -580,7 +580,7 @@ def test_a_range_of_an_empty_histogram_is_neutral():
 
 def test_values_that_are_not_finite_raise_with_their_number():
     x = jnp.asarray([1.0, jnp.nan, jnp.inf, -jnp.inf, jnp.nan, jnp.inf])
-    for f in (calibrate, histogram, fit_qparams):
+    for f in (observe, histogram, fit_qparams):
         with pytest.raises(ValueError, match=r"`x` must be finite, got 2 NaN and 3 infinite of 6 values"):
             f(x, QuantSpec(), nonfinite="raise")
         with pytest.raises(TypeError, match="needs the values of `x`, got a traced array"):
@@ -590,7 +590,7 @@ def test_values_that_are_not_finite_raise_with_their_number():
 
 def test_ranges_have_no_gradient_and_no_nan_in_it():
     x = jnp.asarray([1.0, -2.0, np.nan], jnp.float32)
-    for f in (lambda x: sum(calibrate(x, activation_spec())), lambda x: fit_qparams(x, QuantSpec()).scale):
+    for f in (lambda x: sum(observe(x, activation_spec())), lambda x: fit_qparams(x, QuantSpec()).scale):
         assert jax.grad(f)(x).tolist() == [0, 0, 0]
 
 
@@ -603,5 +603,5 @@ def test_all_percent_of_a_histogram_are_all_of_more_values_than_float32_counts()
 @pytest.mark.parametrize("spec", [QuantSpec(), QuantSpec(symmetric=False), QuantSpec(signed=False)], ids=str)
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (np.inf, -np.inf), (-1e-40, 1e-40)])
 def test_an_empty_range_has_a_finite_gradient(spec, ends):
-    gradient = jax.grad(lambda low, high: qparams_from_range(low, high, spec).scale, (0, 1))(*map(np.float32, ends))
+    gradient = jax.grad(lambda r: qparams_from_range(r, spec).scale)(Range(*map(np.float32, ends)))
     assert np.isfinite(gradient).all()

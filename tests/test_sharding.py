@@ -29,12 +29,12 @@ from jaxquant import (
     QuantSpec,
     Range,
     activation_spec,
-    calibrate,
     dequantize_params,
     fake_quant,
     fake_quant_params,
     fit_qparams,
     init_qparams,
+    observe,
     qparams_from_range,
     quantize_params,
     weight_spec,
@@ -306,12 +306,12 @@ def test_ranges_of_shards_merge_to_that_of_the_batch(granularity):
     x[1, 2, 3], x[3, 0, 0], x[6:] = np.nan, np.inf, np.nan
 
     def merged(x):
-        own = calibrate(x, spec)
+        own = observe(x, spec)
         return Range(lax.pmin(own.x_min, "data"), lax.pmax(own.x_max, "data"))
 
     got = jax.jit(jax.shard_map(merged, mesh=mesh("Auto"), in_specs=P("data"), out_specs=P()))(x)
-    same(got, calibrate(x, spec))
-    same(qparams_from_range(*got, spec), fit_qparams(x, spec))
+    same(got, observe(x, spec))
+    same(qparams_from_range(got, spec), fit_qparams(x, spec))
 
 
 @pytest.mark.slow

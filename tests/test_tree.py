@@ -401,9 +401,11 @@ def test_init_qparams_are_those_of_fit_qparams(method):
         same_tree(jax.jit(lambda p: jq.init_qparams(p, rules, method))(params), got)
 
 
-def test_init_qparams_fit_by_mse_and_for_the_bits_of_a_schedule():
+def test_init_qparams_fit_as_a_call_without_them_and_for_the_bits_of_a_schedule():
     params, rules, _, spec = case("channel")
-    same_tree(jq.init_qparams(params, rules), jq.init_qparams(params, rules, "mse"))
+    fitted = jq.init_qparams(params, rules)
+    same_tree(fitted, jq.init_qparams(params, rules, "minmax"))
+    same_tree(jq.fake_quant_params(params, rules, fitted), jq.fake_quant_params(params, rules))
     got = jq.init_qparams(params, rules, "minmax", bits=jnp.int32(3))
     same_tree(got["a/w"], jq.fit_qparams(params["a"]["w"], spec, bits=3))
     same_tree(got["a/w"], jq.fit_qparams(params["a"]["w"], weight_spec(3, channel_axis=-1)))

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from jaxquant import (
     Range,
     activation_spec,
-    calibrate,
     fake_quant,
     fake_quant_params,
     init_qparams,
+    observe,
     qparams_from_range,
     weight_spec,
 )
@@ -31,7 +31,7 @@ def loss(params, qparams, x, y):
 
 
 def global_range(x):
-    own = calibrate(x, ACTIVATION)  # of this shard alone
+    own = observe(x, ACTIVATION)  # of this shard alone
     return Range(lax.pmin(own.x_min, "data"), lax.pmax(own.x_max, "data"))
 
 
@@ -50,14 +50,14 @@ x = x + np.linspace(-1, 1, 64, dtype=np.float32)[:, None]  # the first shard hol
 mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,))
 on_shards = lambda f, *specs: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P()))
 merged = on_shards(global_range, P("data"))(x)
-qparams = {"params": init_qparams(params, RULES, "lsq"), "x": qparams_from_range(*merged, ACTIVATION)}
+qparams = {"params": init_qparams(params, RULES, "lsq"), "x": qparams_from_range(merged, ACTIVATION)}
 value, gradients = on_shards(train, P(), P(), P("data"), P("data"))(params, qparams, x, y)
 
 want_value, want_gradients = jax.value_and_grad(loss, (0, 1))(params, qparams, x, y)
-first = calibrate(x[:16], ACTIVATION)
+first = observe(x[:16], ACTIVATION)
 print(f"range of the batch {merged.x_min:.4f} .. {merged.x_max:.4f}")
 print(f"range of the first shard {first.x_min:.4f} .. {first.x_max:.4f}")
 print(f"loss {value:.4f}, one device {want_value:.4f}")
 print(f"gradient to the scale of x {gradients[1]['x'].scale:.4f}, one device {want_gradients[1]['x'].scale:.4f}")
-assert merged == calibrate(x, ACTIVATION) != first  # bit for bit
+assert merged == observe(x, ACTIVATION) != first  # bit for bit
 assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, 1e-5, 1e-5), gradients, want_gradients))

@@ -31,10 +31,10 @@ from jax.sharding import PartitionSpec as P
 from jaxquant import (
     Range,
     activation_spec,
-    calibrate,
     fake_quant,
     fake_quant_params,
     init_qparams,
+    observe,
     qparams_from_range,
     weight_spec,
 )
@@ -50,7 +50,7 @@ def loss(params, qparams, x, y):
 
 
 def global_range(x):
-    own = calibrate(x, ACTIVATION)  # of this shard alone
+    own = observe(x, ACTIVATION)  # of this shard alone
     return Range(lax.pmin(own.x_min, "data"), lax.pmax(own.x_max, "data"))
 
 
@@ -65,19 +65,19 @@ batch = put(x, P("data")), put(y, P("data"))
 
 whole = NamedSharding(mesh, P())  # qparams on every device of both processes
 merged = jax.jit(jax.shard_map(global_range, mesh=mesh, in_specs=P("data"), out_specs=P()))(batch[0])
-fit = lambda params, r: {"params": init_qparams(params, RULES, "minmax"), "x": qparams_from_range(*r, ACTIVATION)}
+fit = lambda params, r: {"params": init_qparams(params, RULES, "minmax"), "x": qparams_from_range(r, ACTIVATION)}
 qparams = jax.jit(fit, out_shardings=whole)(sharded, merged)
 faked = jax.jit(lambda p, q: fake_quant_params(p, RULES, q["params"]))(sharded, qparams)
 dparams, dqparams = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(sharded["kernel"].sharding, whole))(
     sharded, qparams, *batch
 )
 
-want_qparams = fit(params, calibrate(x, ACTIVATION))  # on one device of this process
+want_qparams = fit(params, observe(x, ACTIVATION))  # on one device of this process
 want = fake_quant_params(params, RULES, want_qparams["params"])["kernel"]
 want_gradients = jax.grad(loss, (0, 1))(params, want_qparams, x, y)
 devices = f"{jax.local_device_count()} of {jax.device_count()} devices"
 print(f"process {jax.process_index()}: {devices}, range {merged.x_min:.4f} .. {merged.x_max:.4f}")
-assert calibrate(np.split(x, 2)[jax.process_index()], ACTIVATION) != calibrate(x, ACTIVATION)
+assert observe(np.split(x, 2)[jax.process_index()], ACTIVATION) != observe(x, ACTIVATION)
 assert jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == b).all()), qparams, want_qparams))  # bit for bit
 for shard in faked["kernel"].addressable_shards:
     assert (shard.data == want[shard.index]).all()  # bit for bit

@@ -13,7 +13,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._spec import QuantSpec, checked, qparams_shape
-from ._range import Range, no_nonfinite, rows_of
+from ._range import Range, for_each, no_nonfinite, rows_of
 
 _FRACTION_BITS = 5
 _BINS = 2 ** (9 + _FRACTION_BITS)
@@ -75,20 +75,20 @@ def histogram(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Histogra
     return _histogram(x, checked(spec))
 
 
-def merge_histograms(a: Histogram, b: Histogram) -> Histogram:
+def merge_histograms(a: Any, b: Any) -> Any:
     """The histogram of the values of two: the sum of the counts, associative and commutative.
 
     Args:
-      a, b: Histogram, of one shape.
+      a, b: Histogram, of one shape; or dicts of them with the same keys.
 
     Returns:
-      Histogram of that shape.
+      Histogram of that shape, or a dict of them like `a`.
 
     Gradient: none; counts are integers.
 
     Raises:
-      TypeError: for anything but Histograms.
-      ValueError: for different shapes.
+      TypeError: for anything but Histograms or dicts of them.
+      ValueError: for different keys or shapes.
 
     Source: as `histogram`.
 
@@ -98,18 +98,21 @@ def merge_histograms(a: Histogram, b: Histogram) -> Histogram:
     >>> merge_histograms(h, h).counts.sum().item()
     6
     """
-    for name, h in (("a", a), ("b", b)):
-        _histogram_like(name, h)
-    checks.shape("b", b.counts, a.counts.shape, "the shape of `a`")
-    return Histogram(a.counts + b.counts)
+
+    def merged(a: Histogram, b: Histogram) -> Histogram:
+        for name, h in (("a", a), ("b", b)):
+            _checked_counts(name, h)
+        checks.shape("b", b.counts, a.counts.shape, "the shape of `a`")
+        return Histogram(a.counts + b.counts)
+
+    return for_each(merged, Histogram, "merge_histograms", a=a, b=b)
 
 
-def _histogram_like(name: str, h: Any) -> None:
-    counts = h.counts if isinstance(h, Histogram) else h
-    if not isinstance(h, Histogram) or not checks.is_array(counts) or counts.dtype != np.uint32:
+def _checked_counts(name: str, h: Histogram) -> None:
+    counts = h.counts
+    if not checks.is_array(counts) or counts.dtype != np.uint32:
         raise TypeError(
-            f"`{name}` must be a Histogram of uint32 counts, got {type(h).__name__}: {checks.kind(counts)}. "
-            "Make one by histogram(x, spec)."
+            f"`{name}` must be a Histogram of uint32 counts, got {checks.kind(counts)}. Make one by histogram(x, spec)."
         )
     if counts.shape[-1:] != (_BINS,):
         raise ValueError(
@@ -139,21 +142,21 @@ def _range_of_counts(counts: Array, outside: float) -> Range:
     return Range(jnp.where(empty, jnp.inf, x_min), jnp.where(empty, -jnp.inf, x_max))
 
 
-def range_from_histogram(h: Histogram, percentile: float = 99.9) -> Range:
+def range_from_histogram(h: Any, percentile: float = 99.9) -> Any:
     """The range that holds `percentile` percent of the counted values, as many cut off below as above.
 
     Args:
-      h: Histogram.
+      h: Histogram, or dict of them.
       percentile: static number in (0, 100].
 
     Returns:
-      Range of float32 in the shape of the scale: the outer edges of the bins of the two values, at most 3.2 % beyond
-      them. (inf, -inf) where nothing was counted.
+      Range of float32 in the shape of the scale, or a dict of them like `h`: the outer edges of the bins of the two
+      values, at most 3.2 % beyond them. (inf, -inf) where nothing was counted.
 
     Gradient: none.
 
     Raises:
-      TypeError: for anything but a Histogram, or a percentile that is no static number.
+      TypeError: for anything but a Histogram or dict of them, or a percentile that is no static number.
       ValueError: for a percentile outside (0, 100].
 
     Source: as `histogram`.
@@ -163,5 +166,10 @@ def range_from_histogram(h: Histogram, percentile: float = 99.9) -> Range:
     >>> range_from_histogram(histogram(jnp.arange(1000.0), activation_spec()), 90.0).x_max.item()
     959.9999389648438
     """
-    _histogram_like("h", h)
-    return _range_of_counts(h.counts, (100 - checks.percentage("percentile", percentile)) / 200)
+    outside = (100 - checks.percentage("percentile", percentile)) / 200
+
+    def of(h: Histogram) -> Range:
+        _checked_counts("h", h)
+        return _range_of_counts(h.counts, outside)
+
+    return for_each(of, Histogram, "range_from_histogram", h=h)

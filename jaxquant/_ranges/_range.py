@@ -122,12 +122,12 @@ def _to_float32(end: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _calibrate(x: Array, spec: QuantSpec) -> Range:
+def _observe(x: Array, spec: QuantSpec) -> Range:
     both_ends = dataclasses.replace(spec, symmetric=False, narrow_range=False)
     return range_of(x, both_ends, lambda x_min, x_max, _: Range(x_min, x_max))
 
 
-def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
+def observe(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
     """The range of one batch of real values: the smallest and the largest of each group that shares a scale.
 
     Args:
@@ -148,13 +148,13 @@ def calibrate(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
     Source: the min-max observer of every calibration scheme.
 
     >>> import jax.numpy as jnp
-    >>> from jaxquant import activation_spec, calibrate
-    >>> [end.item() for end in calibrate(jnp.array([-1.0, 3.0, jnp.nan]), activation_spec())]
+    >>> from jaxquant import activation_spec, observe
+    >>> [end.item() for end in observe(jnp.array([-1.0, 3.0, jnp.nan]), activation_spec())]
     [-1.0, 3.0]
     """
     x = checks.float_array("x", x)
     no_nonfinite(x, nonfinite)
-    return _calibrate(lax.stop_gradient(x), checked(spec))
+    return _observe(lax.stop_gradient(x), checked(spec))
 
 
 def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
@@ -197,7 +197,7 @@ def with_zeros(qparams: QParams) -> QParams:
     return QParams(scale, jnp.zeros_like(scale) if zero_point is None else zero_point)
 
 
-def qparams_from_range(x_min: Any, x_max: Any, spec: QuantSpec, *, bits: Any = None) -> QParams:
+def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
     """The scale and zero point with which the grid covers a real range.
 
     The range is extended to contain 0, which always falls on an integer of the grid. Affine:
@@ -208,32 +208,38 @@ def qparams_from_range(x_min: Any, x_max: Any, spec: QuantSpec, *, bits: Any = N
     correctly rounded, ties to even.
 
     Args:
-      x_min, x_max: numbers or floating arrays of one shape, real values, traced or not.
+      r: Range of numbers or of floating arrays of one shape, real values, traced or not; or a dict of them.
       spec: QuantSpec, static. Its granularity is not read: the shape of the qparams is that of the range.
       bits: integer, traced or not, at most spec.bits: the grid of a schedule. None means spec.bits.
 
     Returns:
-      QParams of float32. Defined for every range and always finite: a zero range has scale 1; a tiny one the smallest
-      normal float32 (2 ** -126); infinite ends count as half the largest float32; a NaN end as 0, and so does an end
-      on the wrong side of 0, so that the range of nothing, (inf, -inf), is a zero range.
+      QParams of float32, or a dict of them like `r`. Defined for every range and always finite: a zero range has scale
+      1; a tiny one the smallest normal float32 (2 ** -126); infinite ends count as half the largest float32; a NaN end
+      as 0, and so does an end on the wrong side of 0, so that the range of nothing, (inf, -inf), is a zero range.
 
     Gradient: that of the formula, as JAX defines it. `fake_quant` trains the QParams themselves.
 
     Raises:
-      TypeError: for ends that are no numbers or floating arrays, or of float64.
+      TypeError: for anything but a Range or dict of them, and for ends that are no numbers or floating arrays, or of
+        float64.
       ValueError: for ends of different shapes, or bits outside 2..spec.bits.
 
     Source: Jacob et al., 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
     Inference"; seed page 004.
 
-    >>> from jaxquant import QuantSpec, qparams_from_range
-    >>> [v.item() for v in qparams_from_range(-20.0, 1000.0, QuantSpec(symmetric=False))]
+    >>> from jaxquant import QuantSpec, Range, qparams_from_range
+    >>> [v.item() for v in qparams_from_range(Range(-20.0, 1000.0), QuantSpec(symmetric=False))]
     [4.0, -123.0]
     """
     spec = checked(spec)
-    x_min, x_max = checks.ends(("x_min", "x_max"), (x_min, x_max), jnp.dtype(jnp.float32))
-    checks.shape("x_max", x_max, x_min.shape, "the shape of `x_min`, one range for each scale")
-    return _qparams_from_range(x_min, x_max, spec, *grid(spec, bits, jnp.float32))
+    limits = grid(spec, bits, jnp.float32)
+
+    def of(r: Range) -> QParams:
+        x_min, x_max = checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32))
+        checks.shape("x_max", x_max, x_min.shape, "the shape of `x_min`, one range for each scale")
+        return _qparams_from_range(x_min, x_max, spec, *limits)
+
+    return for_each(of, Range, "qparams_from_range", r=r)
 
 
 def rows_of(x: Array, shape: tuple[int, ...]) -> Array:
@@ -245,32 +251,42 @@ def rows_of(x: Array, shape: tuple[int, ...]) -> Array:
     return x.reshape(parts).transpose(order).reshape(math.prod(groups), math.prod(parts[1::2]))
 
 
-def _same_keys(a: Any, b: Any, function: str) -> None:
-    if isinstance(a, Range) and isinstance(b, Range):
-        return
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        if set(a) != set(b):
-            raise ValueError(
-                f"`a` and `b` must have the same keys in {function}, got {sorted(set(a) - set(b), key=str)} in `a` "
-                f"alone and {sorted(set(b) - set(a), key=str)} in `b` alone. Add Range(inf, -inf) for the unseen."
-            )
-        for key in a:
-            _same_keys(a[key], b[key], f"{function} at {key!r}")
-        return
+_MADE_BY = {"Range": "Range(x_min, x_max) or observe(x, spec)", "Histogram": "histogram(x, spec)"}
+
+
+def for_each(f: Callable, kind: type, function: str, **values: Any) -> Any:
+    """`f` of values of one kind; or of those under each key of dicts of them, as a dict."""
+    if all(isinstance(v, kind) for v in values.values()):
+        return f(*values.values())
+    (first, one), *others = values.items()
+    if all(isinstance(v, Mapping) for v in values.values()):
+        for name, other in others:
+            if set(one) != set(other):
+                raise ValueError(
+                    f"`{first}` and `{name}` must have the same keys in {function}, got "
+                    f"{sorted(set(one) - set(other), key=str)} in `{first}` alone and "
+                    f"{sorted(set(other) - set(one), key=str)} in `{name}` alone. Add what is neutral for the unseen: "
+                    "Range(inf, -inf), or the histogram of no value."
+                )
+        return {
+            key: for_each(f, kind, f"{function} at {key!r}", **{name: v[key] for name, v in values.items()})
+            for key in one
+        }
     raise TypeError(
-        f"`a` and `b` must both be Ranges, or dicts of them, in {function}, got {type(a).__name__} and "
-        f"{type(b).__name__}. Build one by Range(x_min, x_max) or calibrate(x, spec)."
+        f"{' and '.join(f'`{name}`' for name in values)} must be of type {kind.__name__}, or dicts of it, in "
+        f"{function}, got {' and '.join(type(v).__name__ for v in values.values())}. Make one by "
+        f"{_MADE_BY[kind.__name__]}."
     )
 
 
 def _map_ranges(function: str, f: Callable, a: Any, b: Any) -> Any:
-    _same_keys(a, b, function)
-    if isinstance(a, Mapping):
-        return {key: _map_ranges(function, f, a[key], b[key]) for key in a}
-    ends = [checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32)) for r in (a, b)]
-    for name, one, other in zip(("x_min", "x_max"), *ends, strict=True):
-        checks.shape(f"{name} of b", other, one.shape, "the shape of that of `a`")
-    return f(Range(*ends[0]), Range(*ends[1]))
+    def of(a: Range, b: Range) -> Range:
+        ends = [checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32)) for r in (a, b)]
+        for name, one, other in zip(("x_min", "x_max"), *ends, strict=True):
+            checks.shape(f"{name} of b", other, one.shape, "the shape of that of `a`")
+        return f(Range(*ends[0]), Range(*ends[1]))
+
+    return for_each(of, Range, function, a=a, b=b)
 
 
 def merge_ranges(a: Any, b: Any) -> Any:
