@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from . import _checks as checks
 from . import _numerics as num
+from ._groups import broadcast_groups, reduce_groups
 from ._ranges._fit import fit_qparams
 from ._ranges._range import TINY, QParams, range_of, to_qparams
 from ._spec import PerBlock, PerTensor, QuantSpec, checked, grid, qparams_shape, spec_from_json, spec_to_json
@@ -137,7 +138,7 @@ class _Grid(NamedTuple):
 def _grid_of(x: Array, qparams: tuple[Array, Array | None], qmin: Any, qmax: Any) -> _Grid:
     """The grid for values of the shape and dtype of `x`."""
     scale, zero_point = qparams
-    over = lambda v: num.spread(v.astype(x.dtype), x.shape)
+    over = lambda v: broadcast_groups(v.astype(x.dtype), x.shape)
     zero_point = None if zero_point is None else over(zero_point)
     return _Grid(over(scale), zero_point, qmin.astype(x.dtype), qmax.astype(x.dtype))
 
@@ -164,7 +165,7 @@ def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array,
     below, above = level < grid.qmin, level > grid.qmax
     inside = (grid.qmin <= level) & (level <= grid.qmax)
     wide = num.upcast(g, x.dtype)
-    total = lambda v: num.gather(jnp.sum, v, shape)
+    total = lambda v: reduce_groups(jnp.sum, v, shape)
     v = num.divide(x, grid.scale)
     steps = jnp.where(below, grid.qmin - zero, jnp.where(above, grid.qmax - zero, level - zero - v))
     counts = below | above | inside  # not NaN
@@ -188,7 +189,7 @@ def _gradient_of_fitted(g, x, scale, zero_point, qmin, qmax, noise, spec) -> Arr
     if spec.symmetric and spec.narrow_range and spec.rounding in ("half_even", "half_away"):
         # No finite value lies outside of its own range, so that no level need be computed; but those beyond half the
         # largest float, where ranges end, and there ties with the next level round outwards.
-        limit = num.spread((grid.qmax + 0.5) * scale.astype(x.dtype), x.shape)
+        limit = broadcast_groups((grid.qmax + 0.5) * scale.astype(x.dtype), x.shape)
         inside = (-limit < x) & (x < limit)
     else:
         level = grid.level(x, noise, spec)
@@ -431,7 +432,7 @@ def _marks(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
 @functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
 def real_values(q: QArray, dtype: jnp.dtype, guarded: bool = True) -> Array:
     """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
-    over = lambda v: num.spread(v.astype(num.compute_dtype(dtype)), q.shape)
+    over = lambda v: broadcast_groups(v.astype(num.compute_dtype(dtype)), q.shape)
     scale, zero_point = over(q.scale), None if q.spec.symmetric else over(q.zero_point)
     values = num.affine_value(q.values.astype(scale.dtype), scale, zero_point, guarded)
     # Guarded once more: of integers, which are never NaN, LLVM knows that `|steps| * 0` is 0, and drops the sum.

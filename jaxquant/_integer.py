@@ -22,6 +22,7 @@ from jax import Array, lax
 from . import _checks as checks
 from . import _numerics as num
 from ._affine import QArray, checked_qarray, real_values
+from ._groups import broadcast_groups
 from ._spec import QuantSpec
 
 # What comparing symbolic sizes raises; jax < 0.10 has it elsewhere.
@@ -46,7 +47,7 @@ class _Codes(NamedTuple):
 def _centred(q: QArray, dtype: Any) -> Array:
     if q.spec.symmetric:
         return q.values.astype(dtype)
-    zero = num.spread(q.zero_point.astype(dtype), q.shape)
+    zero = broadcast_groups(q.zero_point.astype(dtype), q.shape)
     return q.values.astype(dtype) - zero
 
 
@@ -63,7 +64,7 @@ def _in_output(name: str, v: Array, shape: tuple[int, ...], places: dict[int, in
     """A value for each group of an operand, with its axes where they are in the output: {axis: axis of the output}."""
     if v.ndim == 0:
         return v
-    v = num.spread(v, shape)
+    v = broadcast_groups(v, shape)
     inner = [i for i in range(len(shape)) if i not in places]
     if any(v.shape[i] not in (0, 1) for i in inner):
         raise ValueError(
@@ -286,7 +287,7 @@ def _stacked(q: QArray, blocks: dict[int, int]) -> QArray:
     # At least one value for each block, also where one was shared by several.
     sizes = [blocks.get(i, g) for i, g in enumerate(_groups(q))]
     split = lambda v: stack(
-        jnp.broadcast_to(v, sizes) if v.ndim == 0 else jnp.broadcast_to(num.spread(v, tuple(sizes)), sizes), sizes
+        jnp.broadcast_to(v, sizes) if v.ndim == 0 else jnp.broadcast_to(broadcast_groups(v, tuple(sizes)), sizes), sizes
     )
     return QArray(stack(q.values, q.shape), split(q.scale), split(q.zero_point), q.spec, q.dtype)
 
@@ -471,7 +472,7 @@ class Conv(NamedTuple):
         (x, a_zero), (w, b_zero) = _codes(a, wide), _codes(b, wide)
         op = self
         if a_zero is not None:  # what pads is real 0, the zero point, not the code 0
-            x, op = self._padded(x, num.spread(a_zero, a.shape))
+            x, op = self._padded(x, broadcast_groups(a_zero, a.shape))
         acc = op.real(x, w, jnp.int32)
         if a_zero is not None:
             out, *inner = self.dimensions.rhs_spec

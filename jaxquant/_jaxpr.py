@@ -8,7 +8,6 @@ holds a program with something to replace is built anew, by the public function 
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from ._groups import segments
 
 Location = tuple[int, ...]  # the place of an equation in a program; then which program inside it, the place there, ...
 CONTRACTIONS = ("dot_general", "conv_general_dilated")
@@ -323,20 +324,10 @@ def _reshaped(eqn: JaxprEqn, axes: tuple) -> tuple:
     """Which axes the new ones run along: in groups of equal size, each new axis along all the old ones of its group."""
     old, new = _avals(eqn.invars)[0].shape, _avals(eqn.outvars)[0].shape
     result = [frozenset[int]()] * len(new)
-    i = j = 0
-    while i < len(old) and j < len(new):
-        ends = i + 1, j + 1
-        while (sizes := (math.prod(old[i : ends[0]]), math.prod(new[j : ends[1]])))[0] != sizes[1]:
-            ends = (ends[0] + 1, ends[1]) if sizes[0] < sizes[1] else (ends[0], ends[1] + 1)
-            if ends[0] > len(old) or ends[1] > len(new):  # of an empty array
-                return (frozenset().union(*axes),) * len(new)
-        if sizes[0] == 1 and (old[i], new[j]) == (1, 1) and len(old) - i != len(new) - j:
-            # An axis of size 1 is there, or not, on one side alone.
-            ends = (i + 1, j) if len(old) - i > len(new) - j else (i, j + 1)
-        group = [axes[k] for k in range(i, ends[0]) if old[k] > 1]  # axes of size 1 do not count in a product
-        for k in range(j, ends[1]):
-            result[k] = frozenset().union(*(group or axes[i : ends[0]]))
-        i, j = ends
+    for of_old, of_new in segments(old, new):
+        along = [axes[i] for i in of_old if old[i] > 1] or [axes[i] for i in of_old]  # those of size 1 do not count
+        for j in of_new:
+            result[j] = frozenset().union(*along)
     return tuple(result)
 
 

@@ -230,48 +230,6 @@ def once(f: Callable, x: Array, y: Array) -> Any:
     return lax.platform_dependent(x, y, cpu=branched, default=f)
 
 
-def spread(v: Array, shape: tuple[int, ...]) -> Array:
-    """One value for each group of a tensor, reshaped to broadcast against its `shape`.
-
-    The sizes of `v`, counted from the end, divide those of `shape`: 1 for a shared axis, the length for a separate
-    one, between them the number of blocks. Scalars stay scalars; only blocks are repeated.
-    """
-    if v.ndim == 0:
-        return v
-    groups = (1,) * (len(shape) - v.ndim) + v.shape
-    if v.ndim < len(shape):
-        v = lax.reshape(v, groups)
-    parts, size = _split(shape, groups)
-    if not size:
-        return v
-    at = [i for i in range(len(parts)) if i not in size]
-    v = lax.broadcast_in_dim(v, [n if i in size else v.shape[at.index(i)] for i, n in enumerate(parts)], at)
-    return lax.reshape(v, [g if g in (0, 1) else n for g, n in zip(groups, shape, strict=True)])
-
-
-def gather(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
-    """`reduce(x, axes)` over each group of a tensor, in the shape `groups`: the values that `spread` spreads."""
-    padded = (1,) * (x.ndim - len(groups)) + tuple(groups)
-    parts, size = _split(x.shape, padded)
-    at = [i for i in range(len(parts)) if i not in size]
-    shared = [i for i, g in zip(at, padded, strict=True) if g == 1]
-    if size:
-        x = lax.reshape(x, parts)
-    return lax.reshape(reduce(x, (*shared, *size)), groups)
-
-
-def _split(shape: tuple[int, ...], groups: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """`shape` with each axis of blocks in two, (number, size); and which of its axes are the sizes."""
-    parts, size = [], []
-    for n, g in zip(shape, groups, strict=True):
-        blocks = g not in (1, n)  # and not by order, which symbolic sizes do not have
-        parts.append(g if blocks else n)
-        if blocks:
-            size.append(len(parts))
-            parts.append(n // g)
-    return parts, size
-
-
 def vary_together(*arrays: Array) -> Any:
     """Casts all to vary over every mesh axis that one of them varies over; a no-op outside `shard_map`.
 

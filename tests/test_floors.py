@@ -18,6 +18,7 @@ FLOORS = {
     "_numerics": 0,
     "_checks": 0,
     "_version": 0,
+    "_groups": 0,
     "_pack": 1,
     "_spec": 1,
     "_ranges/_range": 2,

@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._groups import broadcast_groups, reduce_groups
 from .._spec import QuantSpec, checked, grid, qparams_shape
 from ._range import LARGEST, TINY, QParams, finite_or, no_nonfinite, range_of, rows_of, to_qparams, with_zeros
 
@@ -25,7 +26,7 @@ def _minmax(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
 
 def _mean(x: Array, shape: tuple[int, ...]) -> Array:
     """The mean of the finite values of each group, 0 where there is none."""
-    total = lambda v: num.gather(jnp.sum, v, shape)
+    total = lambda v: reduce_groups(jnp.sum, v, shape)
     finite = jnp.abs(x) < jnp.inf
     return total(jnp.where(finite, x, 0)) / jnp.maximum(total(finite.astype(x.dtype)), 1)
 
@@ -35,7 +36,7 @@ def _lsq(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
     steps = qmax - zero_point if spec.symmetric else jnp.maximum(qmax - zero_point, zero_point - qmin)
     x = num.upcast(x, num.compute_dtype(x.dtype))
     # In units of the min-max scale, so that no sum overflows.
-    v = jnp.abs(num.divide(x, num.spread(scale.astype(x.dtype), x.shape)))
+    v = jnp.abs(num.divide(x, broadcast_groups(scale.astype(x.dtype), x.shape)))
     fitted = num.guard(num.divide(2 * _mean(v, scale.shape).astype(jnp.float32), jnp.sqrt(steps)) * scale)
     fitted = jnp.where(fitted < jnp.inf, fitted, LARGEST)
     return QParams(jnp.where(fitted < TINY, scale, fitted), zero_point)
@@ -81,8 +82,8 @@ def _trial(v: Array, ratio: Array, zero_point: Array, qmin: Array, qmax: Array) 
     The step makes of any guess the best scale of its neighbourhood: the error is a chain of parabolas, one for each
     assignment of values to levels, and this is the lowest point of the one that the guess lies on.
     """
-    total = lambda t: num.gather(jnp.sum, t, ratio.shape)
-    here, zero = num.spread(ratio, v.shape), num.spread(zero_point, v.shape)
+    total = lambda t: reduce_groups(jnp.sum, t, ratio.shape)
+    here, zero = broadcast_groups(ratio, v.shape), broadcast_groups(zero_point, v.shape)
     finite = jnp.abs(v) < jnp.inf
     q = jnp.where(finite, num.clip(num.affine_level(v, here, zero, "half_even", None), qmin, qmax) - zero, 0)
     rest = jnp.where(finite, v - q * here, 0)
@@ -112,7 +113,7 @@ def _mse(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
     start = _minmax(x, spec, qmin, qmax)
     # In units of the min-max scale, so that no square overflows or vanishes.
     x = num.upcast(x, num.compute_dtype(x.dtype)).astype(jnp.float32)
-    v = num.divide(x, num.spread(start.scale, x.shape))
+    v = num.divide(x, broadcast_groups(start.scale, x.shape))
     size = math.prod(x.shape) // max(math.prod(start.scale.shape), 1)
     low, high = qmin - start.zero_point, qmax - start.zero_point
 

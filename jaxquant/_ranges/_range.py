@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._groups import reduce_groups
 from .._spec import QuantSpec, checked, grid, qparams_shape
 
 TINY = np.float32(jnp.finfo(jnp.float32).tiny)
@@ -86,13 +87,13 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
     shape = qparams_shape(spec, x.shape)
     x = num.upcast(x, num.compute_dtype(x.dtype))
     reductions = (_LARGEST,) if spec.symmetric and spec.signed else (_LOWEST, _HIGHEST)
-    plain = [num.gather(reduction(lambda v, _: v), x, shape) for reduction in reductions]
+    plain = [reduce_groups(reduction(lambda v, _: v), x, shape) for reduction in reductions]
 
     def of(extremes, finite):
         ends = [_to_float32(end) for end in extremes]
         return then(None, ends[0], finite) if len(ends) == 1 else then(*ends, finite)
 
-    masked = lambda x: of([num.gather(reduction(finite_or), x, shape) for reduction in reductions], False)
+    masked = lambda x: of([reduce_groups(reduction(finite_or), x, shape) for reduction in reductions], False)
     return lax.cond(_finite(x, plain), lambda x: of(plain, True), masked, x)
 
 
@@ -139,7 +140,7 @@ def observe(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
       Range of float32 in the shape of the scale. The range of nothing, (inf, -inf), where no value is finite.
       Combine batches by `merge_ranges` or `ema_ranges`; under `shard_map` it is of the shard: `lax.pmin`, `lax.pmax`.
 
-    Gradient: none; a range is calibrated, and what is trained are the QParams.
+    Gradient: none; a range is observed, and what is trained are the QParams.
 
     Raises:
       TypeError: for an `x` that is no floating array, or traced with nonfinite="raise".

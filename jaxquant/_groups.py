@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of a tensor that share a value, such as a scale, and what becomes of the values where the tensor moves.
+
+The values lie in an array whose size on each axis of the tensor is 1 where all share one, the length where each has its
+own, and between them the number of blocks. `v` is such an array, of the rank of the tensor unless it is said otherwise.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def broadcast_groups(v: Array, shape: tuple[int, ...]) -> Array:
+    """One value for each group of a tensor, reshaped to broadcast against its `shape`.
+
+    The sizes of `v` are counted from the end, so that its rank may be smaller. Only blocks are repeated.
+    """
+    if v.ndim == 0:
+        return v
+    groups = (1,) * (len(shape) - v.ndim) + v.shape
+    if v.ndim < len(shape):
+        v = lax.reshape(v, groups)
+    parts, size = _split(shape, groups)
+    if not size:
+        return v
+    at = [i for i in range(len(parts)) if i not in size]
+    v = lax.broadcast_in_dim(v, [n if i in size else v.shape[at.index(i)] for i, n in enumerate(parts)], at)
+    return lax.reshape(v, [g if g in (0, 1) else n for g, n in zip(groups, shape, strict=True)])
+
+
+def reduce_groups(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
+    """`reduce(x, axes)` over each group of a tensor, in the shape `groups`: what `broadcast_groups` broadcasts."""
+    padded = (1,) * (x.ndim - len(groups)) + tuple(groups)
+    parts, size = _split(x.shape, padded)
+    at = [i for i in range(len(parts)) if i not in size]
+    shared = [i for i, g in zip(at, padded, strict=True) if g == 1]
+    if size:
+        x = lax.reshape(x, parts)
+    return lax.reshape(reduce(x, (*shared, *size)), groups)
+
+
+def _split(shape: tuple[int, ...], groups: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """`shape` with each axis of blocks in two, (number, size); and which of its axes are the sizes."""
+    parts, size = [], []
+    for n, g in zip(shape, groups, strict=True):
+        blocks = g not in (1, n)  # and not by order, which symbolic sizes do not have
+        parts.append(g if blocks else n)
+        if blocks:
+            size.append(len(parts))
+            parts.append(n // g)
+    return parts, size
+
+
+def apart(v: Array, axis: int, n: int) -> Array:
+    """With a value for each of the `n` elements along one axis."""
+    if v.shape[axis] == n:
+        return v
+    parts = [p for i, g in enumerate(v.shape) for p in ((g, n // max(g, 1)) if i == axis else (g,))]
+    v = lax.broadcast_in_dim(v, parts, [i for i in range(len(parts)) if i != axis + 1])
+    return lax.reshape(v, [*parts[:axis], n, *parts[axis + 2 :]])
+
+
+def segments(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range, range]]:
+    """The axes of a reshape in runs of equal size, as short as possible: (of the old shape, of the new one)."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        ends = min(i + 1, len(old)), min(j + 1, len(new))
+        while (sizes := (math.prod(old[i : ends[0]]), math.prod(new[j : ends[1]])))[0] != sizes[1]:
+            ends = (ends[0] + 1, ends[1]) if sizes[0] < sizes[1] else (ends[0], ends[1] + 1)
+            if ends[0] > len(old) or ends[1] > len(new):  # of an empty array
+                ends = len(old), len(new)
+                break
+        if sizes[0] == 1 and (old[i : i + 1], new[j : j + 1]) == ((1,), (1,)) and len(old) - i != len(new) - j:
+            # An axis of size 1 is there, or not, on one side alone.
+            ends = (i + 1, j) if len(old) - i > len(new) - j else (i, j + 1)
+        yield range(i, ends[0]), range(j, ends[1])
+        i, j = ends
+
+
+def reshaped(v: Array, old: tuple[int, ...], new: tuple[int, ...]) -> Array:
+    """Where a tensor of shape `old` is reshaped to `new`. What are blocks no more have a value for each element."""
+    sizes = []
+    for of_old, of_new in segments(old, new):
+        lengths = [new[j] for j in of_new]
+        fitting = _blocks_of([v.shape[i] for i in of_old], [old[i] for i in of_old], lengths)
+        if fitting is None:
+            for i in of_old:
+                v = apart(v, i, old[i])
+            fitting = lengths
+        sizes += fitting
+    return lax.reshape(v, sizes)
+
+
+def _blocks_of(groups: Sequence[int], old: Sequence[int], new: Sequence[int]) -> Sequence[int] | None:
+    """The sizes on new axes of what shares values in runs of the elements in their order; None if it is in no runs."""
+    separate = itertools.takewhile(lambda axis: groups[axis] == old[axis], range(len(old)))
+    if any(g != 1 for g in groups[len(list(separate)) + 1 :]):
+        return None
+    left, sizes = math.prod(groups), []
+    for n in new:
+        if left % n == 0:
+            sizes.append(n)
+            left //= n
+        elif n % left == 0:
+            sizes.append(left)
+            left = 1
+        else:
+            return None
+    return sizes
+
+
+def transposed(v: Array, permutation: Sequence[int]) -> Array:
+    """Where a tensor is transposed."""
+    return lax.transpose(v, permutation)
+
+
+def broadcasted(v: Array, rank: int, axes: Sequence[int]) -> Array:
+    """Where a tensor is broadcast to a rank, with its axes at these."""
+    sizes = [1] * rank
+    for n, axis in zip(v.shape, axes, strict=True):
+        sizes[axis] = n
+    return lax.broadcast_in_dim(v, sizes, axes)
+
+
+def sliced(v: Array, axis: int, n: int, start: int, stop: int, stride: int = 1) -> Array:
+    """Where a tensor of length `n` along an axis is sliced there."""
+    if v.shape[axis] == 1 or (start, stop, stride) == (0, n, 1):
+        return v
+    size = n // v.shape[axis]
+    if stride == 1 and start % size == 0 and stop % size == 0:  # whole blocks
+        return lax.slice_in_dim(v, start // size, stop // size, axis=axis)
+    return lax.slice_in_dim(apart(v, axis, n), start, stop, stride, axis)
+
+
+def picked(v: Array, axis: int, n: int, start: Array, size: int) -> Array:
+    """Where data say from where on `size` of the `n` elements along an axis are taken."""
+    if v.shape[axis] == 1 or size == n:
+        return v
+    return lax.dynamic_slice_in_dim(apart(v, axis, n), start, size, axis)
+
+
+def joined(parts: Sequence[Array], shapes: Sequence[tuple[int, ...]], axis: int) -> Array:
+    """Where tensors of these shapes are concatenated along an axis: there each element keeps a value of its own."""
+    parts = list(parts)
+    for i in range(len(shapes[0])):
+        sizes = {v.shape[i] for v in parts} - {1}
+        if i == axis or len(sizes) > 1:  # blocks beside others have nothing in common
+            parts = [apart(v, i, shape[i]) for v, shape in zip(parts, shapes, strict=True)]
+        elif sizes:
+            (size,) = sizes
+            wide = lambda v, i=i, size=size: jnp.broadcast_to(v, (*v.shape[:i], size, *v.shape[i + 1 :]))
+            parts = [wide(v) for v in parts]
+    return lax.concatenate(parts, axis)
