@@ -2,7 +2,6 @@
 """Quantization-aware training for JAX as pure functions."""
 
 from . import tf as tf
-from ._affine import QArray as QArray
 from ._affine import dequantize as dequantize
 from ._affine import fake_quant as fake_quant
 from ._affine import quantize as quantize
@@ -13,6 +12,7 @@ from ._integer import conv_general_dilated as conv_general_dilated
 from ._integer import dot_general as dot_general
 from ._pack import pack as pack
 from ._pack import unpack as unpack
+from ._qarray import QArray as QArray
 from ._ranges._fit import fit_qparams as fit_qparams
 from ._ranges._histogram import Histogram as Histogram
 from ._ranges._histogram import histogram as histogram

@@ -1,93 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize, dequantize, and both in float with a gradient; integers as a pytree."""
+"""Quantize, dequantize, and both in float with a gradient."""
 
-import dataclasses
 import functools
-import json
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
-import jax.export
 import jax.numpy as jnp
 from jax import Array, lax
 
 from . import _checks as checks
 from . import _numerics as num
 from ._groups import broadcast_groups, reduce_groups
+from ._qarray import QArray, checked_qarray
 from ._ranges._fit import fit_qparams
 from ._ranges._range import TINY, QParams, range_of, to_qparams
-from ._spec import PerBlock, PerTensor, QuantSpec, checked, grid, qparams_shape, spec_from_json, spec_to_json
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["values", "scale", "zero_point"],
-    meta_fields=["spec", "dtype"],
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class QArray:
-    """A quantized array: `real = (values - zero_point) * scale`. A pytree of three arrays.
-
-    Attributes:
-      values: int8 or uint8 up to 8 bits, int16 or uint16 above; the shape of the array.
-      scale: float32, shaped as in QParams.
-      zero_point: of the shape of scale and the dtype of values, so that integers compare with it as real values
-        compare with 0: relu in integers is `jnp.maximum(values, zero_point)`.
-      spec: QuantSpec, static.
-      dtype: of the array that was quantized, static; `dequantize` returns it.
-
-    Other integers with the same qparams: `dataclasses.replace(q, values=...)`.
-
-    A stack (L, ...) is scanned and vmapped along its first axis like any pytree, if its granularity keeps that axis:
-    PerChannel((0, -1)).
-    """
-
-    values: Array
-    scale: Array
-    zero_point: Array
-    spec: QuantSpec
-    dtype: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return self.values.shape
-
-    @property
-    def ndim(self) -> int:
-        """The rank of the array."""
-        return self.values.ndim
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.values.size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the three arrays; `pack` makes values of 4 bits and fewer smaller."""
-        return sum(math.prod(v.shape) * v.dtype.itemsize for v in (self.values, self.scale, self.zero_point))
-
-
-def _static_to_bytes(static: tuple[QuantSpec, Any]) -> bytes:
-    spec, dtype = static
-    return json.dumps({"spec": spec_to_json(spec), "dtype": str(jnp.dtype(dtype))}).encode()
-
-
-def _static_from_bytes(data: bytes) -> tuple[QuantSpec, Any]:
-    fields = json.loads(data)
-    return spec_from_json(fields["spec"]), jnp.dtype(fields["dtype"])
-
-
-# So that an exported program can take and return QArrays.
-jax.export.register_pytree_node_serialization(
-    QArray,
-    serialized_name="jaxquant.QArray",
-    serialize_auxdata=_static_to_bytes,
-    deserialize_auxdata=_static_from_bytes,
-)
+from ._spec import QuantSpec, checked, grid, qparams_shape
 
 
 def _on_grid(
@@ -461,24 +390,6 @@ def dequantize(q: QArray) -> Array:
     [0.5, -3.5]
     """
     return real_values(checked_qarray("q", q), q.dtype)
-
-
-def checked_qarray(name: str, q: Any) -> QArray:
-    """Returns `q`, which must be a QArray."""
-    if not isinstance(q, QArray):
-        raise TypeError(f"`{name}` must be a QArray, got {checks.kind(q)}. Make one by quantize(x, spec).")
-    groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
-    kind = q.spec.granularity
-    whole = all(g == 1 for g in groups) if isinstance(kind, PerTensor) else len(groups) == q.ndim
-    size = kind.size if isinstance(kind, PerBlock) else 0
-    whole = whole and all(g in (1, n) or g * size == n for g, n in zip(groups, q.shape, strict=False))
-    if not whole or q.zero_point.shape != q.scale.shape:
-        raise ValueError(
-            f"`{name}` has values of shape {q.shape}, a scale of shape {q.scale.shape} and a zero point of shape "
-            f"{q.zero_point.shape}, which are not those of {q.spec}. A stack of QArrays made by vmap or scan is used "
-            "under vmap or scan; one used whole keeps the axis of the stack: PerChannel((0, -1))."
-        )
-    return q
 
 
 def scale_gradient(x: Any, factor: Any) -> Array:

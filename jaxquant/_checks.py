@@ -49,9 +49,22 @@ def argument_names(function: str, given: Iterable[str], names: Sequence[str]) ->
             )
 
 
+class NotAnArray:
+    """What stands where an array does in a pytree, and is none: it says so itself where JAX or NumPy convert it."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            f"A {type(self).__name__} is integers with a scale, and no array. Pass dequantize(q) for the real values, "
+            "q.values for the integers, or contract it by jaxquant.dot_general."
+        )
+
+    __matmul__ = __rmatmul__ = __jax_array__ = __array__ = _refuse
+
+
 def unwrapped(value: Any) -> Any:
     """The array inside an object that converts itself, such as a framework's parameter; else the value."""
-    return value.__jax_array__() if not isinstance(value, Array) and hasattr(value, "__jax_array__") else value
+    converts = hasattr(value, "__jax_array__") and not isinstance(value, Array | NotAnArray)
+    return value.__jax_array__() if converts else value
 
 
 def float_array(name: str, value: Any) -> Array:

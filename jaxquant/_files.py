@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _checks as checks
-from ._affine import QArray, checked_qarray
 from ._pack import pack, unpack
+from ._qarray import QArray, checked_qarray
 from ._ranges._range import QParams, Range
 from ._spec import spec_from_json, spec_to_json
 from ._tree import named_in_errors, with_paths

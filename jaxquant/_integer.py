@@ -21,8 +21,9 @@ from jax import Array, lax
 
 from . import _checks as checks
 from . import _numerics as num
-from ._affine import QArray, checked_qarray, real_values
+from ._affine import real_values
 from ._groups import broadcast_groups
+from ._qarray import QArray, checked_qarray
 from ._spec import QuantSpec
 
 # What comparing symbolic sizes raises; jax < 0.10 has it elsewhere.

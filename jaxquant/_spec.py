@@ -283,6 +283,17 @@ def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:axis], length // kind.size, *shape[axis + 1 :])
 
 
+def granularity_of(groups: tuple[int, ...], shape: tuple[int, ...]) -> PerTensor | PerChannel | PerBlock | None:
+    """The granularity with these numbers of groups along the axes of an array; None if there is none that says it."""
+    separate = [i for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if g == n != 1]
+    blocks = [i for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if g not in (1, n)]
+    if not blocks:
+        return PerChannel(tuple(separate)) if separate else PerTensor()
+    (axis, *others) = blocks
+    alone = not others and all(g == n for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if i != axis)
+    return PerBlock(axis, shape[axis] // groups[axis]) if alone else None
+
+
 def grid(spec: QuantSpec, bits: Any, dtype: Any) -> tuple[Any, Any]:
     """`qmin` and `qmax` as scalars of the dtype of the computation: constants, or arrays for traced `bits`.
 

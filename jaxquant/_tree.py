@@ -16,7 +16,8 @@ from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_flatten_with_path
 
 from . import _checks as checks
 from . import _numerics as num
-from ._affine import QArray, checked_qparams, dequantize, fake_quant, quantize, scale_gradient
+from ._affine import checked_qparams, dequantize, fake_quant, quantize, scale_gradient
+from ._qarray import QArray
 from ._ranges._fit import fit_qparams
 from ._ranges._range import QParams
 from ._spec import QuantSpec, grid, qparams_shape

@@ -24,6 +24,7 @@ FLOORS = {
     "_ranges/_range": 2,
     "_ranges/_histogram": 2.1,  # one folder, and each file stands on the one before
     "_ranges/_fit": 2.1,
+    "_qarray": 2.9,
     "_affine": 3,
     "_integer": 4,
     "_tree": 4,

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Integers with their qparams, as a pytree."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+from jax import Array, lax
+
+from . import _checks as checks
+from . import _groups as groups
+from ._spec import PerBlock, PerChannel, PerTensor, QuantSpec, granularity_of, spec_from_json, spec_to_json
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scale", "zero_point"],
+    meta_fields=["spec", "dtype"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class QArray(checks.NotAnArray):
+    """A quantized array: `real = (values - zero_point) * scale`. A pytree of three arrays.
+
+    Attributes:
+      values: int8 or uint8 up to 8 bits, int16 or uint16 above; the shape of the array.
+      scale: float32, shaped as in QParams.
+      zero_point: of the shape of scale and the dtype of values, so that integers compare with it as real values
+        compare with 0: relu in integers is `jnp.maximum(values, zero_point)`.
+      spec: QuantSpec, static.
+      dtype: of the array that was quantized, static; `dequantize` returns it.
+
+    Other integers with the same qparams: `dataclasses.replace(q, values=...)`.
+
+    A stack (L, ...) is scanned and vmapped along its first axis like any pytree, if its granularity keeps that axis:
+    PerChannel((0, -1)). `q.T`, `q.reshape(...)` and `q[i]`, of the first axis, are QArrays, too, with
+    the granularity that they have then. It is no array: `dequantize` gives the real values, `dot_general` contracts.
+    """
+
+    values: Array
+    scale: Array
+    zero_point: Array
+    spec: QuantSpec
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        """The rank of the array."""
+        return self.values.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.values.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three arrays; `pack` makes values of 4 bits and fewer smaller."""
+        return sum(math.prod(v.shape) * v.dtype.itemsize for v in (self.values, self.scale, self.zero_point))
+
+    @property
+    def T(self) -> "QArray":
+        """With the axes in the opposite order."""
+        order = tuple(reversed(range(self.ndim)))
+        return self._moved(lax.transpose(self.values, order), lambda v: groups.transposed(v, order))
+
+    def reshape(self, *shape: Any) -> "QArray":
+        """In another shape, given as for an array; one size may be -1."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        values = self.values.reshape(sizes)
+        return self._moved(values, lambda v: groups.reshaped(v, self.shape, values.shape))
+
+    def __getitem__(self, i: Any) -> "QArray":
+        """The part at an index of the first axis, static or traced."""
+        index = checks.unwrapped(i)
+        is_int = isinstance(index, int) and not isinstance(index, bool)
+        if not is_int and not (
+            checks.is_array(index) and index.shape == () and jnp.issubdtype(index.dtype, jnp.integer)
+        ):
+            raise TypeError(
+                f"A QArray is indexed by one integer, of its first axis, got {checks.kind(i)}. Index dequantize(q) for "
+                "real values, or q.values for the integers."
+            )
+        if not self.ndim or (is_int and not -self.shape[0] <= index < self.shape[0]):  # and so ends an iteration
+            raise IndexError(f"The index {i} is out of range for a QArray of shape {self.shape}.")
+        at = lambda v: lax.dynamic_index_in_dim(v, index, 0, keepdims=False)
+        of_groups = lambda v: at(groups.apart(v, 0, self.shape[0])) if v.shape[0] > 1 else lax.squeeze(v, [0])
+        return self._moved(at(self.values), of_groups)
+
+    def _moved(self, values: Array, of_groups: Callable[[Array], Array]) -> "QArray":
+        """With the values elsewhere, and the qparams by what becomes of values for groups."""
+        if self.scale.ndim == 0:
+            return dataclasses.replace(self, values=values)
+        padded = (1,) * (self.ndim - self.scale.ndim) + self.scale.shape
+        scale, zero_point = (of_groups(lax.reshape(v, padded)) for v in (self.scale, self.zero_point))
+        granularity = granularity_of(scale.shape, values.shape)
+        if granularity is None:  # blocks along one axis, with others shared: each element along it has its value then
+            for i, n in enumerate(values.shape):
+                if scale.shape[i] > 1:
+                    scale, zero_point = groups.apart(scale, i, n), groups.apart(zero_point, i, n)
+            granularity = PerChannel(tuple(i for i, n in enumerate(scale.shape) if n > 1))
+        if isinstance(granularity, PerTensor):
+            scale, zero_point = scale.reshape(()), zero_point.reshape(())
+        spec = dataclasses.replace(self.spec, granularity=granularity)
+        return QArray(values, scale, zero_point, spec, self.dtype)
+
+
+def _static_to_bytes(static: tuple[QuantSpec, Any]) -> bytes:
+    spec, dtype = static
+    return json.dumps({"spec": spec_to_json(spec), "dtype": str(jnp.dtype(dtype))}).encode()
+
+
+def _static_from_bytes(data: bytes) -> tuple[QuantSpec, Any]:
+    fields = json.loads(data)
+    return spec_from_json(fields["spec"]), jnp.dtype(fields["dtype"])
+
+
+# So that an exported program can take and return QArrays.
+jax.export.register_pytree_node_serialization(
+    QArray,
+    serialized_name="jaxquant.QArray",
+    serialize_auxdata=_static_to_bytes,
+    deserialize_auxdata=_static_from_bytes,
+)
+
+
+def checked_qarray(name: str, q: Any) -> QArray:
+    """Returns `q`, which must be a QArray."""
+    if not isinstance(q, QArray):
+        raise TypeError(f"`{name}` must be a QArray, got {checks.kind(q)}. Make one by quantize(x, spec).")
+    groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
+    kind = q.spec.granularity
+    whole = all(g == 1 for g in groups) if isinstance(kind, PerTensor) else len(groups) == q.ndim
+    size = kind.size if isinstance(kind, PerBlock) else 0
+    whole = whole and all(g in (1, n) or g * size == n for g, n in zip(groups, q.shape, strict=False))
+    if not whole or q.zero_point.shape != q.scale.shape:
+        raise ValueError(
+            f"`{name}` has values of shape {q.shape}, a scale of shape {q.scale.shape} and a zero point of shape "
+            f"{q.zero_point.shape}, which are not those of {q.spec}. A stack of QArrays made by vmap or scan is used "
+            "under vmap or scan; one used whole keeps the axis of the stack: PerChannel((0, -1))."
+        )
+    return q

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A QArray moves with its scales, or says why not; and what is no array says so itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+
+from jaxquant import PerBlock, PerChannel, PerTensor, QParams, QuantSpec, dequantize, quantize
+
+SHAPE = 4, 6, 8
+X = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+GRANULARITIES = PerTensor(), PerChannel(0), PerChannel((0, -1)), PerChannel((0, 1, 2)), PerBlock(1, 3), PerBlock(-1, 2)
+MOVES = {
+    "T": lambda v: v.T,
+    "first": lambda v: v[0],
+    "last": lambda v: v[-1],
+    "traced": lambda v: v[jnp.int32(2)],
+    "merged": lambda v: v.reshape(24, 8),
+    "split": lambda v: v.reshape((4, 6, 2, 4)),
+    "with a new axis": lambda v: v.reshape(4, 1, -1, 8),
+}
+
+
+def quantized(granularity, symmetric=False):
+    return quantize(X, QuantSpec(symmetric=symmetric, granularity=granularity))
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_a_move_of_the_integers_is_that_of_the_real_values(granularity, move):
+    q = quantized(granularity)
+    got = MOVES[move](q)
+    assert_same_bits(dequantize(got), MOVES[move](dequantize(q)))
+    assert_same_bits(dequantize(jax.jit(MOVES[move])(q)), dequantize(got))
+    assert isinstance(got.spec.granularity, PerTensor) == (got.scale.ndim == 0)
+
+
+def test_granularities_move_with_the_axes():
+    of = lambda granularity, move: MOVES[move](quantized(granularity)).spec.granularity
+    assert of(PerChannel((0, -1)), "T") == PerChannel((0, 2))
+    assert of(PerChannel((0, -1)), "first") == PerChannel(1)
+    assert of(PerChannel(0), "first") == PerTensor()
+    assert of(PerBlock(1, 3), "merged") == PerBlock(0, 3)
+    assert of(PerBlock(-1, 2), "T") == PerBlock(0, 2)
+    assert of(PerBlock(-1, 2), "split") == PerBlock(3, 2)
+
+
+def test_blocks_beside_shared_axes_become_channels():
+    got = quantized(PerChannel(0)).reshape(24, 8)
+    assert (got.spec.granularity, got.scale.shape) == (PerChannel(0), (24, 1))
+
+
+def test_an_iteration_ends_and_an_index_is_checked():
+    q = quantized(PerChannel(0))
+    assert [row.shape for row in q] == [(6, 8)] * 4
+    for index in (4, -5):
+        with pytest.raises(IndexError, match="out of range for a QArray"):
+            q[index]
+    for index in (slice(2), (0, 1), True, None, 1.0, jnp.arange(2)):
+        with pytest.raises(TypeError, match="one integer, of its first axis"):
+            q[index]
+    with pytest.raises(IndexError, match=r"shape \(\)"):
+        quantize(np.float32(1), QuantSpec(), QParams(1.0, 0.0))[0]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda q, x: q @ x,
+        lambda q, x: x @ q,
+        lambda q, x: jnp.asarray(x) @ q,
+        lambda q, x: jnp.asarray(q),
+        lambda q, x: np.asarray(q),
+        lambda q, x: jnp.matmul(q, x),
+        lambda q, x: jnp.sum(q),
+        lambda q, x: jnp.asarray(x) + q,
+    ],
+)
+def test_used_as_an_array_it_says_what_to_do(use):
+    q = quantized(PerTensor())
+    with pytest.raises(TypeError, match=r"A QArray is integers.*dequantize\(q\).*dot_general"):
+        use(q, np.ones((8, 3), np.float32))
