@@ -25,7 +25,7 @@ from ._ranges._range import QParams, Range
 from ._spec import spec_from_json, spec_to_json
 from ._tree import named_in_errors, with_paths
 
-_SCHEMA = 1
+_SCHEMA = 2  # of 1 the structure of the tree was not held
 _HEADER = "__jaxquant__"
 _WIDE = {"float64", "int64", "uint64", "complex128"}
 _PAIRS: dict[str, type] = {"QParams": QParams, "Range": Range}
@@ -42,8 +42,9 @@ def save(path: Any, tree: Any) -> None:
     Args:
       path: str or path that ends in ".npz", which NumPy reads too, or ".safetensors", which needs the package
         safetensors (the extra of that name). A file there is replaced, at once and whole.
-      tree: any pytree of arrays, QArrays, QParams and Ranges: params, what `quantize_params` returns, or what
-        `init_qparams` does. Arrays must be on this process's devices; for those of several processes use orbax.
+      tree: any pytree of arrays, QArrays, QParams and Ranges: params, what `quantize_params` returns, what
+        `init_qparams` does, or a dict of both. Arrays must be on this process's devices; for those of several processes
+        use orbax.
 
     Gradient: none; arrays are read.
 
@@ -79,7 +80,8 @@ def save(path: Any, tree: Any) -> None:
             )
         leaves[name] = described
         arrays |= parts
-    header = json.dumps({"schema": _SCHEMA, "sha256": _digest(leaves, arrays), "leaves": leaves})
+    said = {"leaves": leaves, "tree": _structure(tree, iter(leaves))}
+    header = json.dumps({"schema": _SCHEMA, "sha256": _digest(said, arrays), **said})
     unfinished = path.with_name(f"{path.stem}.{secrets.token_hex(8)}{path.suffix}")
     try:
         write(unfinished, header, arrays)
@@ -97,7 +99,8 @@ def load(path: Any, like: Any = None) -> Any:
     Args:
       path: str or path of the file.
       like: a pytree of the structure to return, whose leaves have the shapes, dtypes and specs to expect: arrays,
-        QArrays, QParams, Ranges, or what `jax.eval_shape` gives for them. None returns a dict from path to leaf.
+        QArrays, QParams, Ranges, or what `jax.eval_shape` gives for them. None returns the tree as it was saved where
+        it was made of dicts, lists, tuples and None; other containers come back as dicts by key.
 
     Returns:
       The pytree, of jax arrays.
@@ -113,21 +116,21 @@ def load(path: Any, like: Any = None) -> Any:
     Source: as `save`.
 
     >>> import tempfile
-    >>> import jax, jax.numpy as jnp
+    >>> import jax.numpy as jnp
     >>> from jaxquant import load, save
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(f"{folder}/a.npz", {"w": [jnp.arange(2), jnp.ones(1)]})
-    ...     load(f"{folder}/a.npz"), load(f"{folder}/a.npz", {"w": [jnp.zeros(2, int), jnp.zeros(1)]})
-    ({'w/0': Array([0, 1], dtype=int32), 'w/1': Array([1.], dtype=float32)}, \
-{'w': [Array([0, 1], dtype=int32), Array([1.], dtype=float32)]})
+    ...     load(f"{folder}/a.npz")
+    {'w': [Array([0, 1], dtype=int32), Array([1.], dtype=float32)]}
     """
     path, (_, read) = _container(path)
     with _unreadable(path):
         header, arrays = read(path)
         header = json.loads(header)
-        if header["schema"] != _SCHEMA:
-            raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads {_SCHEMA}")
-        if header["sha256"] != _digest(header["leaves"], arrays):
+        if header["schema"] not in (1, _SCHEMA):
+            raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads 1 and {_SCHEMA}")
+        said = {name: header[name] for name in ("leaves", "tree")} if header["schema"] > 1 else header["leaves"]
+        if header["sha256"] != _digest(said, arrays):
             raise ValueError("its data are not those that its digest was made of")
         wide = set.union(set(), *({leaf.get("dtype"), *leaf["dtypes"].values()} for leaf in header["leaves"].values()))
     if wide & _WIDE and not jax.config.read("jax_enable_x64"):
@@ -137,7 +140,46 @@ def load(path: Any, like: Any = None) -> Any:
         )
     with _unreadable(path):
         leaves = {name: _leaf(name, described, arrays) for name, described in header["leaves"].items()}
-    return leaves if like is None else _shaped_like(like, leaves)
+        tree = _rebuilt(header["tree"], leaves) if header["schema"] > 1 else leaves
+    return tree if like is None else _shaped_like(like, leaves)
+
+
+def _structure(node: Any, names: Iterator[str]) -> Any:
+    """A tree as what JSON can hold, with the names of its leaves, in their order, in their places."""
+    if node is None:
+        return None
+    if jax.tree_util.all_leaves([node], is_leaf=_is_group):
+        return ["leaf", next(names)]
+    children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
+    parts = [_structure(child, names) for _, child in children]
+    if type(node) in (list, tuple):
+        return [type(node).__name__, parts]
+    return ["dict", [[_key(path[0]), part] for (path, _), part in zip(children, parts, strict=True)]]
+
+
+def _key(entry: Any) -> Any:
+    key = getattr(entry, "key", entry)
+    return key if isinstance(key, str | int) else jax.tree_util.keystr((entry,), simple=True)
+
+
+def _rebuilt(structure: Any, leaves: dict[str, Any]) -> Any:
+    """The tree again, with each leaf in one place."""
+    left = dict(leaves)
+
+    def of(node: Any) -> Any:
+        if node is None:
+            return None
+        kind, content = node
+        if kind == "leaf":
+            return left.pop(content)
+        if kind == "dict":
+            return {key: of(part) for key, part in content}
+        return {"list": list, "tuple": tuple}[kind](map(of, content))
+
+    tree = of(structure)
+    if left:
+        raise ValueError(f"its tree has no place for {sorted(left)[:3]}")
+    return tree
 
 
 @contextlib.contextmanager
@@ -224,8 +266,8 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
     return checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype))
 
 
-def _digest(leaves: dict, arrays: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256(json.dumps(leaves, sort_keys=True).encode())
+def _digest(said: dict, arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name, value in sorted(arrays.items()):
         digest.update(json.dumps([name, value.dtype.str, value.shape]).encode())
         digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
@@ -241,7 +283,7 @@ def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
     if set(expected) != set(leaves):
         raise ValueError(
             f"`like` must have the paths of the file, got {sorted(set(expected) - set(leaves))} that the file has not "
-            f"and not {sorted(set(leaves) - set(expected))}, which it has. Pass like=None for a dict of what is there."
+            f"and not {sorted(set(leaves) - set(expected))}, which it has. Pass like=None for what is there."
         )
     for path, leaf in expected.items():
         if _signature(leaf) != _signature(leaves[path]):

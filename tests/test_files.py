@@ -2,6 +2,7 @@
 """Files: every kind of leaf there and back bit for bit; damaged and forged files give an error, never other data."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import sys
@@ -33,6 +34,8 @@ from jaxquant import (
     save,
     weight_spec,
 )
+from jaxquant import _files as files
+from jaxquant._tree import with_paths
 
 SUFFIXES = (".npz", ".safetensors")
 both = pytest.mark.parametrize("suffix", SUFFIXES)
@@ -57,8 +60,9 @@ def bits(leaf):
     return structure, [(str(v.dtype), v.shape, np.asarray(v).tobytes()) for v in arrays]
 
 
-def all_bits(leaves):
-    return {path: bits(leaf) for path, leaf in leaves.items()}
+def all_bits(tree):
+    """By path; a QArray, QParams or Range is one leaf."""
+    return {path: bits(leaf) for path, leaf in with_paths(tree, is_leaf=files._is_group)}
 
 
 def there_and_back(path, tree, like=None):
@@ -128,7 +132,7 @@ def test_an_integer_array_of_a_float64_one_is_never_cast(tmp_path, suffix):
     with x64():
         q = quantize(np.linspace(-1, 1, 5), QuantSpec())
         assert q.dtype == np.float64
-        assert bits(there_and_back(path, q)[""]) == bits(q)
+        assert bits(there_and_back(path, q)) == bits(q)
     with pytest.raises(ValueError, match="jax_enable_x64"):
         load(path)
 
@@ -244,8 +248,11 @@ def test_what_the_transforms_return(tmp_path, suffix):
     assert bits(dequantize_params(got)) == bits(dequantize_params(q))
     qparams = init_qparams(params, RULES, "minmax")
     qparams |= {"site": observe(np.array([-1, np.inf, 3], F), activation_spec()), "n": {"r": Range(F(0), F(-np.inf))}}
-    want = {path: leaf for path, leaf in qparams.items() if path != "n"} | {"n/r": qparams["n"]["r"]}
-    assert all_bits(there_and_back(path, qparams)) == all_bits(want)
+    qparams["dynamic"] = None
+    got = there_and_back(path, {"params": q, "qparams": qparams})
+    assert (got["qparams"]["dynamic"], set(got["qparams"])) == (None, set(qparams))
+    assert bits(got["qparams"]) == bits(qparams)
+    save(path, qparams)
     again = load(path, jax.eval_shape(lambda: qparams))
     assert (bits(again), type(again["site"])) == (bits(qparams), Range)
 
@@ -266,8 +273,10 @@ NESTED_PATHS += ["pair/first/deep/bias/0", "pair/first/deep/kernel", "q/0"]
 def test_nested_structures(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     got = there_and_back(path, NESTED)
-    assert sorted(got) == NESTED_PATHS
-    assert bits(got["pair/first/deep/bias/0"]) == bits(F(0))
+    assert sorted(all_bits(got)) == NESTED_PATHS
+    deep = {"kernel": np.zeros(2, F), "bias": [F(0)]}  # a dataclass and a named tuple as dicts
+    layer = {"kernel": {"first": F(3), "second": F(4)}, "bias": None}
+    assert bits(got) == bits({**NESTED, "pair": {"first": {"deep": deep}, "second": None}, "layer": layer})
     for like in (NESTED, *(jax.tree.map(f, NESTED) for f in (jnp.asarray, np.asarray)), jax.eval_shape(lambda: NESTED)):
         assert bits(load(path, like)) == bits(NESTED)
 
@@ -276,15 +285,39 @@ def test_nested_structures(tmp_path, suffix):
 @pytest.mark.parametrize("tree", [{}, None, [], {"a": {}}], ids=repr)
 def test_a_tree_without_leaves(tmp_path, suffix, tree):
     path = tmp_path / f"a{suffix}"
-    assert there_and_back(path, tree) == {}
-    assert load(path, like=tree) == (tree if tree is not None else {})
+    assert there_and_back(path, tree) == tree
+    assert load(path, like=tree) == tree
 
 
 @both
 def test_a_bare_array_has_no_path(tmp_path, suffix):
     x = jnp.arange(3)
-    assert all_bits(there_and_back(tmp_path / f"a{suffix}", x)) == {"": bits(x)}
+    assert bits(there_and_back(tmp_path / f"a{suffix}", x)) == bits(x)
     assert bits(load(tmp_path / f"a{suffix}", like=x)) == bits(x)
+
+
+@both
+def test_keys_come_back_as_they_are(tmp_path, suffix):
+    tree = {"a/b": {"": F(1), "c": [{"/": F(2)}]}, "1": ({1: F(3), 0: F(4)}, [], (), {})}
+    got = there_and_back(tmp_path / f"a{suffix}", tree)
+    assert bits(got) == bits(tree)
+    assert list(got["1"][0]) == [0, 1]
+    of_tuples = there_and_back(tmp_path / f"b{suffix}", {(0, "a"): F(1)})
+    assert list(of_tuples) == ["(0, 'a')"]  # of a key that JSON cannot hold the text
+
+
+@both
+def test_a_file_of_schema_1_gives_a_dict_by_path(tmp_path, suffix):
+    path, tree = tmp_path / f"a{suffix}", {"w": [F(1), QARRAYS["channel"]], "b": QParams(F(1), F(0))}
+    save(path, tree)
+    write, read = files._CONTAINERS[suffix]
+    header, arrays = read(path)
+    leaves = json.loads(header)["leaves"]
+    write(path, json.dumps({"schema": 1, "sha256": files._digest(leaves, arrays), "leaves": leaves}), arrays)
+    got = load(path)
+    assert sorted(got) == ["b", "w/0", "w/1"]
+    assert {name: bits(leaf) for name, leaf in got.items()} == all_bits(tree)
+    assert bits(load(path, like=tree)) == bits(tree)
 
 
 NAMES = ("a b", "größe/☃", "\U0001d4b3", "/", "//", "a/", "/a", "..", "../up", "a\\b", "file", "#", "?", "x" * 300)

@@ -44,10 +44,16 @@ def written(path, tree):
     return all_bits(load(path)), json.loads(header)["leaves"], arrays
 
 
+def headed(leaves, arrays):
+    """A header with a digest that fits, whatever the leaves and arrays are."""
+    tree = ["dict", [[name, ["leaf", name]] for name in leaves]] if "" not in leaves else ["leaf", ""]
+    said = {"leaves": leaves, "tree": tree}
+    return {"schema": 2, "sha256": files._digest(said, arrays), **said}
+
+
 def forge(path, leaves, arrays, **changes):
-    """Writes a file with a digest that fits, whatever the leaves and arrays are."""
-    header = {"schema": 1, "sha256": files._digest(leaves, arrays), "leaves": leaves} | changes
-    files._CONTAINERS[path.suffix][0](path, json.dumps(header), arrays)
+    """Writes a file of them."""
+    files._CONTAINERS[path.suffix][0](path, json.dumps(headed(leaves, arrays) | changes), arrays)
 
 
 def npy(shape, descr="'<f4'", data=b"", version=1):
@@ -125,12 +131,12 @@ def test_a_file_that_another_program_wrote(tmp_path):
 
 
 @both
-@pytest.mark.parametrize("schema", [0, 2, "1", None, [1]], ids=repr)
+@pytest.mark.parametrize("schema", [0, 3, "1", None, [1]], ids=repr)
 def test_another_schema(tmp_path, suffix, schema):
     path = tmp_path / f"a{suffix}"
     _, leaves, arrays = written(path, TREE)
     forge(path, leaves, arrays, schema=schema)
-    refused(path, "schema .* reads 1")
+    refused(path, "schema .* reads 1 and 2")
 
 
 @both
@@ -167,10 +173,46 @@ EDITED = {
 def test_an_edited_file_is_refused_by_its_digest(tmp_path, suffix, what):
     path = tmp_path / f"a{suffix}"
     _, leaves, arrays = written(path, TREE)
-    digest = files._digest(leaves, arrays)
+    digest = headed(leaves, arrays)["sha256"]
     EDITED[what](leaves, arrays)
     forge(path, leaves, arrays, sha256=digest)
     refused(path, "digest")
+
+
+DEEP = ["leaf", "w"]
+for _ in range(300):
+    DEEP = ["list", [DEEP]]
+TREES = {
+    "twice": ["list", [["leaf", "w"], ["leaf", "w"]]],
+    "nowhere": ["list", []],
+    "unknown": ["leaf", "v"],
+    "of another kind": ["set", [["leaf", "w"]]],
+    "no name": ["leaf", None],
+    "no pairs": ["dict", [["leaf", "w"]]],
+    "a key without a hash": ["dict", [[["k"], ["leaf", "w"]]]],
+    "a number": 3,
+    "text": "leaf",
+    "none": None,
+}
+
+
+@both
+@pytest.mark.parametrize("what", TREES)
+def test_a_forged_tree_has_each_leaf_in_one_place(tmp_path, suffix, what):
+    path = tmp_path / f"a{suffix}"
+    _, leaves, arrays = written(path, {"w": F(1)})
+    said = {"leaves": leaves, "tree": TREES[what]}
+    forge(path, leaves, arrays, tree=TREES[what], sha256=files._digest(said, arrays))
+    refused(path)
+
+
+@both
+def test_a_forged_tree_may_be_deep(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    _, leaves, arrays = written(path, {"w": F(1)})
+    said = {"leaves": leaves, "tree": DEEP}
+    forge(path, leaves, arrays, tree=DEEP, sha256=files._digest(said, arrays))
+    assert jax.tree.leaves(load(path)) == [1]
 
 
 class Executed:
@@ -189,7 +231,7 @@ def test_nothing_is_unpickled(tmp_path, name, shape):
     pickle.loads(attack)
     canary.unlink()  # the attack works
     _, leaves, arrays = written(path, {"w": F(1)})
-    header = json.dumps({"schema": 1, "sha256": files._digest(leaves, arrays), "leaves": leaves}).encode()
+    header = json.dumps(headed(leaves, arrays)).encode()
     members = {"__jaxquant__.npy": npy((len(header),), "'|u1'", header), "w.npy": npy("()", data=bytes(4))}
     for data in (attack, attack.ljust(8, b"."), attack[:8]):
         write_zip(path, (members | {name: npy(shape, "'|O'", data)}).items())
@@ -262,7 +304,7 @@ def test_an_array_that_is_not_what_its_header_says(tmp_path, what):
     write_zip(path, [("__jaxquant__.npy", ARRAYS[what])])
     refused(path)
     _, leaves, arrays = written(path, {"w": F(1)})
-    header = json.dumps({"schema": 1, "sha256": files._digest(leaves, arrays), "leaves": leaves}).encode()
+    header = json.dumps(headed(leaves, arrays)).encode()
     write_zip(path, [("__jaxquant__.npy", npy((len(header),), "'|u1'", header)), ("w.npy", ARRAYS[what])])
     refused(path)
 
@@ -540,8 +582,7 @@ def test_damage_gives_an_error_or_the_same_bits(tmp_path, suffix, tree, compared
     """Each file can be made again by its number, which is its seed."""
     path = tmp_path / f"a{suffix}"
     want, leaves, arrays = written(path, tree)
-    data, sha256 = path.read_bytes(), files._digest(leaves, arrays)
-    header = {"schema": 1, "sha256": sha256, "leaves": leaves}
+    data, header = path.read_bytes(), headed(leaves, arrays)
     write = files._CONTAINERS[suffix][0]
     before, counts = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, collections.Counter()
     for number in range(3400):
