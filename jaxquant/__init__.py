@@ -8,8 +8,8 @@ from ._affine import quantize as quantize
 from ._affine import scale_gradient as scale_gradient
 from ._files import load as load
 from ._files import save as save
-from ._integer import conv_general_dilated as conv_general_dilated
-from ._integer import dot_general as dot_general
+from ._integer._conv import conv_general_dilated as conv_general_dilated
+from ._integer._dot import dot_general as dot_general
 from ._pack import pack as pack
 from ._pack import unpack as unpack
 from ._qarray import QArray as QArray

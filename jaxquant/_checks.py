@@ -21,6 +21,13 @@ def is_array(value: Any) -> bool:
     return isinstance(value, Array | np.ndarray | np.generic)
 
 
+def is_index(value: Any) -> bool:
+    """Whether it is one integer, static or traced."""
+    if is_array(value):
+        return value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def is_float(dtype: Any) -> bool:
     """Whether it is one of the four floating dtypes; those of 8 bits and fewer are not."""
     return str(dtype) in _FLOATS
@@ -63,8 +70,9 @@ class NotAnArray:
 
 def unwrapped(value: Any) -> Any:
     """The array inside an object that converts itself, such as a framework's parameter; else the value."""
-    converts = hasattr(value, "__jax_array__") and not isinstance(value, Array | NotAnArray)
-    return value.__jax_array__() if converts else value
+    if isinstance(value, Array | NotAnArray) or not hasattr(value, "__jax_array__"):
+        return value
+    return value.__jax_array__()
 
 
 def float_array(name: str, value: Any) -> Array:

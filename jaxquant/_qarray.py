@@ -82,16 +82,14 @@ class QArray(checks.NotAnArray):
 
     def __getitem__(self, i: Any) -> "QArray":
         """The part at an index of the first axis, static or traced."""
-        index = checks.unwrapped(i)
-        is_int = isinstance(index, int) and not isinstance(index, bool)
-        if not is_int and not (
-            checks.is_array(index) and index.shape == () and jnp.issubdtype(index.dtype, jnp.integer)
-        ):
+        index: Any = checks.unwrapped(i)
+        if not checks.is_index(index):
             raise TypeError(
                 f"A QArray is indexed by one integer, of its first axis, got {checks.kind(i)}. Index dequantize(q) for "
                 "real values, or q.values for the integers."
             )
-        if not self.ndim or (is_int and not -self.shape[0] <= index < self.shape[0]):  # and so ends an iteration
+        inside = self.ndim and (not isinstance(index, int) or -self.shape[0] <= index < self.shape[0])
+        if not inside:  # which ends an iteration
             raise IndexError(f"The index {i} is out of range for a QArray of shape {self.shape}.")
         at = lambda v: lax.dynamic_index_in_dim(v, index, 0, keepdims=False)
         of_groups = lambda v: at(groups.apart(v, 0, self.shape[0])) if v.shape[0] > 1 else lax.squeeze(v, [0])

@@ -275,8 +275,16 @@ AFFINE = [
 ]
 
 INTEGERS = [
-    *[(lambda x, v=v: jq.dot_general(v, Q, MATMUL), TypeError, "`a`", t) for v, t in [(X, "float32"), (None, "None")]],
-    *[(lambda x, v=v: jq.dot_general(Q, v, MATMUL), TypeError, "`b`", t) for v, t in [(X, "float32"), (None, "None")]],
+    *[
+        (lambda x, v=v: jq.dot_general(v, Q, MATMUL), TypeError, "`a`", t)
+        for v, t in [(Q.values, "int8"), (None, "None")]
+    ],
+    *[
+        (lambda x, v=v: jq.dot_general(Q, v, MATMUL), TypeError, "`b`", t)
+        for v, t in [(Q.values, "int8"), (None, "None")]
+    ],
+    (lambda x: jq.dot_general(X, X.T, MATMUL), TypeError, "`a`", "float32"),
+    (lambda x: jq.dot_general(X, Q, MATMUL, execution="float32"), ValueError, "`execution`", "one operand in float"),
     (lambda x: jq.dot_general(Q, Q, MATMUL), ValueError, "`a`", "(6,) of `a`, shape (4, 6), and (4,) of `b`"),
     (lambda x: jq.dot_general(Q, Q, (((1,), (1,)), ((0,), (0, 1)))), ValueError, "`dimension_numbers", "(1, 0, 1)"),
     (lambda x: jq.dot_general(Q, Q, (((1, 1), (1, 1)), ((), ()))), ValueError, "`dimension_numbers", "(1, 1)"),
@@ -303,7 +311,7 @@ INTEGERS = [
         "Axis 1 of `a`",
         "PerChannel(1)",
     ),
-    (lambda x: jq.conv_general_dilated(X, KERNEL, (1,), "SAME"), TypeError, "`a`", "float32"),
+    (lambda x: jq.conv_general_dilated(KERNEL.values, KERNEL, (1,), "SAME"), TypeError, "`a`", "int8"),
     (lambda x: jq.conv_general_dilated(IMAGE, None, (1,), "SAME"), TypeError, "`b`", "NoneType"),
     (lambda x: jq.conv_general_dilated(Q, KERNEL, (1,), "SAME"), ValueError, "`a`", "(4, 6) and (3, 2, 3)"),
     (lambda x: conv((1,), "SAME", (2,)), ValueError, "`padding`", "'SAME'"),

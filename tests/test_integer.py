@@ -30,7 +30,8 @@ from jaxquant import (
     quantize,
     weight_spec,
 )
-from jaxquant._integer import Dot, contract
+from jaxquant._integer._contract import contract
+from jaxquant._integer._dot import Dot
 from jaxquant._spec import qparams_shape
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -384,6 +385,26 @@ def slices(stacked):
 
 def mesh(kind):
     return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("granularity", [PerChannel(-1), PerBlock(0, 4)], ids=str)
+def test_one_operand_in_float_is_the_contraction_of_the_real_values(granularity, dtype):
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jax.device_put(rng.normal(size=shape).astype(dtype))
+    x, g, w = normal(3, 8), normal(3, 5), quantize(normal(8, 5), QuantSpec(bits=4, granularity=granularity))
+    in_float = lambda x, w: lax.dot_general(x, dequantize(w), MATMUL)
+    got, want = (
+        jax.vjp(lambda x, scale, dot=dot: dot(x, dataclasses.replace(w, scale=scale)), x, w.scale)
+        for dot in (lambda x, w: dot_general(x, w, MATMUL), in_float)
+    )
+    assert_same_bits(got[0], want[0])
+    jax.tree.map(assert_same_bits, got[1](g), want[1](g))
+    swapped = ((0,), (1,)), ((), ())
+    assert_same_bits(dot_general(w, x, swapped), lax.dot_general(dequantize(w), x, swapped))
+    image, kernel = normal(4, 2, 7), quantize(normal(6, 2, 3), QuantSpec(granularity=PerChannel(0)))
+    want = lax.conv_general_dilated(image, dequantize(kernel), (2,), "SAME")
+    assert_same_bits(conv_general_dilated(image, kernel, (2,), "SAME"), want)
 
 
 @cases("kind", ["dot", "conv"], ["dot"])

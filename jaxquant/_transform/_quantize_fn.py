@@ -16,7 +16,9 @@ from jax import Array
 from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import fake_quant, quantize_straight_through
-from .._integer import Conv, Dot, checked_execution, contract
+from .._integer._contract import checked_execution, contract
+from .._integer._conv import Conv
+from .._integer._dot import Dot
 from .._jaxpr import DATA, POINT, Contraction, Origin, Replacements, Walk, parameter, traced
 from .._tree import Rules, checked_rules, named_in_errors, with_paths
 from ._decide import Decision, Decisions, decide

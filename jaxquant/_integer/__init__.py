@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contractions of quantized arrays: the exact integer contraction, scaled once."""

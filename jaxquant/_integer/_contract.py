@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contractions of quantized arrays: the exact integer contraction, scaled once.
+
+The value is `acc * (scale_a * scale_b)` with `acc` the contraction of `values - zero_point` in integers. It is
+computed in int8, or in float32 that holds integers, chunked so that no sum reaches 2 ** 24: the same bits, in any
+order of summation, because no step rounds.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .. import _checks as checks
+from .. import _numerics as num
+from .._affine import real_values
+from .._groups import broadcast_groups
+from .._qarray import QArray, checked_qarray
+from .._spec import QuantSpec
+
+_HOME = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation") else jax.core
+_INCONCLUSIVE = getattr(_HOME, "InconclusiveDimensionOperation")  # noqa: B009
+EXACT = 2**24  # float32 holds every integer up to it
+EXECUTIONS = ("auto", "int8", "float32")
+
+
+def bound(spec: QuantSpec) -> int:
+    """The largest magnitude of `values - zero_point`."""
+    return max(-spec.qmin, spec.qmax) if spec.symmetric else spec.qmax - spec.qmin
+
+
+class Codes(NamedTuple):
+    """Values for an integer unit: int8 and an int32 zero point, None for 0; or int32, centred, if one is wider."""
+
+    values: Array
+    zero: Array | None
+
+
+def centred(q: QArray, dtype: Any) -> Array:
+    if q.spec.symmetric:
+        return q.values.astype(dtype)
+    zero = broadcast_groups(q.zero_point.astype(dtype), q.shape)
+    return q.values.astype(dtype) - zero
+
+
+def codes(q: QArray, wide: bool) -> Codes:
+    if wide:
+        return Codes(centred(q, jnp.int32), None)
+    zero = q.zero_point.astype(jnp.int32)
+    if q.spec.signed:
+        return Codes(q.values, None if q.spec.symmetric else zero)
+    return Codes(lax.bitcast_convert_type(q.values ^ jnp.uint8(128), jnp.int8), zero - 128)
+
+
+def in_output(name: str, v: Array, shape: tuple[int, ...], places: dict[int, int], ndim: int) -> Array:
+    """A value for each group of an operand, with its axes where they are in the output: {axis: axis of the output}."""
+    if v.ndim == 0:
+        return v
+    v = broadcast_groups(v, shape)
+    inner = [i for i in range(len(shape)) if i not in places]
+    if any(v.shape[i] not in (0, 1) for i in inner):
+        raise ValueError(
+            f"`{name}` has a scale of its own for each element along a contracted axis, which cannot be applied after "
+            f"the contraction: scale of shape {v.shape}, values of shape {shape}, contracted axes {inner}. Share it "
+            "along them: PerTensor, PerChannel on other axes, or, in dot_general, PerBlock along the contracted one."
+        )
+    if any(v.shape[i] == 0 for i in inner):  # nothing is contracted, and nothing scaled
+        return jnp.ones([1] * ndim, v.dtype)
+    kept = sorted(places)
+    v = lax.reshape(v, [v.shape[i] for i in kept])
+    sizes = [1] * ndim
+    for i in kept:
+        sizes[places[i]] = v.shape[kept.index(i)]
+    order = sorted(range(len(kept)), key=lambda j: places[kept[j]])
+    return lax.reshape(lax.transpose(v, order), sizes)
+
+
+def scaled(acc: Array, a_scale: Array, b_scale: Array) -> Array:
+    return num.guard(acc.astype(jnp.float32) * (a_scale * b_scale))
+
+
+def is_at_most(length: Any, limit: int) -> bool:
+    """Whether a length is, where it is symbolic too: then only if its constraints say so."""
+    try:
+        return length <= limit
+    except _INCONCLUSIVE:
+        return False
+
+
+def fits(length: Any, a: QuantSpec, b: QuantSpec, execution: str) -> None:
+    largest = bound(a) * bound(b)
+    limit = (2**31 - 1) // largest
+    if not is_at_most(length, limit):
+        symbolic = "" if isinstance(length, int) else (
+            f", or say that it is short enough: jax.export.symbolic_shape(..., constraints=['{length} <= {limit}'])"
+        )  # fmt: skip
+        raise ValueError(
+            f"A contraction of {length} products of {a} and {b} does not fit int32: each is up to {largest}, and no "
+            f"more than {limit} of them fit. Use fewer bits, or PerBlock along the contracted axis{symbolic}."
+        )
+    if execution == "float32" and largest > EXACT:
+        raise ValueError(
+            f'`execution="float32"` holds integers up to 2 ** 24, got products up to {largest} of {a} and {b}. '
+            'Pass execution="int8", which takes int32 for them.'
+        )
+
+
+def chunks(length: Any, size: int) -> list[tuple[int, Any]]:
+    """Where the chunks of at most `size` of a contracted axis start and end."""
+    if isinstance(length, int):
+        return [(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
+    if not is_at_most(length, size):
+        raise ValueError(
+            f'`execution="float32"` contracts in chunks of {size}, and cannot count those of a symbolic length, '
+            f'{length}. Pass execution="int8", or say that it is short enough: jax.export.symbolic_shape(..., '
+            f"constraints=['{length} <= {size}'])."
+        )
+    return [(0, length)]
+
+
+@jax.custom_vjp
+def _held(x: Array, q: QArray) -> Array:
+    """The real values of `q`, with the gradient to `x`: the same values, which so need not be kept."""
+    return real_values(q, q.dtype, guarded=False)
+
+
+_held.defvjp(lambda x, q: (_held(x, q), None), lambda _, g: (g, None))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def contract(op: Any, x: Array, w: Array, a: QArray, b: QArray, marks: tuple[Array, Array] | None = None) -> Array:
+    """`op.exact(a, b)`, with the gradients of `op.real` to `x` and `w`, the real values of `a` and `b`.
+
+    `x` and `w` are there to be differentiated, twice too; no pass computes their values, which it has as integers.
+    `marks` are added to the scales of the result alone.
+    """
+    if marks is not None:
+        a, b = (dataclasses.replace(q, scale=q.scale + mark) for q, mark in zip((a, b), marks, strict=True))
+    return op.exact(a, b)
+
+
+def _contract_bwd(op, residuals, g):
+    x, w, a, b = residuals
+    return *jax.vjp(op.real, _held(x, a), _held(w, b))[1](g), None, None, None
+
+
+contract.defvjp(lambda op, x, w, a, b, marks: (contract(op, x, w, a, b, marks), (x, w, a, b)), _contract_bwd)
+
+
+@functools.partial(jax.jit, static_argnames="op")
+def contraction(a: QArray, b: QArray, op: Any) -> Array:
+    a, b = (dataclasses.replace(q, dtype=jnp.dtype(jnp.float32)) for q in (a, b))
+    return contract(op, real_values(a, a.dtype), real_values(b, b.dtype), a, b, None)
+
+
+def checked_execution(value: Any) -> str:
+    """Returns `execution` with what is best here for "auto"."""
+    value = checks.one_of("execution", value, EXECUTIONS)
+    return "int8" if value == "auto" else value
+
+
+def with_real_values(a: Any, b: Any, execution: Any) -> tuple[Array, Array] | None:
+    """The real values of both operands if one of them is in float; None if both are integers."""
+    if isinstance(a, QArray) == isinstance(b, QArray):
+        return None
+    if checked_execution(execution) != checked_execution("auto"):
+        raise ValueError(
+            f"`execution` is for two QArrays, got {execution!r} with one operand in float, which is a contraction in "
+            "float. Drop it, or quantize the other operand."
+        )
+    if isinstance(a, QArray):
+        b = checks.float_array("b", b)
+        return real_values(checked_qarray("a", a), b.dtype), b
+    a = checks.float_array("a", a)
+    return a, real_values(checked_qarray("b", b), a.dtype)

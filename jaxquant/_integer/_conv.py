@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The convolution of quantized arrays."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .. import _checks as checks
+from .._groups import broadcast_groups
+from .._qarray import QArray, checked_qarray
+from ._contract import (
+    EXACT,
+    bound,
+    centred,
+    checked_execution,
+    codes,
+    contraction,
+    fits,
+    in_output,
+    scaled,
+    with_real_values,
+)
+
+
+class Conv(NamedTuple):
+    """`lax.conv_general_dilated` with everything static resolved."""
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    a_dilation: tuple[int, ...]
+    b_dilation: tuple[int, ...]
+    dimensions: lax.ConvDimensionNumbers
+    feature_groups: int
+    batch_groups: int
+    execution: str
+
+    def real(self, a: Array, b: Array, dtype: Any = jnp.float32, precision: Any = None) -> Array:
+        """The float formulation, whose gradient is that of the op."""
+        windows = ((b.shape[i] - 1) * d for i, d in zip(self.dimensions.rhs_spec[2:], self.b_dilation, strict=True))
+        if any(not 0 <= p <= window for pads, window in zip(self.padding, windows, strict=True) for p in pads):
+            # XLA:CPU reads outside of an input with negative low padding (openxla/xla 48713), which is what padding
+            # wider than the window becomes in a gradient.
+            a, self = self._padded(a, jnp.zeros((), a.dtype))
+        return lax.conv_general_dilated(
+            a, b, *self[:6], self.batch_groups, precision=precision, preferred_element_type=dtype
+        )
+
+    def exact(self, a: QArray, b: QArray) -> Array:
+        """The scaled integer convolution."""
+        length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
+        fits(length, a.spec, b.spec, self.execution)
+        acc = self._in_float32(a, b) if self.execution == "float32" else self._in_integers(a, b, length)
+        return scaled(acc, self._place("a", a.scale, a, acc.ndim), self._place("b", b.scale, b, acc.ndim))
+
+    def _place(self, name: str, v: Array, q: QArray, ndim: int) -> Array:
+        """Scales may differ along the batch of `a` and the output features of `b`."""
+        if name == "b":
+            return in_output(name, v, q.shape, {self.dimensions.rhs_spec[0]: self.dimensions.out_spec[1]}, ndim)
+        places = {self.dimensions.lhs_spec[0]: self.dimensions.out_spec[0]} if self.batch_groups == 1 else {}
+        return in_output(name, v, q.shape, places, ndim)
+
+    def _in_float32(self, a: QArray, b: QArray) -> Array:
+        """Chunks of input features that are exact in float32, added in int32."""
+        total = 0
+        for x, w in self._chunks(centred(a, jnp.float32), centred(b, jnp.float32), bound(a.spec) * bound(b.spec)):
+            total = total + self.real(x, w, precision=lax.Precision.HIGHEST).astype(jnp.int32)
+        return jnp.asarray(total)
+
+    def _chunks(self, x: Array, w: Array, largest: int) -> Iterator[tuple[Array, Array]]:
+        feature, (_, inner, *window) = self.dimensions.lhs_spec[1], self.dimensions.rhs_spec
+        area, features = math.prod(w.shape[i] for i in window), w.shape[inner]
+        size = max(EXACT // (largest * max(area, 1)), 1)
+        if size >= features and area * largest <= EXACT:
+            yield x, w
+            return
+        grouped = lambda v: v.reshape(*v.shape[:feature], self.feature_groups, features, *v.shape[feature + 1 :])
+        for start in range(0, features, size):
+            end = min(start + size, features)
+            part = lax.slice_in_dim(grouped(x), start, end, axis=feature + 1)
+            part = part.reshape(*x.shape[:feature], self.feature_groups * (end - start), *x.shape[feature + 1 :])
+            kernel = lax.slice_in_dim(w, start, end, axis=inner)
+            # A window that is too large by itself: all but a run of it is 0 in each chunk.
+            place = sum(
+                lax.broadcasted_iota(jnp.int32, kernel.shape, i) * math.prod(w.shape[j] for j in window[n + 1 :])
+                for n, i in enumerate(window)
+            )
+            run = EXACT // largest
+            for low in range(0, area, run):
+                inside = (low <= place) & (place < low + run)
+                yield part, kernel if area <= run else jnp.where(inside, kernel, 0)
+
+    def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
+        wide = max(a.spec.bits, b.spec.bits) > 8
+        (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
+        op = self
+        if a_zero is not None:  # what pads is real 0, the zero point, not the code 0
+            x, op = self._padded(x, broadcast_groups(a_zero, a.shape))
+        acc = op.real(x, w, jnp.int32)
+        if a_zero is not None:
+            out, *inner = self.dimensions.rhs_spec
+            columns = jnp.sum(w, tuple(inner), dtype=jnp.int32, keepdims=True)
+            columns = in_output("b", columns, b.shape, {out: self.dimensions.out_spec[1]}, acc.ndim)
+            acc = acc - self._place("a", a_zero, a, acc.ndim) * columns
+        if b_zero is not None:
+            windows = op.real(x, jnp.ones_like(w), jnp.int32)
+            if a_zero is not None:
+                windows = windows - length * self._place("a", a_zero, a, acc.ndim)
+            acc = acc - self._place("b", b_zero, b, acc.ndim) * windows
+        return acc
+
+    def _padded(self, x: Array, zero: Array) -> tuple[Array, "Conv"]:
+        """`x` padded and dilated by its zero point, and the convolution that is left to do."""
+        config = [(0, 0, 0)] * x.ndim
+        for axis, (low, high), dilation in zip(
+            self.dimensions.lhs_spec[2:], self.padding, self.a_dilation, strict=True
+        ):
+            config[axis] = (low, high, dilation - 1)
+        fill = zero.astype(x.dtype)
+        if fill.ndim == 0:
+            padded = lax.pad(x, fill, config)
+        else:
+            padded = lax.pad(x, jnp.int8(0), config)
+            padded = jnp.where(lax.pad(jnp.ones_like(x), jnp.int8(0), config) == 1, padded, fill)
+        none = tuple((0, 0) for _ in self.padding)
+        return padded, self._replace(padding=none, a_dilation=(1,) * len(none))
+
+
+def _steps(name: str, value: Any, spatial: int) -> tuple[int, ...]:
+    """Strides or dilations, one for each spatial axis."""
+    steps = checks.static_ints(name, value)
+    if len(steps) != spatial or any(n < 1 for n in steps):
+        raise ValueError(
+            f"`{name}` must be {spatial} ints of at least 1, one a spatial axis, got {steps}. Pass them all."
+        )
+    return steps
+
+
+def _pads(padding: Any, spatial: int) -> tuple[tuple[int, int], ...]:
+    is_pairs = isinstance(padding, tuple | list) and all(isinstance(p, tuple | list) and len(p) == 2 for p in padding)
+    if not is_pairs or len(padding) != spatial:
+        raise TypeError(
+            '`padding` must be "SAME", "SAME_LOWER", "VALID" or a pair (low, high) for each spatial axis, got '
+            f"{padding!r}. Pass ((1, 1), (1, 1)) for 1 on every side of an image."
+        )
+    return tuple((checks.static_int("padding", low), checks.static_int("padding", high)) for low, high in padding)
+
+
+def conv_general_dilated(
+    a: Any,
+    b: Any,
+    window_strides: Sequence[int],
+    padding: Any,
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    *,
+    execution: str = "auto",
+) -> Array:
+    """The convolution of the real values of two quantized arrays, computed in integers; padding is real 0.
+
+    Args:
+      a: QArray, the input; its scale may differ from example to example.
+      b: QArray, the kernel; its scale may differ between output features. One of the two may be a floating array: the
+        convolution, weight-only, is that of the real values then.
+      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count:
+        static, as in `jax.lax.conv_general_dilated`.
+      execution: static, as in `dot_general`; cannot change a bit.
+
+    Returns:
+      float32, or the dtype of the operand in float, in the shape of `lax.conv_general_dilated`.
+
+    Gradient: that of `lax.conv_general_dilated` of the dequantized arrays, so to the scales; none to integers.
+    `jax.jvp` raises.
+
+    Raises:
+      TypeError: for anything but two QArrays, or one and a floating array.
+      ValueError: for shapes or arguments that `jax.lax.conv_general_dilated` refuses, a scale that changes along
+        contracted axes, PerBlock among them, or a window so large that its sum may not fit int32.
+
+    Source: Jacob et al., 2018; ONNX ConvInteger.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import QParams, QuantSpec, conv_general_dilated, quantize
+    >>> x = quantize(jnp.ones((1, 1, 4)), QuantSpec(symmetric=False), QParams(0.5, 7.0))
+    >>> kernel = quantize(jnp.ones((1, 1, 3)), QuantSpec(), QParams(1.0, 0.0))
+    >>> conv_general_dilated(x, kernel, (1,), "SAME").tolist()
+    [[[2.0, 3.0, 3.0, 2.0]]]
+    """
+    in_float = with_real_values(a, b, execution)
+    a, b = in_float or (checked_qarray("a", a), checked_qarray("b", b))
+    if a.ndim != b.ndim or a.ndim < 2:
+        raise ValueError(
+            f"`a` and `b` must have one rank, at least 2, got shapes {a.shape} and {b.shape}. Add the batch, feature "
+            "or kernel axes that are missing."
+        )
+    dimensions = lax.conv_dimension_numbers(a.shape, b.shape, dimension_numbers)
+    ones = (1,) * (a.ndim - 2)
+    window_strides = _steps("window_strides", window_strides, a.ndim - 2)
+    a_dilation = _steps("lhs_dilation", ones if lhs_dilation is None else lhs_dilation, a.ndim - 2)
+    b_dilation = _steps("rhs_dilation", ones if rhs_dilation is None else rhs_dilation, a.ndim - 2)
+    groups = checks.static_int("feature_group_count", feature_group_count)
+    batch_groups = checks.static_int("batch_group_count", batch_group_count)
+    if isinstance(padding, str):
+        checks.one_of("padding", padding, ("SAME", "SAME_LOWER", "VALID"))
+        if any(d != 1 for d in a_dilation):
+            raise ValueError(
+                f"`padding` must be pairs of numbers where lhs_dilation is not 1, got {padding!r} with lhs_dilation="
+                f"{a_dilation}. Compute them for the transposed convolution."
+            )
+        windows = [(b.shape[i] - 1) * d + 1 for i, d in zip(dimensions.rhs_spec[2:], b_dilation, strict=True)]
+        padding = lax.padtype_to_pads([a.shape[i] for i in dimensions.lhs_spec[2:]], windows, window_strides, padding)
+    pads = _pads(padding, a.ndim - 2)
+    conv = Conv(
+        window_strides, pads, a_dilation, b_dilation, dimensions, groups, batch_groups,
+        checked_execution(execution),
+    )  # fmt: skip
+    # JAX checks the shapes, as it does for floats.
+    jax.eval_shape(conv.real, *(jax.ShapeDtypeStruct(q.shape, np.float32) for q in (a, b)))
+    return conv.real(a, b, a.dtype) if in_float else contraction(a, b, conv)

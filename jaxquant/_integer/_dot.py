@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The general dot product of quantized arrays."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .. import _checks as checks
+from .. import _numerics as num
+from .._groups import broadcast_groups
+from .._qarray import QArray, checked_qarray
+from ._contract import (
+    EXACT,
+    bound,
+    centred,
+    checked_execution,
+    chunks,
+    codes,
+    contraction,
+    fits,
+    in_output,
+    scaled,
+    with_real_values,
+)
+
+
+class Dot(NamedTuple):
+    """`lax.dot_general` with dimension numbers ((contracted a, contracted b), (batch a, batch b)); static."""
+
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    execution: str
+
+    def real(self, a: Array, b: Array) -> Array:
+        """The float formulation, whose gradient is that of the op."""
+        free = self._free(a.ndim, 0)
+        if self.batch != ((), ()) or len(free) < 2 or any(axis is not None for axis in jax.typeof(a).sharding.spec):
+            return lax.dot_general(a, b, (self.contracted, self.batch), preferred_element_type=jnp.float32)
+        # As a matrix of rows: XLA:CPU takes up to twice the time for an activation of three axes.
+        rows = [a.shape[i] for i in free]
+        a = lax.reshape(
+            lax.transpose(a, (*free, *self.contracted[0])), [math.prod(rows), *(a.shape[i] for i in self.contracted[0])]
+        )
+        inner = tuple(range(1, a.ndim))
+        y = lax.dot_general(a, b, ((inner, self.contracted[1]), ((), ())), preferred_element_type=jnp.float32)
+        return lax.reshape(y, [*rows, *y.shape[1:]])
+
+    def exact(self, a: QArray, b: QArray) -> Array:
+        """The scaled integer contraction, block by block where a scale changes along it."""
+        blocks = [self._blocks(a, b, i, j) for i, j in zip(*self.contracted, strict=True)]
+        if math.prod(blocks) == 1:
+            return self._block(a, b)
+        a, b = (
+            _stacked(q, dict(zip(axes, blocks, strict=True))) for q, axes in zip((a, b), self.contracted, strict=True)
+        )
+        # One after the other, so that the order of the float sum is fixed.
+        first = self._block(_first(a), _first(b))  # for its type alone: XLA drops the value
+        total, _ = num.vary_together(num.shard_like(jnp.zeros_like(first), first), first)
+        step = lambda total, blocks: (total + self._block(*blocks), None)
+        return lax.scan(step, total, (a, b))[0]
+
+    def _blocks(self, a: QArray, b: QArray, i: int, j: int) -> int:
+        """How many runs of constant scale an axis has."""
+        length = a.shape[i]
+        runs = [_groups(q)[axis] for q, axis in ((a, i), (b, j))]
+        if all(n == 1 for n in runs):
+            return 1
+        if length and any(n == length > 1 for n in runs):
+            raise ValueError(
+                f"Axis {i} of `a`, shape {a.shape}, and axis {j} of `b`, shape {b.shape}, are contracted, and one of "
+                f"them has a scale of its own for each element: {a.spec}, {b.spec}. Share the scale along it: "
+                "PerTensor, PerChannel on another axis, or PerBlock along it."
+            )
+        return length // math.gcd(*(length // max(n, 1) for n in runs)) if length else 1
+
+    def _block(self, a: QArray, b: QArray) -> Array:
+        length = math.prod(a.shape[i] for i in self.contracted[0])
+        fits(length, a.spec, b.spec, self.execution)
+        acc = self._in_float32(a, b, length) if self.execution == "float32" else self._in_integers(a, b, length)
+        a_at, b_at = self._places(a, b)
+        return scaled(
+            acc, *(in_output(n, q.scale, q.shape, at, acc.ndim) for n, q, at in (("a", a, a_at), ("b", b, b_at)))
+        )
+
+    def _free(self, ndim: int, side: int) -> list[int]:
+        taken = {*self.contracted[side], *self.batch[side]}
+        return [i for i in range(ndim) if i not in taken]
+
+    def _places(self, a: QArray, b: QArray) -> tuple[dict[int, int], dict[int, int]]:
+        """Which axis of the output each kept axis of `a` and of `b` becomes: batch, free of a, free of b."""
+        a_free, b_free = self._free(a.ndim, 0), self._free(b.ndim, 1)
+        of_a = dict(zip((*self.batch[0], *a_free), itertools.count()))
+        return of_a, dict(zip(self.batch[1], itertools.count())) | dict(zip(b_free, itertools.count(len(of_a))))
+
+    def _in_float32(self, a: QArray, b: QArray, length: int) -> Array:
+        """Chunks that are exact in float32, added in int32."""
+        x, w = centred(a, jnp.float32), centred(b, jnp.float32)
+        contracted = self.contracted
+        if len(contracted[0]) != 1:  # to one contracted axis, the last
+            x, w = (
+                lax.reshape(lax.transpose(v, (*batch, *free, *inner)), [*(v.shape[i] for i in (*batch, *free)), length])
+                for v, batch, free, inner in (
+                    (x, self.batch[0], self._free(a.ndim, 0), contracted[0]),
+                    (w, self.batch[1], self._free(b.ndim, 1), contracted[1]),
+                )
+            )
+            leading = tuple(range(len(self.batch[0])))
+            contracted, batch = ((x.ndim - 1,), (w.ndim - 1,)), (leading, leading)
+        else:
+            batch = self.batch
+        (i,), (j,) = contracted
+        size = EXACT // (bound(a.spec) * bound(b.spec))
+        total = 0
+        for start, end in chunks(length, size):
+            parts = lax.slice_in_dim(x, start, end, axis=i), lax.slice_in_dim(w, start, end, axis=j)
+            part = lax.dot_general(*parts, (contracted, batch), lax.Precision.HIGHEST, jnp.float32)
+            total = total + part.astype(jnp.int32)
+        return jnp.asarray(total)
+
+    def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
+        if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector as the row that is padded, not as a column
+            (ca, cb), (ba, bb) = self.contracted, self.batch
+            return Dot((cb, ca), (bb, ba), self.execution)._in_integers(b, a, length)
+        wide = max(a.spec.bits, b.spec.bits) > 8
+        (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
+        (ca, cb), (ba, bb) = self.contracted, self.batch
+        free, outer = self._free(a.ndim, 0), len(ba)
+        # (batch, rows, contracted): XLA:CPU is fast on rows, and slow on fewer than four; of a symbolic number of rows,
+        # of an exported program, nobody knows whether they are. It folds a transpose back into the contraction, which
+        # is then in no library and up to ten times slower than in float32; of one more row it writes a copy.
+        rows, order = math.prod(a.shape[i] for i in free), (*ba, *free, *ca)
+        missing = max(4 - rows, 0) if isinstance(rows, int) else 0
+        missing = max(missing, int(order != tuple(range(a.ndim))))
+        x = lax.transpose(x, order)
+        x = lax.reshape(x, [*(a.shape[i] for i in ba), rows, *(a.shape[i] for i in ca)])
+        # A row of ones sums the columns of b, which a reduction does in several times the time of the contraction. On
+        # a mesh with explicit axes it would not have the sharding of the others.
+        replicated = all(axis is None for axis in jax.typeof(x).sharding.spec)
+        ones = int(a_zero is not None and replicated)
+        if extra := max(ones, missing if replicated else 0):
+            fill = jnp.ones_like(x, shape=[extra if k == outer else n for k, n in enumerate(x.shape)])
+            x = lax.concatenate([x, fill], outer)
+        inner = tuple(range(outer + 1, x.ndim))
+        dot = lambda x, w, c, batch: lax.dot_general(x, w, ((inner, c), batch), preferred_element_type=jnp.int32)
+        product = dot(x, w, cb, (tuple(range(outer)), bb))
+        acc = lax.slice_in_dim(product, 0, rows, axis=outer)
+        acc = lax.reshape(acc, [*acc.shape[:outer], *(a.shape[i] for i in free), *acc.shape[outer + 1 :]])
+        a_at, b_at = self._places(a, b)
+        place = lambda name, zero, q, at: in_output(name, zero, q.shape, at, acc.ndim)
+        if b_zero is not None:
+            b_zero = place("b", b_zero, b, b_at)
+            few = jnp.ones_like(x, shape=[*(a.shape[i] for i in ba), *(a.shape[i] for i in ca), 4])
+            leading = tuple(range(outer))
+            sums = dot(x, few, tuple(range(outer, outer + len(ca))), (leading, leading))
+            sums = lax.slice_in_dim(sums, 0, rows, axis=outer)[..., 0]
+            sums = lax.reshape(sums, [*acc.shape[: outer + len(free)], *[1] * (acc.ndim - outer - len(free))])
+            acc = acc - b_zero * sums
+        if a_zero is not None:
+            a_zero = place("a", a_zero, a, a_at)
+            if ones:
+                sums = lax.slice_in_dim(product, rows, rows + 1, axis=outer)
+            else:
+                sums = jnp.sum(w, cb, dtype=jnp.int32)
+                left = [i for i in range(b.ndim) if i not in cb]
+                sums = lax.transpose(sums, [left.index(i) for i in (*bb, *self._free(b.ndim, 1))])
+            sums = lax.reshape(sums, [*acc.shape[:outer], *[1] * len(free), *acc.shape[outer + len(free) :]])
+            acc = acc - a_zero * (sums if b_zero is None else sums - length * b_zero)
+        return acc
+
+
+def _groups(q: QArray) -> tuple[int, ...]:
+    return (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
+
+
+def _stacked(q: QArray, blocks: dict[int, int]) -> QArray:
+    """The blocks along the contracted axes, {axis: number}, as a leading axis of each array of `q`."""
+
+    def stack(v: Array, groups: Sequence[int]) -> Array:
+        parts = [p for i, n in enumerate(groups) for p in ((blocks[i], n // blocks[i]) if i in blocks else (n,))]
+        at = [i + sum(j < i for j in blocks) for i in blocks]
+        rest = [i for i in range(len(parts)) if i not in at]
+        v = lax.transpose(lax.reshape(v, parts), (*at, *rest))
+        return lax.reshape(v, [math.prod(blocks.values()), *v.shape[len(at) :]])
+
+    # At least one value for each block, also where one was shared by several.
+    sizes = [blocks.get(i, g) for i, g in enumerate(_groups(q))]
+    split = lambda v: stack(
+        jnp.broadcast_to(v, sizes) if v.ndim == 0 else jnp.broadcast_to(broadcast_groups(v, tuple(sizes)), sizes), sizes
+    )
+    return QArray(stack(q.values, q.shape), split(q.scale), split(q.zero_point), q.spec, q.dtype)
+
+
+def _first(q: QArray) -> QArray:
+    return jax.tree.map(lambda v: v[0], q)
+
+
+def _dimension_numbers(value: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    is_pair = lambda v: isinstance(v, tuple | list) and len(v) == 2
+    if not is_pair(value) or not all(is_pair(v) and all(isinstance(i, tuple | list) for i in v) for v in value):
+        raise TypeError(
+            "`dimension_numbers` must be ((contracted a, contracted b), (batch a, batch b)), each a tuple of axes, got "
+            f"{value!r}. A matmul is (((1,), (0,)), ((), ()))."
+        )
+    names = "dimension_numbers of a", "dimension_numbers of b"
+    return tuple(tuple(map(checks.static_ints, names, pair)) for pair in value)
+
+
+def _axes(name: str, axes: tuple[int, ...], ndim: int) -> None:
+    if not all(0 <= i < ndim for i in axes) or len(set(axes)) < len(axes):
+        raise ValueError(f"`{name}` must be different axes in [0, {ndim}), got {axes}. Count them from the front.")
+
+
+def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "auto") -> Array:
+    """The general dot product of the real values of two quantized arrays, computed in integers.
+
+        acc * (a.scale * b.scale),  acc = the contraction of (a.values - a.zero_point) and (b.values - b.zero_point)
+
+    exactly, and rounded in the two products alone. With one operand in float, weight-only, it is `lax.dot_general` of
+    that and the dequantized other one. Where a scale changes along the contracted axis (PerBlock), that of
+    each block, added in order.
+
+    Args:
+      a, b: QArray of any shapes. Scales may differ along batch and free axes, and by blocks along contracted ones. One
+        of them may be a floating array; the scales of the other are as they like then.
+      dimension_numbers: static, ((contracted a, contracted b), (batch a, batch b)) as in `jax.lax.dot_general`.
+      execution: static; cannot change a bit. "int8": int8 x int8 -> int32, int32 if a value is wider than 8 bits.
+        "float32": integers in float32, in chunks that are exact. "auto" is "int8".
+
+    Returns:
+      float32, or the dtype of the operand in float; its axes are batch, free of a, free of b.
+
+    Gradient: that of `lax.dot_general` of the dequantized arrays, so to the scales; none to integers. `jax.jvp` raises.
+
+    Raises:
+      TypeError: for anything but two QArrays, or one and a floating array.
+      ValueError: for dimension numbers or shapes that do not fit, a scale that changes with every element along a
+        contracted axis, or a contraction so long that it may not fit int32: 133,144 products at 8 x 8 bits
+        symmetric, 66,311 if one is affine, 516 at 16 x 8. Products beyond 2 ** 24 have no execution="float32".
+
+    Source: Jacob et al., 2018; ONNX MatMulInteger.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import QParams, QuantSpec, dot_general, quantize
+    >>> q = quantize(jnp.array([1.0, 2.0]), QuantSpec(), QParams(0.5, 0.0))
+    >>> dot_general(q, q, (((0,), (0,)), ((), ()))).item()
+    5.0
+    """
+    in_float = with_real_values(a, b, execution)
+    a, b = in_float or (checked_qarray("a", a), checked_qarray("b", b))
+    (ca, cb), (ba, bb) = _dimension_numbers(dimension_numbers)
+    _axes("dimension_numbers of a", (*ca, *ba), a.ndim)
+    _axes("dimension_numbers of b", (*cb, *bb), b.ndim)
+    for what, of_a, of_b in (("contracted", ca, cb), ("batch", ba, bb)):
+        sizes = [tuple(q.shape[i] for i in axes) for q, axes in ((a, of_a), (b, of_b))]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"The {what} axes must have the same sizes, got {sizes[0]} of `a`, shape {a.shape}, and {sizes[1]} of "
+                f"`b`, shape {b.shape}. Correct dimension_numbers={dimension_numbers}."
+            )
+    if in_float:
+        return lax.dot_general(a, b, ((ca, cb), (ba, bb)))
+    return contraction(a, b, Dot((ca, cb), (ba, bb), checked_execution(execution)))
