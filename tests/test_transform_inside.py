@@ -30,7 +30,7 @@ from jaxquant import (
     quantize_fn,
     weight_spec,
 )
-from jaxquant._jaxpr import opened, programs
+from jaxquant._jaxpr._program import opened, programs
 
 ACTIVATION, WEIGHT = activation_spec(8), weight_spec(8, channel_axis=-1)
 RULES = [Rule("**", weight_spec(8), ACTIVATION)]

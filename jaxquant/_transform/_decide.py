@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from .. import _checks as checks
-from .._jaxpr import JOINED, Contraction, Location, Operand, Origin, computed
+from .._jaxpr._program import Location
+from .._jaxpr._walk import JOINED, Contraction, Operand, Origin, computed
 from .._spec import PerBlock, PerChannel, PerTensor, QuantSpec, qparams_shape
 from .._tree import KINDS, Rule, named_in_errors
 from ._plan import Count, Plan, Site, nearest

@@ -19,7 +19,9 @@ from .._affine import fake_quant, quantize_straight_through
 from .._integer._contract import checked_execution, contract
 from .._integer._conv import Conv
 from .._integer._dot import Dot
-from .._jaxpr import DATA, POINT, Contraction, Origin, Replacements, Walk, parameter, traced
+from .._jaxpr._evaluate import Replacements
+from .._jaxpr._program import traced
+from .._jaxpr._walk import DATA, POINT, Contraction, Origin, Walk, parameter
 from .._tree import Rules, checked_rules, named_in_errors, with_paths
 from ._decide import Decision, Decisions, decide
 from ._plan import Plan, pattern_in_words

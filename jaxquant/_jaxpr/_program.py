@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How jax spells a program: its equations, the programs inside them, and one equation evaluated."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+Location = tuple[int, ...]  # the place of an equation in a program; then which program inside it, the place there, ...
+CONTRACTIONS = ("dot_general", "conv_general_dilated")
+HIGH = "call_hi_primitive"  # a primitive of jax.experimental.hijax
+# Contractions, or kernels that may hold one, which cannot be replaced from outside.
+CLOSED = ("pallas_call", "ffi_call", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper", "scaled_dot")
+
+
+def traced(f: Callable, args: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
+    """The program of a function of a list of arrays, and its constants."""
+    return opened(jax.make_jaxpr(f)(args))
+
+
+def opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """A program and its constants; jax 0.11 made one type of the closed and the open one."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def programs(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[Any]]]:
+    """Those in the parameters of an equation, found by value: `cond` keeps its under `branches`."""
+    if eqn.primitive.name == HIGH:
+        return [opened(expanded(eqn))]
+    values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+    return [opened(v) for v in values if isinstance(getattr(v, "jaxpr", v), Jaxpr)]
+
+
+def _high(eqn: JaxprEqn) -> Any:
+    """The object that an equation of `jax.experimental.hijax` applies: its one parameter, under changing names."""
+    (primitive,) = eqn.params.values()
+    return primitive
+
+
+def expanded(eqn: JaxprEqn) -> Any:
+    """The program that such an object stands for, by the method with which its author says so."""
+    high = _high(eqn)
+    expand = lambda *ins: jax.tree.leaves(high.expand(*jax.tree.unflatten(high.in_tree, ins)))
+    return jax.make_jaxpr(expand)(*avals(eqn.invars))
+
+
+def params_of(eqn: JaxprEqn) -> Mapping[str, Any]:
+    return _high(eqn).params if eqn.primitive.name == HIGH else eqn.params
+
+
+def kind(eqn: JaxprEqn) -> str:
+    """The name of the primitive; of one of hijax what the public function that made it is called otherwise."""
+    is_checkpoint = eqn.primitive.name == HIGH and {"policy", "prevent_cse"} <= set(params_of(eqn))
+    return "checkpoint" if is_checkpoint else eqn.primitive.name
+
+
+def param(eqn: JaxprEqn, *names: str) -> Any:
+    """A parameter of an equation, whose name may have changed between versions of jax."""
+    params = params_of(eqn)
+    for name in names:
+        if name in params:
+            return params[name]
+    raise NotImplementedError(
+        f"jaxquant does not know the parameters of the primitive {eqn.primitive.name!r} in jax {jax.__version__}: got "
+        f"{sorted(params)}, expected one of {names}. Use a version of jax that the README says was tested, and report "
+        "this one."
+    )
+
+
+def avals(variables: Sequence[Any]) -> list[Any]:
+    return [v.aval for v in variables]
+
+
+def bound(eqn: JaxprEqn, ins: Sequence[Any], around: Jaxpr) -> list[Any]:
+    """The results of one equation as it stands; `around` is a program to take its debug information from."""
+    values = {v: value for v, value in zip(eqn.invars, ins, strict=True) if not isinstance(v, Literal)}
+    alone = around.replace(
+        constvars=[], invars=list(values), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
+    )
+    return jax.core.eval_jaxpr(alone, (), *values.values())
+
+
+def scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """The constants, the carry and what is sliced, told by their ranks: a slice has one axis less."""
+    ((body, _),) = programs(eqn)
+    whole = lambda outside, inside: sum(v.ndim == w.ndim for v, w in zip(outside, inside, strict=True))
+    carry = whole(avals(eqn.outvars), avals(body.outvars))
+    end = whole(avals(eqn.invars), avals(body.invars))
+    return values[: end - carry], values[end - carry : end], values[end:]
+
+
+def while_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """The constants of the condition, those of the body, and the carry, which is what a loop returns."""
+    condition, _ = while_programs(eqn)
+    start = len(programs(eqn)[condition][0].invars) - len(eqn.outvars)
+    end = len(eqn.invars) - len(eqn.outvars)
+    return values[:start], values[start:end], values[end:]
+
+
+def while_programs(eqn: JaxprEqn) -> tuple[int, int]:
+    """Which of the programs of a loop is the condition, and which the body."""
+    condition, body = (programs(eqn).index(opened(param(eqn, name))) for name in ("cond_jaxpr", "body_jaxpr"))
+    return condition, body

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each value of a program is made of, and the contractions that it holds."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from .._groups import segments
+from ._program import (
+    CLOSED,
+    CONTRACTIONS,
+    HIGH,
+    Location,
+    avals,
+    kind,
+    param,
+    params_of,
+    programs,
+    scan_parts,
+    while_parts,
+    while_programs,
+)
+
+
+class Origin(NamedTuple):
+    """What a value was made of.
+
+    Attributes:
+      params: the paths of the parameters that it depends on.
+      data: whether it depends on another argument, too.
+      captured: whether it depends on an array that the function closes over.
+      parts: the paths of the parameters whose values it holds, perhaps some of them in another order; several where
+        parameters were concatenated, none if it was computed from them.
+      axes: for each axis of the value, the axes of these parameters that it runs along, and JOINED where they stand
+        side by side.
+      picked: whether data say which part of the parameter it is.
+      computed: the parameters of at least two axes that it was computed from, with no contraction between.
+      gathered: the parameters whose values it holds in an order that data say.
+      name: what `quant_point` called it.
+    """
+
+    params: frozenset[str] = frozenset()
+    data: bool = False
+    captured: bool = False
+    parts: tuple[str, ...] = ()
+    axes: tuple[frozenset[int], ...] = ()
+    picked: bool = False
+    computed: frozenset[str] = frozenset()
+    gathered: tuple[str, ...] = ()
+    name: str | None = None
+
+    @property
+    def path(self) -> str | None:
+        """That of the parameter it holds, of several joined by "+"; None if it holds none."""
+        return "+".join(self.parts) if self.parts else None
+
+    @property
+    def role(self) -> str:
+        """Of an operand: "weight", "data", "derived" from parameters alone, or "captured" from nothing of both."""
+        if self.parts:
+            return "weight"
+        return "data" if self.data else "derived" if self.params else "captured"
+
+
+JOINED = -1  # in the place of an axis of a parameter: that along which several were concatenated
+DATA, CAPTURED, LITERAL = Origin(data=True), Origin(captured=True), Origin()
+
+
+def parameter(path: str, ndim: int) -> Origin:
+    """A parameter itself."""
+    return Origin(frozenset([path]), parts=(path,), axes=tuple(frozenset([i]) for i in range(ndim)))
+
+
+def computed(origins: Sequence[Origin]) -> Origin:
+    """What is computed from several values."""
+    # Of one axis are biases and the scales of norms, which are no operands.
+    matrices = (o.parts for o in origins if sum(map(bool, o.axes)) >= 2)
+    return Origin(
+        frozenset().union(*(o.params for o in origins)),
+        any(o.data for o in origins),
+        any(o.captured for o in origins),
+        computed=frozenset().union(*matrices, *(o.computed for o in origins)),
+    )
+
+
+def _joined(eqn: JaxprEqn, origins: Sequence[Origin]) -> Origin:
+    """Parameters side by side, if they lie alike."""
+    first = origins[0].axes
+    if any(not o.parts or o.axes != first for o in origins):
+        return computed(origins)
+    axis, is_new = param(eqn, "dimension", "axis"), eqn.primitive.name == "stack"
+    along = frozenset() if is_new else first[axis]
+    axes = (*first[:axis], along | {JOINED}, *first[axis + (not is_new) :])
+    parts = dict.fromkeys(part for o in origins for part in o.parts)
+    params, picked = frozenset().union(*(o.params for o in origins)), any(o.picked for o in origins)
+    return Origin(params, parts=tuple(parts), axes=axes, picked=picked)
+
+
+def _either(*origins: Origin) -> Origin:
+    """What is one of several values."""
+    return origins[0] if all(o == origins[0] for o in origins) else computed(origins)
+
+
+class Operand(NamedTuple):
+    """One of the two operands of a contraction."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    origin: Origin
+
+
+class Contraction(NamedTuple):
+    """A dot or convolution of a program, or an equation that may hold one and is closed."""
+
+    location: Location
+    op: str
+    scope: str
+    operands: tuple[Operand, ...]
+    params: Mapping[str, Any]
+    custom: tuple[Location, ...]  # the custom_jvp and custom_vjp calls around it
+    gradient: str  # "transpose(" or "jvp(" if the function itself differentiates, and this is in that pass; else ""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it cannot be replaced."""
+        return self.op not in CONTRACTIONS
+
+
+class _Place(NamedTuple):
+    """Where a walk is."""
+
+    location: Location = ()
+    scope: str = ""
+    custom: tuple[Location, ...] = ()
+
+    def of(self, eqn: JaxprEqn, i: int) -> "_Place":
+        """The place of an equation."""
+        stack = str(eqn.source_info.name_stack)
+        return self._replace(location=(*self.location, i), scope=f"{self.scope}/{stack}" if stack else self.scope)
+
+    def inside(self, k: int) -> "_Place":
+        """The place of a program in the equation here."""
+        return self._replace(location=(*self.location, k))
+
+
+_START = _Place()
+
+
+def _contracts(jaxpr: Jaxpr) -> bool:
+    """Whether there is a dot or convolution anywhere in a program."""
+    return any(
+        eqn.primitive.name in (*CONTRACTIONS, *CLOSED) or any(_contracts(inner) for inner, _ in programs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _clean(scope: str) -> str:
+    """A name stack without what transforms and einsum add to it."""
+    while (inner := re.sub(r"\b(?:jvp|transpose|vmap)\(([^()]*)\)", r"\1", scope)) != scope:
+        scope = inner
+    return "/".join(s for s in scope.split("/") if s and not re.search(r"->|\(|^(checkpoint|rematted_computation)$", s))
+
+
+class Walk:
+    """Follows the origin of every value through a program, and notes each contraction on the way."""
+
+    def __init__(self):
+        self.contractions: dict[Location, Contraction] = {}
+
+    def found(self) -> list[Contraction]:
+        """The contractions, of which those of a forward pass count as of a gradient where that is all there is.
+
+        The name stack does not tell the tangents of `jax.jvp` from the values beside them.
+        """
+        backward = any(c.gradient == "transpose(" for c in self.contractions.values())
+        forward = lambda c: c._replace(gradient="") if c.gradient == "jvp(" and backward else c
+        return [forward(c) for c in self.contractions.values()]
+
+    def program(self, jaxpr: Jaxpr, ins: Sequence[Origin], place: _Place = _START) -> list[Origin]:
+        """The origins of the results of a program, given those of its arguments."""
+        env = dict.fromkeys(jaxpr.constvars, CAPTURED) | dict(zip(jaxpr.invars, ins, strict=True))
+        read = lambda v: LITERAL if isinstance(v, Literal) else env[v]
+        for i, eqn in enumerate(jaxpr.eqns):
+            env.update(
+                zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars], place.of(eqn, i)), strict=True)
+            )
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+        name = kind(eqn)
+        if name in _WALKS:
+            return _WALKS[name](self, eqn, ins, place)
+        if name in CONTRACTIONS or name in CLOSED or any(_contracts(inner) for inner, _ in programs(eqn)):
+            self._note(eqn, ins, place)
+        if name in _REARRANGING and ins[0].parts:
+            return [ins[0]._replace(axes=_REARRANGING[name](eqn, ins[0].axes))] * len(eqn.outvars)
+        if name in _NAMING:
+            return [_named(eqn, ins[0])]
+        if name == "dynamic_slice":
+            return [ins[0]._replace(picked=ins[0].picked or any(index.data for index in ins[1:]))]
+        if name in _REARRANGING or name in _PASSING:
+            return ins if name in _PASSING_ALL else [ins[0]] * len(eqn.outvars)
+        if name in _JOINING:
+            return [_joined(eqn, ins)]
+        mixed = computed(ins)
+        if name == "gather" and ins[1].data:
+            mixed = mixed._replace(gathered=ins[0].parts)
+        if name in CONTRACTIONS:
+            # What meets a parameter in a contraction is data, also where the function closes over it.
+            is_data = mixed.data or (bool(mixed.params) and any(o.role == "captured" for o in ins))
+            mixed = mixed._replace(data=is_data, computed=frozenset())
+        return [mixed] * len(eqn.outvars)
+
+    def _note(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> None:
+        operands = tuple(
+            Operand(aval.shape, aval.dtype, origin) for aval, origin in zip(avals(eqn.invars), ins, strict=True)
+        )
+        self.contractions[place.location] = Contraction(
+            place.location,
+            eqn.primitive.name,
+            _clean(place.scope),
+            operands,
+            eqn.params,
+            place.custom,
+            next((pass_ for pass_ in ("transpose(", "jvp(") if pass_ in place.scope), ""),
+        )
+
+
+def _named(eqn: JaxprEqn, origin: Origin) -> Origin:
+    prefix, _, name = str(params_of(eqn).get("name", "")).partition(":")
+    return origin._replace(name=name) if prefix == POINT else origin
+
+
+POINT = "jaxquant"  # what `quant_point` puts before the name of a checkpoint_name
+
+# Primitives whose results hold the values of their operands as they are, perhaps some of them, perhaps cast.
+_NAMING = ("name",)
+_JOINING = ("concatenate", "stack")
+_PASSING_ALL = ("optimization_barrier", "device_put", "pvary", "pcast")
+_PASSING = (
+    *_PASSING_ALL, "convert_element_type", "reduce_precision", "copy", "sharding_constraint", "stop_gradient",
+    "reshard", "ppermute", "mesh_cast", "slice", "split", "rev",
+)  # fmt: skip
+
+
+def _transposed(eqn: JaxprEqn, axes: tuple) -> tuple:
+    return tuple(axes[i] for i in param(eqn, "permutation"))
+
+
+def _squeezed(eqn: JaxprEqn, axes: tuple) -> tuple:
+    return tuple(of for i, of in enumerate(axes) if i not in param(eqn, "dimensions"))
+
+
+def _broadcasted(eqn: JaxprEqn, axes: tuple) -> tuple:
+    places = param(eqn, "broadcast_dimensions")
+    return tuple(axes[places.index(i)] if i in places else frozenset() for i in range(avals(eqn.outvars)[0].ndim))
+
+
+def _reshaped(eqn: JaxprEqn, axes: tuple) -> tuple:
+    """Which axes the new ones run along: in groups of equal size, each new axis along all the old ones of its group."""
+    old, new = avals(eqn.invars)[0].shape, avals(eqn.outvars)[0].shape
+    result = [frozenset[int]()] * len(new)
+    for of_old, of_new in segments(old, new):
+        along = [axes[i] for i in of_old if old[i] > 1] or [axes[i] for i in of_old]  # those of size 1 do not count
+        for j in of_new:
+            result[j] = frozenset().union(*along)
+    return tuple(result)
+
+
+def _unstacked(eqn: JaxprEqn, axes: tuple) -> tuple:
+    return tuple(of for i, of in enumerate(axes) if i != param(eqn, "axis"))
+
+
+def _gathered(eqn: JaxprEqn, axes: tuple) -> tuple:
+    if param(eqn, "tiled"):
+        return axes
+    at = param(eqn, "all_gather_dimension")
+    return (*axes[:at], frozenset(), *axes[at:])
+
+
+_REARRANGING: dict[str, Callable[[JaxprEqn, tuple], tuple]] = {
+    "transpose": _transposed,
+    "reshape": _reshaped,
+    "squeeze": _squeezed,
+    "broadcast_in_dim": _broadcasted,
+    "unstack": _unstacked,
+    "tile": lambda eqn, axes: axes,
+    "all_gather": _gathered,
+}
+
+
+def _walk_call(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    ((jaxpr, _),) = programs(eqn)
+    return walk.program(jaxpr, ins, place.inside(0))
+
+
+def _walk_custom(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    return _walk_call(walk, eqn, ins, place._replace(custom=(*place.custom, place.location)))
+
+
+def _walk_high(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    return [_named(eqn, origin) for origin in _walk_custom(walk, eqn, ins, place)]  # a name is one of them
+
+
+def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    consts, carry, xs = scan_parts(eqn, ins)
+    slices = [x._replace(axes=x.axes[1:]) for x in xs]
+    body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], place.inside(0))
+    outs = _settled(body, carry)
+    return [*outs[: len(carry)], *(computed([y]) for y in outs[len(carry) :])]  # stacks are followed no further
+
+
+def _settled(body: Callable[[Sequence[Origin]], list[Origin]], carry: Sequence[Origin]) -> list[Origin]:
+    """The origins of what a loop returns, when another round changes those of its carry no more."""
+    while True:
+        outs = body(carry)
+        after = [_either(*pair) for pair in zip(carry, outs[: len(carry)], strict=True)]
+        if after == list(carry):
+            return [*carry, *outs[len(carry) :]]
+        carry = after
+
+
+def _walk_while(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    condition_consts, consts, carry = while_parts(eqn, ins)
+    condition, body = while_programs(eqn)
+    carry = _settled(lambda carry: walk.program(programs(eqn)[body][0], [*consts, *carry], place.inside(body)), carry)
+    walk.program(programs(eqn)[condition][0], [*condition_consts, *carry], place.inside(condition))
+    return carry
+
+
+def _walk_cond(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    branches = [walk.program(jaxpr, ins[1:], place.inside(k)) for k, (jaxpr, _) in enumerate(programs(eqn))]
+    return [_either(*outs) for outs in zip(*branches, strict=True)]
+
+
+_WALKS: dict[str, Callable[[Walk, JaxprEqn, list[Origin], _Place], Sequence[Origin]]] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call", "eval_jaxpr", "remat2", "checkpoint", "shard_map"), _walk_call),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _walk_custom),
+    HIGH: _walk_high,
+    "scan": _walk_scan,
+    "while": _walk_while,
+    "cond": _walk_cond,
+}
