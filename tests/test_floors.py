@@ -32,6 +32,7 @@ FLOORS = {
     "_tree": 4,
     "_files": 5,
     "_jaxpr/_program": 5,
+    "_jaxpr/_moves": 5.1,
     "_jaxpr/_walk": 5.1,
     "_jaxpr/_evaluate": 5.1,
     "_transform/_plan": 6,

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized parameter on its way to the ops that use it: it travels with its qparams."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import JaxprEqn
+
+from .. import _groups as groups
+from ._program import avals, param
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["integers", "floats", "of_groups"], meta_fields=["path"]
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedParam:
+    """A parameter, or a part of it: what moves its values moves its integers, real values and qparams alike.
+
+    Attributes:
+      path: of the parameter; of several that were concatenated, joined by "+".
+      integers: its integers, which no cast changes; None where no op reads them.
+      floats: its real values in the forms that ops read, by name; casts round them.
+      of_groups: values for its groups, of its rank, such as the scale, by name.
+    """
+
+    path: str
+    integers: Array | None
+    floats: Mapping[str, Array]
+    of_groups: Mapping[str, Array]
+
+
+# To floats alone.
+_CASTS = ("convert_element_type", "reduce_precision")
+# To all, in any shape.
+_PASSING = ("name", "copy", "optimization_barrier", "stop_gradient", "device_put", "pvary", "pcast", "ppermute")
+# To what has the shape of the parameter, or to its groups with the axes of size 1 whole.
+_SHARDING = ("sharding_constraint", "reshard", "mesh_cast")
+
+
+def _results(eqn: JaxprEqn, *ins: Any, **changes: Any) -> list[Any]:
+    params = {**eqn.params, **changes}
+    if "fill_value" in params and not jnp.issubdtype(ins[0].dtype, jnp.inexact):
+        params["fill_value"] = 0  # integers have no NaN; the scale has
+    outs = eqn.primitive.bind(*ins, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _sliced(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    starts, stops = param(eqn, "start_indices"), param(eqn, "limit_indices")
+    strides = param(eqn, "strides") or (1,) * len(shape)
+    for axis, bounds in enumerate(zip(shape, starts, stops, strides, strict=True)):
+        v = groups.sliced(v, axis, *bounds)
+    return [v]
+
+
+def _split(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    axis, ends = param(eqn, "axis"), list(itertools.accumulate(param(eqn, "sizes")))
+    return [groups.sliced(v, axis, shape[axis], *bounds) for bounds in itertools.pairwise([0, *ends])]
+
+
+def _unstacked(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    axis = param(eqn, "axis")
+    if v.shape[axis] == 1:
+        return [lax.squeeze(v, [axis])] * shape[axis]
+    v = groups.apart(v, axis, shape[axis])
+    return [lax.index_in_dim(v, i, axis, keepdims=False) for i in range(shape[axis])]
+
+
+def _dynamic_slice(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], starts: Sequence[Any]) -> list[Array]:
+    for axis, (n, start, size) in enumerate(zip(shape, starts, param(eqn, "slice_sizes"), strict=True)):
+        v = groups.picked(v, axis, n, start, size)
+    return [v]
+
+
+def _tiled(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    times = [n if v.shape[i] > 1 else 1 for i, n in enumerate(param(eqn, "reps"))]
+    return [jnp.tile(v, times)]
+
+
+def _gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
+    numbers, sizes = param(eqn, "dimension_numbers"), list(param(eqn, "slice_sizes"))
+    for axis, n in enumerate(shape):
+        if axis in (*numbers.start_index_map, *numbers.operand_batching_dims):
+            v = groups.apart(v, axis, n)
+        else:
+            v = groups.sliced(v, axis, n, 0, sizes[axis])
+            sizes[axis] = v.shape[axis]
+    # An index out of range gives NaN where the gather of floats does: of a scale the fill is NaN, too.
+    return _results(eqn, v, *rest, slice_sizes=tuple(sizes))
+
+
+def _all_gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    if param(eqn, "tiled"):  # each device has groups of its own
+        axis = param(eqn, "all_gather_dimension")
+        v = groups.apart(v, axis, shape[axis])
+    return _results(eqn, v)
+
+
+_Move = Callable[[JaxprEqn, Array, tuple[int, ...], Sequence[Any]], list[Array]]
+_OF_GROUPS: dict[str, _Move] = {
+    "transpose": lambda eqn, v, shape, _: [groups.transposed(v, param(eqn, "permutation"))],
+    "reshape": lambda eqn, v, shape, _: [groups.reshaped(v, shape, avals(eqn.outvars)[0].shape)],
+    "squeeze": lambda eqn, v, shape, _: [lax.squeeze(v, param(eqn, "dimensions"))],
+    "broadcast_in_dim": lambda eqn, v, shape, _: [
+        groups.broadcasted(v, avals(eqn.outvars)[0].ndim, param(eqn, "broadcast_dimensions"))
+    ],
+    "rev": lambda eqn, v, shape, _: [lax.rev(v, param(eqn, "dimensions"))],
+    "slice": _sliced,
+    "split": _split,
+    "unstack": _unstacked,
+    "dynamic_slice": _dynamic_slice,
+    "tile": _tiled,
+    "gather": _gathered,
+    "all_gather": _all_gathered,
+}
+
+
+def is_moved(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
+    """Whether an equation moves a quantized parameter, or several, and nothing else."""
+    name = eqn.primitive.name
+    if name in ("concatenate", "stack"):
+        return all(isinstance(v, QuantizedParam) for v in ins)
+    moves = name in _OF_GROUPS or name in (*_CASTS, *_PASSING, *_SHARDING)
+    return moves and isinstance(ins[0], QuantizedParam)
+
+
+def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
+    """What becomes of a quantized parameter in an equation that moves it."""
+    name, (held, *rest) = eqn.primitive.name, ins
+    if name in ("concatenate", "stack"):
+        return [_joined(eqn, ins)]
+    shape = avals(eqn.invars)[0].shape
+    whole = lambda v: _results(eqn, v, *rest)
+    if name in _CASTS:
+        integers, of_groups = [held.integers], lambda v: [v]
+    else:
+        integers = [None] * len(eqn.outvars) if held.integers is None else whole(held.integers)
+        of_groups = whole if name in _PASSING else functools.partial(_grouped, eqn, shape=shape, rest=rest)
+    floats = {key: whole(v) for key, v in held.floats.items()}
+    grouped = {key: of_groups(v) for key, v in held.of_groups.items()}
+    at = lambda of, i: {key: outs[i] for key, outs in of.items()}
+    return [QuantizedParam(held.path, v, at(floats, i), at(grouped, i)) for i, v in enumerate(integers)]
+
+
+def _grouped(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
+    if eqn.primitive.name in _SHARDING:
+        return [v]
+    return _OF_GROUPS[eqn.primitive.name](eqn, v, shape, rest)
+
+
+def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:
+    path = "+".join(dict.fromkeys(part.path for part in parts))
+    is_new = eqn.primitive.name == "stack"
+    axis = param(eqn, "dimension", "axis")
+    shapes = [v.shape for v in avals(eqn.invars)]
+
+    def of_groups(values: Sequence[Array]) -> Array:
+        if not is_new:
+            return groups.joined(values, shapes, axis)
+        wide = [(*shape[:axis], 1, *shape[axis:]) for shape in shapes]
+        return groups.joined([lax.expand_dims(v, [axis]) for v in values], wide, axis)
+
+    whole = lambda values: _results(eqn, *values)[0]
+    each = lambda of: {key: [getattr(part, of)[key] for part in parts] for key in getattr(parts[0], of)}
+    integers = None if parts[0].integers is None else whole([part.integers for part in parts])
+    floats = {key: whole(values) for key, values in each("floats").items()}
+    return QuantizedParam(path, integers, floats, {key: of_groups(v) for key, v in each("of_groups").items()})
