@@ -36,6 +36,7 @@ FLOORS = {
     "_jaxpr/_walk": 5.1,
     "_jaxpr/_evaluate": 5.1,
     "_transform/_plan": 6,
+    "_transform/_entries": 6,
     "_transform/_decide": 6.1,
     "_transform/_quantize_fn": 6.2,
     "tf/_grad_pass_through": 3,
