@@ -57,3 +57,56 @@ def test_axes_are_counted_on_the_parameter(shape, make, granularity, want):
 def test_what_no_axes_say_raises_with_both_shapes(shape, make, granularity):
     with pytest.raises(ValueError, match=r"'w' of shape \(.*\), and no granularity of the parameter says it"):
         spec_of(shape, make, granularity)
+
+
+def walked(f, *shapes):
+    jaxpr, _ = traced(lambda args: jax.tree.leaves(f(*args)), [jnp.ones(shape) for shape in shapes])
+    walk = Walk()
+    walk.program(jaxpr, [parameter("w", len(shapes[0])), *(DATA._replace(value=i) for i in range(1, len(shapes)))])
+    return walk
+
+
+def inputs(f, *shapes):
+    """Of the operands that are no parameter, what tells their values apart."""
+    operands = (o for c in walked(f, *shapes).found() for o in c.operands)
+    return [o.origin.value for o in operands if not o.origin.parts]
+
+
+dense = jax.jit(lambda w, x: x.reshape(-1, 8) @ w)
+W, X = (8, 8), (2, 3, 8)
+
+
+def test_one_value_is_known_by_all_the_ops_that_use_it():
+    """However it gets there: by a call, by equal moves, under a checkpoint; and other values are others."""
+    q, k, v = inputs(lambda w, x: [dense(w, x), dense(w, x), jax.checkpoint(dense)(w, x)], W, X)
+    assert q == k == v
+    assert len(set(inputs(lambda w, x: [dense(w, x), dense(w, x + 1), dense(w, x * 1), dense(w, x[:1])], W, X))) == 4
+    assert len(set(inputs(lambda w, x: [dense(w, jnp.tanh(x)), dense(w, jnp.tanh(x))], W, X))) == 2
+    halves = inputs(lambda w, x: [dense(w, part) for part in jnp.split(x, [1], 1)], W, X)
+    assert len(set(halves)) == 2
+
+
+def test_a_loop_has_values_of_its_own():
+    def f(w, x):
+        step = lambda c, w: (dense(w, x).reshape(X) + dense(w, x).reshape(X) + dense(w, c).reshape(X), None)
+        return jax.lax.scan(step, x, w)[0], dense(w[0], x)
+
+    one, same, carry, outside = inputs(f, (4, *W), X)
+    assert one == same
+    assert len({one, carry, outside}) == 3
+
+
+def test_scans_over_parameters_are_noted_and_others_are_not():
+    over = lambda w, x: jax.lax.scan(lambda x, w: (dense(w, x).reshape(X), None), x, w)[0]
+    assert [[n for _, n in c.stack] for c in walked(over, (4, *W), X).found()] == [[4]]
+    data = lambda w, x: jax.lax.scan(lambda c, x: (c, dense(w, x[None])), 0, x)[1]
+    assert [c.stack for c in walked(data, W, X).found()] == [()]
+    twice = lambda w, x: jax.lax.scan(lambda x, w: (over(w, x), None), x, w)[0]
+    assert [[n for _, n in c.stack] for c in walked(twice, (5, 4, *W), X).found()] == [[5, 4]]
+
+
+def test_what_else_reads_a_parameter_is_noted():
+    walk = walked(lambda w, x: (dense(w, x), (w**2).sum(), w[jnp.array([1])], w.T), W, X)
+    assert walk.reads["w"] >= {"gather"}
+    assert walk.reads["w"] & {"integer_pow", "square"}
+    assert walked(lambda w, x: dense(w.T, x), W, X).reads == {}

@@ -39,6 +39,8 @@ class Origin(NamedTuple):
       computed: the parameters of at least two axes that it was computed from, with no contraction between.
       gathered: the parameters whose values it holds in an order that data say.
       name: what `quant_point` called it.
+      value: what tells it from other values of the program: equal for one that comes through a call, or through equal
+        moves. Not compared where values come together.
     """
 
     params: frozenset[str] = frozenset()
@@ -50,6 +52,7 @@ class Origin(NamedTuple):
     computed: frozenset[str] = frozenset()
     gathered: tuple[str, ...] = ()
     name: str | None = None
+    value: Any = None
 
     @property
     def path(self) -> str | None:
@@ -100,7 +103,11 @@ def _joined(eqn: JaxprEqn, origins: Sequence[Origin]) -> Origin:
 
 def _either(*origins: Origin) -> Origin:
     """What is one of several values."""
-    return origins[0] if all(o == origins[0] for o in origins) else computed(origins)
+    return origins[0] if all(_alike(o, origins[0]) for o in origins) else computed(origins)
+
+
+def _alike(a: Origin, b: Origin) -> bool:
+    return a._replace(value=None) == b._replace(value=None)
 
 
 class Operand(NamedTuple):
@@ -121,6 +128,7 @@ class Contraction(NamedTuple):
     params: Mapping[str, Any]
     custom: tuple[Location, ...]  # the custom_jvp and custom_vjp calls around it
     gradient: str  # "transpose(" or "jvp(" if the function itself differentiates, and this is in that pass; else ""
+    stack: tuple[tuple[Location, int], ...] = ()  # the scans over parameters around it, with their lengths
 
     @property
     def is_closed(self) -> bool:
@@ -134,6 +142,7 @@ class _Place(NamedTuple):
     location: Location = ()
     scope: str = ""
     custom: tuple[Location, ...] = ()
+    stack: tuple[tuple[Location, int], ...] = ()
 
     def of(self, eqn: JaxprEqn, i: int) -> "_Place":
         """The place of an equation."""
@@ -168,6 +177,7 @@ class Walk:
 
     def __init__(self):
         self.contractions: dict[Location, Contraction] = {}
+        self.reads: dict[str, set[str]] = {}  # of each parameter, the primitives that compute with it, no contractions
 
     def found(self) -> list[Contraction]:
         """The contractions, of which those of a forward pass count as of a gradient where that is all there is.
@@ -180,12 +190,13 @@ class Walk:
 
     def program(self, jaxpr: Jaxpr, ins: Sequence[Origin], place: _Place = _START) -> list[Origin]:
         """The origins of the results of a program, given those of its arguments."""
-        env = dict.fromkeys(jaxpr.constvars, CAPTURED) | dict(zip(jaxpr.invars, ins, strict=True))
-        read = lambda v: LITERAL if isinstance(v, Literal) else env[v]
+        consts = [CAPTURED._replace(value=(place.location, "constant", k)) for k in range(len(jaxpr.constvars))]
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
+        read = lambda v: LITERAL._replace(value=str(v)) if isinstance(v, Literal) else env[v]
         for i, eqn in enumerate(jaxpr.eqns):
-            env.update(
-                zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars], place.of(eqn, i)), strict=True)
-            )
+            operands, here = [read(v) for v in eqn.invars], place.of(eqn, i)
+            outs = self._equation(eqn, operands, here)
+            env.update(zip(eqn.outvars, _told_apart(eqn, operands, outs, here), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _equation(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
@@ -204,6 +215,9 @@ class Walk:
             return ins if name in _PASSING_ALL else [ins[0]] * len(eqn.outvars)
         if name in _JOINING:
             return [_joined(eqn, ins)]
+        if name not in (*CONTRACTIONS, *CLOSED):
+            for path in [path for origin in ins for path in origin.parts]:
+                self.reads.setdefault(path, set()).add(name)
         mixed = computed(ins)
         if name == "gather" and ins[1].data:
             mixed = mixed._replace(gathered=ins[0].parts)
@@ -225,7 +239,25 @@ class Walk:
             eqn.params,
             place.custom,
             next((pass_ for pass_ in ("transpose(", "jvp(") if pass_ in place.scope), ""),
+            place.stack,
         )
+
+
+# Calls that give what their program gives.
+_THROUGH = (
+    "jit", "pjit", "closed_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", HIGH
+)  # fmt: skip
+
+
+def _told_apart(eqn: JaxprEqn, ins: Sequence[Origin], outs: Sequence[Origin], place: _Place) -> list[Origin]:
+    """The results of an equation, each with what tells its value from others."""
+    name = kind(eqn)
+    if name in _THROUGH:
+        return list(outs)
+    at: Any = place.location
+    if name in _REARRANGING or name in _PASSING or name in _NAMING:  # equal moves of one value are one value
+        at = name, tuple(origin.value for origin in ins), str(sorted(params_of(eqn).items(), key=str))
+    return [origin._replace(value=(at, k)) for k, origin in enumerate(outs)]
 
 
 def _named(eqn: JaxprEqn, origin: Origin) -> Origin:
@@ -296,6 +328,15 @@ def _walk_call(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> S
     return walk.program(jaxpr, ins, place.inside(0))
 
 
+def _inside(ins: Sequence[Origin], place: _Place) -> list[Origin]:
+    """What a loop or a branch takes: values of its own, which no op outside has."""
+    return [origin._replace(value=(place.location, "taken", k)) for k, origin in enumerate(ins)]
+
+
+def _walk_shard_map(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
+    return _walk_call(walk, eqn, _inside(ins, place), place)
+
+
 def _walk_custom(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
     return _walk_call(walk, eqn, ins, place._replace(custom=(*place.custom, place.location)))
 
@@ -305,9 +346,12 @@ def _walk_high(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> S
 
 
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
-    consts, carry, xs = scan_parts(eqn, ins)
+    consts, carry, xs = scan_parts(eqn, _inside(ins, place))
     slices = [x._replace(axes=x.axes[1:]) for x in xs]
-    body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], place.inside(0))
+    within = place.inside(0)
+    if any(x.parts for x in xs):
+        within = within._replace(stack=(*place.stack, (place.location, param(eqn, "length"))))
+    body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], within)
     outs = _settled(body, carry)
     return [*outs[: len(carry)], *(computed([y]) for y in outs[len(carry) :])]  # stacks are followed no further
 
@@ -317,13 +361,13 @@ def _settled(body: Callable[[Sequence[Origin]], list[Origin]], carry: Sequence[O
     while True:
         outs = body(carry)
         after = [_either(*pair) for pair in zip(carry, outs[: len(carry)], strict=True)]
-        if after == list(carry):
+        if all(map(_alike, after, carry)):
             return [*carry, *outs[len(carry) :]]
-        carry = after
+        carry = [new._replace(value=old.value) for new, old in zip(after, carry, strict=True)]
 
 
 def _walk_while(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
-    condition_consts, consts, carry = while_parts(eqn, ins)
+    condition_consts, consts, carry = while_parts(eqn, _inside(ins, place))
     condition, body = while_programs(eqn)
     carry = _settled(lambda carry: walk.program(programs(eqn)[body][0], [*consts, *carry], place.inside(body)), carry)
     walk.program(programs(eqn)[condition][0], [*condition_consts, *carry], place.inside(condition))
@@ -331,12 +375,14 @@ def _walk_while(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> 
 
 
 def _walk_cond(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
-    branches = [walk.program(jaxpr, ins[1:], place.inside(k)) for k, (jaxpr, _) in enumerate(programs(eqn))]
+    ins = _inside(ins[1:], place)
+    branches = [walk.program(jaxpr, ins, place.inside(k)) for k, (jaxpr, _) in enumerate(programs(eqn))]
     return [_either(*outs) for outs in zip(*branches, strict=True)]
 
 
 _WALKS: dict[str, Callable[[Walk, JaxprEqn, list[Origin], _Place], Sequence[Origin]]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "eval_jaxpr", "remat2", "checkpoint", "shard_map"), _walk_call),
+    **dict.fromkeys(("jit", "pjit", "closed_call", "eval_jaxpr", "remat2", "checkpoint"), _walk_call),
+    "shard_map": _walk_shard_map,
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _walk_custom),
     HIGH: _walk_high,
     "scan": _walk_scan,
