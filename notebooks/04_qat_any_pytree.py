@@ -429,14 +429,13 @@ for name, tree in TREES.items():
     for suffix in SUFFIXES:
         path = output / f"04_{name.replace(' ', '_')}{suffix}"
         save(path, tree)
-        loaded = load(path, like=tree)
+        loaded = load(path)
         pairs = zip(jax.tree.leaves(loaded), jax.tree.leaves(tree), strict=True)
         wrong += sum(differing(a, b) for a, b in pairs) + (jax.tree.structure(loaded) != jax.tree.structure(tree))
         sizes[name].append(path.stat().st_size)
     columns = zip(sizes[name], sizes["float32"], strict=True)
     print(f"{name:<12}" + "  ".join(f"{f'{size} ({whole / size:.1f})':>{20}}" for size, whole in columns))
 print("\nvalues that differ after loading:", wrong)
-print("paths in the file:", *load(output / "04_2_bits.npz"))
 
 # %% [markdown]
 # The weights themselves are 4, 8 and 16 times smaller. The files shrink less: biases stay float32, every channel has a
