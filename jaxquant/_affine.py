@@ -15,7 +15,7 @@ from . import _numerics as num
 from ._groups import broadcast_groups, reduce_groups
 from ._qarray import QArray, checked_qarray
 from ._ranges._fit import fit_qparams
-from ._ranges._range import TINY, QParams, range_of, to_qparams
+from ._ranges._range import TINY, QParams, if_finite, range_of, to_qparams
 from ._spec import QuantSpec, checked, grid, qparams_shape
 
 
@@ -165,6 +165,11 @@ def checked_qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QPara
     expected = qparams_shape(spec, x.shape)
     if qparams is None:
         return fit_qparams(lax.stop_gradient(x), spec, bits=bits)
+    return qparams_of_shape(qparams, expected, x.ndim, f"one for each group of {spec} in an array of shape {x.shape}")
+
+
+def qparams_of_shape(qparams: Any, expected: tuple[int, ...], ndim: int, why: str) -> QParams:
+    """Qparams as passed, in float32, of the expected shape; leading axes of size 1 may be missing, or up to `ndim`."""
     if not isinstance(qparams, QParams):
         raise TypeError(
             f"`qparams` must be QParams or None, got {checks.kind(qparams)}. Build them by QParams(scale, zero_point), "
@@ -177,10 +182,10 @@ def checked_qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QPara
             value = jnp.asarray(value).astype(jnp.float32)
         array, _ = checks.ends((f"qparams.{name}", ""), (value, 0.0), jnp.dtype(jnp.float32))
         padded = (1,) * (len(expected) - array.ndim) + array.shape
-        if array.ndim > x.ndim or (padded != expected and (expected or math.prod(array.shape) != 1)):
+        if array.ndim > ndim or (padded != expected and (expected or math.prod(array.shape) != 1)):
             raise ValueError(
-                f"`qparams.{name}` must have shape {expected}, got {array.shape}: one for each group of {spec} in an "
-                f"array of shape {x.shape}. Reshape them, or fit them by fit_qparams(x, spec)."
+                f"`qparams.{name}` must have shape {expected}, got {array.shape}: {why}. Reshape them, or fit them by "
+                "fit_qparams(x, spec)."
             )
         arrays.append(array)
     checks.shape("qparams.zero_point", arrays[1], arrays[0].shape, "the shape of `qparams.scale`")
@@ -244,9 +249,8 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     qmin, qmax = grid(spec, bits, jnp.float32)
     scale, zero_point = checked_qparams(x, spec, qparams, bits)
     fitted = qparams is None
-    if not fitted and not spec.symmetric:
-        # The rule gives its gradient in units of -scale, which multiplies here, after shard_map has added the shards.
-        zero_point = _scale_gradient(*num.vary_together(zero_point, _used_scale(scale, zero_point, qmin, qmax, spec)))
+    if not fitted:
+        scale, zero_point = _trained(QParams(scale, zero_point), qmin, qmax, spec)
     noise = _noise(x, spec, key)
     arrays = num.vary_together(x, scale, zero_point, qmin, qmax, *([] if noise is None else [noise]))
     return _fake_quant(*arrays, *([None] if noise is None else []), spec, fitted)
@@ -310,25 +314,25 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     return _quantize(x, scale, zero_point, qmin, qmax, noise, spec, qparams is None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _straight_through(x, scale, zero_point, qmin, qmax, noise, spec):
-    """`x` with the gradient of `fake_quant`, for `contract`, which has the value in integers."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _straight_through(x, scale, zero_point, qmin, qmax, noise, spec, fitted):
+    """`x` with the gradients of `fake_quant`, for `contract`, which has the value in integers."""
     return x
 
 
 _straight_through.defvjp(
-    lambda x, *others: (_straight_through(x, *others), (x, *others[:-1])),
-    lambda spec, residuals, g: _fake_quant_bwd(spec, True, residuals, g),
+    lambda x, *others: (_straight_through(x, *others), (x, *others[:-2])),
+    _fake_quant_bwd,
 )
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "contracted"))
 def quantize_straight_through(
-    x: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any
+    x: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any, qparams: QParams | None = None
 ) -> tuple[Any, QArray, Array]:
-    """`x` with the gradient of `fake_quant(x, spec)`, and `quantize(x, spec)`: an operand of a contraction.
+    """`x` with the gradients of `fake_quant(x, spec, qparams)`, and `quantize(x, spec, qparams)`: of a contraction.
 
-    And marks, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN, so
+    And flags, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN, so
     that the results which they enter are NaN; 0 elsewhere.
     """
     qmin, qmax = grid(spec, None, jnp.float32)
@@ -338,24 +342,42 @@ def quantize_straight_through(
     )  # fmt: skip
     values = lax.stop_gradient(x)
 
-    def quantized(x_min, x_max, finite):
-        scale, zero_point = to_qparams(x_min, x_max, spec, qmin, qmax)
+    def quantized(scale, zero_point, finite):
         integers = _integers(values, scale, zero_point, qmin, qmax, noise, spec)
-        return integers, scale, zero_point, _marks(values, contracted, finite)
+        return integers, scale, zero_point, _nan_flags(values, contracted, finite)
 
     # Quantized on both sides of the condition of the range, so that the integers stand alone: XLA:CPU would compute
     # them anew, from quotients kept in float32, where the backward pass reads them.
-    integers, scale, zero_point, marks = range_of(values, spec, quantized)
-    real = _straight_through(*together(x, scale, scale if zero_point is None else zero_point), spec)
-    return real, _qarray(integers, scale, zero_point, spec, x.dtype), marks
+    if qparams is None:
+        fitted = lambda x_min, x_max, finite: quantized(*to_qparams(x_min, x_max, spec, qmin, qmax), finite)
+        integers, scale, zero_point, flags = range_of(values, spec, fitted)
+        trained = scale, scale if zero_point is None else zero_point
+    else:
+        trained = scale, zero_point = _trained(qparams, qmin, qmax, spec)
+        used = _on_grid(*lax.stop_gradient((scale, zero_point)), qmin, qmax, spec)
+        integers, scale, zero_point, flags = if_finite(values, lambda finite: quantized(*used, finite))
+    real = _straight_through(*together(x, *trained), spec, qparams is None)
+    return real, _qarray(integers, scale, zero_point, spec, x.dtype), flags
 
 
-def _marks(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
+def _trained(qparams: QParams, qmin: Any, qmax: Any, spec: QuantSpec) -> QParams:
+    """The qparams as the gradient rule takes them.
+
+    It gives the gradient of the zero point in units of -scale, which multiplies here, after shard_map has added the
+    shards.
+    """
+    scale, zero_point = qparams
+    if not spec.symmetric:
+        zero_point = _scale_gradient(*num.vary_together(zero_point, _used_scale(scale, zero_point, qmin, qmax, spec)))
+    return QParams(scale, zero_point)
+
+
+def _nan_flags(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
     if finite and not num.is_explicit(values) and not num.varying_axes(values):
         shape = [1 if i in contracted else n for i, n in enumerate(values.shape)]
         return jnp.zeros(shape, jnp.float32)
-    marks = jnp.sum(jnp.where(values == values, 0, jnp.nan), contracted, dtype=jnp.float32, keepdims=True)
-    return jnp.zeros_like(marks) if finite else marks  # of the type that the other branch has
+    flags = jnp.sum(jnp.where(values == values, 0, jnp.nan), contracted, dtype=jnp.float32, keepdims=True)
+    return jnp.zeros_like(flags) if finite else flags  # of the type that the other branch has
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
@@ -366,6 +388,15 @@ def real_values(q: QArray, dtype: jnp.dtype, guarded: bool = True) -> Array:
     values = num.affine_value(q.values.astype(scale.dtype), scale, zero_point, guarded)
     # Guarded once more: of integers, which are never NaN, LLVM knows that `|steps| * 0` is 0, and drops the sum.
     return num.downcast(num.guard(values) if guarded else values, dtype)
+
+
+@jax.custom_vjp
+def with_gradient_of(x: Array, value: Array) -> Array:
+    """`value`, with its gradient passed to `x`: straight through what made it of `x`."""
+    return value
+
+
+with_gradient_of.defvjp(lambda x, value: (value, None), lambda _, g: (g, None))
 
 
 def dequantize(q: QArray) -> Array:

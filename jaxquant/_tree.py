@@ -53,6 +53,9 @@ class Rule:
       custom: what to do where the op is inside a function with a derivative of its own (custom_jvp, custom_vjp).
         "keep": the derivative that its author wrote, at the unquantized values. "inline": that of the quantized ops.
         None raises.
+      everywhere: static bool. True lets every use of the parameter see its quantized value: a gather, such as of the
+        rows of an embedding, and whatever computes with it in float. Needed to freeze what is tied. A spec whose axis
+        is None means the output channels of the parameter's dot; without a dot name the axis.
 
     Raises:
       TypeError: for anything else.
@@ -77,6 +80,7 @@ class Rule:
     op: str | None = dataclasses.field(default=None, kw_only=True)
     scope: str | None = dataclasses.field(default=None, kw_only=True)
     custom: str | None = dataclasses.field(default=None, kw_only=True)
+    everywhere: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         text = self.pattern.pattern if isinstance(self.pattern, re.Pattern) else self.pattern
@@ -113,6 +117,10 @@ class Rule:
             checks.one_of("op", self.op, ("dot_general", "conv_general_dilated"))
         if self.custom is not None:
             checks.one_of("custom", self.custom, ("keep", "inline"))
+        if checks.static_bool("everywhere", self.everywhere) and self.kind != "weight":
+            raise ValueError(
+                f'`everywhere` is of parameters, got it with kind={self.kind!r}. Drop it, or use kind="weight".'
+            )
         if not isinstance(self.scope, str | None):
             raise TypeError(f"`scope` of a Rule must be a path glob or None, got {checks.kind(self.scope)}.")
         if self.kind == "act_act" and self.weight:
@@ -123,7 +131,7 @@ class Rule:
 
     def of_quantize_fn(self) -> str:
         """What it says that only `quantize_fn` can do, to be refused elsewhere; or nothing."""
-        fields = [f for f in dataclasses.fields(self) if f.name in ("kind", "op", "scope", "custom")]
+        fields = [f for f in dataclasses.fields(self) if f.name in ("kind", "op", "scope", "custom", "everywhere")]
         return ", ".join(f"{f.name}={v!r}" for f in fields if (v := getattr(self, f.name)) != f.default)
 
     def in_scope(self, scope: str) -> bool:
@@ -351,7 +359,8 @@ def match_rules(params: Any, rules: Rules) -> Any:
     return jax.tree.unflatten(structure, [leaf.spec for leaf in leaves])
 
 
-def _with_lsq_gradient(qparams: QParams, size: int, spec: QuantSpec, bits: Any) -> QParams:
+def with_lsq_gradient(qparams: QParams, size: int, spec: QuantSpec, bits: Any) -> QParams:
+    """The qparams of a tensor of a size, with their gradient multiplied as LSQ does."""
     sharing = size // max(math.prod(qparams.scale.shape), 1)
     # Guarded, because XLA makes of 1 / sqrt an rsqrt, which differs in the last bit.
     factor = 1 / num.guard(jnp.sqrt(max(sharing, 1) * grid(spec, bits, jnp.float32)[1]))
@@ -414,7 +423,7 @@ def fake_quant_params(
     def one(leaf: _Leaf, spec: QuantSpec) -> Any:
         used = of_path[leaf.path]
         if lsq_gradient:
-            used = _with_lsq_gradient(checked_qparams(leaf.value, spec, used, bits), leaf.value.size, spec, bits)
+            used = with_lsq_gradient(checked_qparams(leaf.value, spec, used, bits), leaf.value.size, spec, bits)
         return fake_quant(leaf.value, spec, used, key=keys.get(leaf.path), bits=bits)
 
     return _rebuilt(one, leaves, structure)

@@ -132,15 +132,16 @@ _held.defvjp(lambda x, q: (_held(x, q), None), lambda _, g: (g, None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def contract(op: Any, x: Array, w: Array, a: QArray, b: QArray, marks: tuple[Array, Array] | None = None) -> Array:
+def contract(
+    op: Any, x: Array, w: Array, a: QArray, b: QArray, nan_flags: tuple[Array | None, Array | None] = (None, None)
+) -> Array:
     """`op.exact(a, b)`, with the gradients of `op.real` to `x` and `w`, the real values of `a` and `b`.
 
     `x` and `w` are there to be differentiated, twice too; no pass computes their values, which it has as integers.
-    `marks` are added to the scales of the result alone.
+    The flags are added to the scales of the result alone.
     """
-    if marks is not None:
-        a, b = (dataclasses.replace(q, scale=q.scale + mark) for q, mark in zip((a, b), marks, strict=True))
-    return op.exact(a, b)
+    flagged = lambda q, flags: q if flags is None else dataclasses.replace(q, scale=q.scale + flags)
+    return op.exact(*map(flagged, (a, b), nan_flags))
 
 
 def _contract_bwd(op, residuals, g):
@@ -148,13 +149,13 @@ def _contract_bwd(op, residuals, g):
     return *jax.vjp(op.real, _held(x, a), _held(w, b))[1](g), None, None, None
 
 
-contract.defvjp(lambda op, x, w, a, b, marks: (contract(op, x, w, a, b, marks), (x, w, a, b)), _contract_bwd)
+contract.defvjp(lambda op, x, w, a, b, flags: (contract(op, x, w, a, b, flags), (x, w, a, b)), _contract_bwd)
 
 
 @functools.partial(jax.jit, static_argnames="op")
 def contraction(a: QArray, b: QArray, op: Any) -> Array:
     a, b = (dataclasses.replace(q, dtype=jnp.dtype(jnp.float32)) for q in (a, b))
-    return contract(op, real_values(a, a.dtype), real_values(b, b.dtype), a, b, None)
+    return contract(op, real_values(a, a.dtype), real_values(b, b.dtype), a, b)
 
 
 def checked_execution(value: Any) -> str:

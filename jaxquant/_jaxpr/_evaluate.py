@@ -3,80 +3,181 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.sharding import PartitionSpec as P
 
-from ._program import HIGH, Location, bound, kind, param, programs, scan_parts, while_parts, while_programs
+from .. import _numerics as num
+from ._moves import QuantizedParam, is_moved, moved, sharded, stacked
+from ._program import (
+    HIGH,
+    Location,
+    avals,
+    bound,
+    kind,
+    param,
+    programs,
+    scan_parts,
+    unchanged,
+    while_parts,
+    while_programs,
+)
+
+
+class Scope(NamedTuple):
+    """What a program is evaluated with, beside its arguments.
+
+    Attributes:
+      qparams: those of the inputs of the contractions in it, by entry.
+      observed: what its contractions have seen of their inputs, by entry; filled while it is evaluated.
+      memo: what they have computed and may use again.
+    """
+
+    qparams: Mapping[str, Any]
+    observed: dict[str, Any]
+    memo: dict[Any, Any]
+
+
+class Inputs(NamedTuple):
+    """Where the inputs of contractions have their qparams and are observed.
+
+    Attributes:
+      used: of each location of a contraction, the entries whose qparams it needs.
+      first: of each entry that is observed, the location where.
+      scans: of each entry, the scans over parameters around it: each of its turns has a value of its own.
+      nothing: (entry, locations of scans) -> what is observed where nothing is seen, stacked for these scans.
+      merge: of what two turns or branches have seen.
+      across: (what is seen on one device, axes of the mesh) -> what is seen on all.
+    """
+
+    used: Mapping[Location, Collection[str]]
+    first: Mapping[str, Location]
+    scans: Mapping[str, Collection[Location]]
+    nothing: Callable[[str, Collection[Location]], Any]
+    merge: Callable[[Any, Any], Any]
+    across: Callable[[Any, Collection[str]], Any]
+
+    def within(self, qparams: Mapping[str, Any], location: Location) -> dict[str, Any]:
+        """The qparams that are needed at a location, or inside of it."""
+        n = len(location)
+        needed = {key for at, keys in self.used.items() if at[:n] == location for key in keys}
+        return {key: v for key, v in qparams.items() if key in needed}
+
+    def seen(self, location: Location, ins: Sequence[Any]) -> dict[str, Any]:
+        """What is observed inside of a location where nothing is seen; on the devices where `ins` are."""
+        n = len(location)
+        inside = [key for key, at in self.first.items() if at[:n] == location]
+        seen = {key: self.nothing(key, [at for at in self.scans[key] if at[:n] == location]) for key in inside}
+        leaves, structure = jax.tree.flatten(seen)
+        together = num.vary_together(*leaves, *jax.tree.leaves(ins)) if leaves else ()
+        return jax.tree.unflatten(structure, together[: len(leaves)])
 
 
 class Replacements:
-    """What to compute in the places of contractions, and how calls with a derivative of their own are treated."""
+    """What to compute in the places of contractions, and how the rest is treated.
 
-    def __init__(self, contractions: Mapping[Location, Callable], custom: Mapping[Location, str]):
-        self.contractions, self.custom = contractions, custom
+    Attributes:
+      contractions: of each location the function (eqn, ins, scope) -> result.
+      custom: of each call with a derivative of its own, around a contraction, "keep" or "inline".
+      holding: which results of a branch are a parameter.
+      read: (parameter, by what) -> its values, where anything computes with it; by None for a derivative alone.
+      inputs: of the contractions.
+    """
+
+    def __init__(
+        self, contractions: Mapping[Location, Callable], custom: Mapping[Location, str],
+        holding: Mapping[Location, Sequence[bool]], read: Callable[[QuantizedParam, str | None], Array], inputs: Inputs,
+    ):  # fmt: skip
+        self.contractions, self.custom, self.holding = contractions, custom, holding
+        self.read, self.inputs = read, inputs
         self.around = {location[:n] for location in contractions for n in range(1, len(location))}
 
     def program(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], location: Location = (), shared: Any = None
+        self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], location: Location, scope: Scope
     ) -> list[Any]:
-        """The results of a program; `shared` is what its replacements have computed and may use again."""
-        shared = {} if shared is None else shared
+        """The results of a program."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        read = lambda v: v.val if isinstance(v, Literal) else env[v]
+        value = lambda v: v.val if isinstance(v, Literal) else env[v]
         for i, eqn in enumerate(jaxpr.eqns):
-            here, ins = (*location, i), [read(v) for v in eqn.invars]
+            here, ins = (*location, i), [value(v) for v in eqn.invars]
+            holds = any(isinstance(v, QuantizedParam) for v in ins)
             if here in self.contractions:
-                outs = [self.contractions[here](eqn, *ins, shared)]
-            elif here in self.around:
-                outs = _EVALUATIONS[kind(eqn)](self, eqn, ins, here, shared)
+                outs = [self.contractions[here](eqn, ins, scope)]
+            elif here in self.around or (holds and kind(eqn) in _CALLS):
+                outs = _EVALUATIONS[kind(eqn)](self, eqn, ins, here, scope)
+            elif holds and is_moved(eqn, ins):
+                outs = moved(eqn, ins)
             else:
-                outs = bound(eqn, ins, jaxpr)
+                outs = bound(eqn, self.floats(ins, kind(eqn)), jaxpr)
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return [value(v) for v in jaxpr.outvars]
 
-    def inner(self, eqn: JaxprEqn, k: int, location: Location) -> Callable[..., list[Any]]:
-        """Program `k` of an equation as a function that JAX traces for itself."""
+    def floats(self, values: Sequence[Any], by: str) -> list[Any]:
+        """With parameters as their values, for what computes with them."""
+        return [self.read(v, by) if isinstance(v, QuantizedParam) else v for v in values]
+
+    def inner(self, eqn: JaxprEqn, k: int, location: Location, holding: Sequence[bool] = ()) -> Callable:
+        """Program `k` of an equation as a function (qparams, *args) -> (results, what it observes) that JAX traces.
+
+        Results are arrays, but those that `holding` says.
+        """
         jaxpr, consts = programs(eqn)[k]
-        return lambda *args: self.program(jaxpr, consts, args, (*location, k))
+        holding = holding or [False] * len(jaxpr.outvars)
+
+        def f(qparams: Mapping[str, Any], *args: Any) -> tuple[list[Any], dict[str, Any]]:
+            scope = Scope(qparams, {}, {})
+            outs = self.program(jaxpr, consts, args, (*location, k), scope)
+            outs = [v if h else self.floats([v], kind(eqn))[0] for v, h in zip(outs, holding, strict=True)]
+            return outs, scope.observed
+
+        return f
 
 
-def _call(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+def _call(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, scope: Scope) -> Sequence[Any]:
     (program,) = programs(eqn)
-    return replace.program(*program, ins, (*location, 0), shared)
+    return replace.program(*program, ins, (*location, 0), scope)
 
 
-def _jit(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+def _jit(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, scope: Scope) -> Sequence[Any]:
     # Inlined; what its shardings demand, constraints demand too.
     constrained = lambda values, name: [
-        lax.with_sharding_constraint(v, s) if isinstance(s, jax.sharding.Sharding) else v
+        lax.with_sharding_constraint(v, s) if isinstance(s, jax.sharding.Sharding) and isinstance(v, Array) else v
         for v, s in zip(values, param(eqn, name), strict=True)
     ]
-    outs = _call(replace, eqn, constrained(ins, "in_shardings"), location, shared)
+    outs = _call(replace, eqn, constrained(ins, "in_shardings"), location, scope)
     return constrained(outs, "out_shardings")
 
 
-def _remat(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+def _remat(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, scope: Scope) -> Sequence[Any]:
     policy, prevent_cse = param(eqn, "policy"), param(eqn, "prevent_cse")
-    return jax.checkpoint(replace.inner(eqn, 0, location), prevent_cse=prevent_cse, policy=policy)(*ins)
+    inner = replace.inner(eqn, 0, location, [True] * len(eqn.outvars))
+    checkpointed = jax.checkpoint(inner, prevent_cse=prevent_cse, policy=policy)
+    outs, observed = checkpointed(replace.inputs.within(scope.qparams, location), *ins)
+    scope.observed.update(observed)
+    return outs
 
 
-def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, scope: Scope) -> Sequence[Any]:
+    if location not in replace.custom:
+        return _untouched(replace, eqn, ins, location, scope)
     if replace.custom[location] == "inline":
-        return _call(replace, eqn, ins, location, shared)
+        return _call(replace, eqn, ins, location, scope)
+    inner = replace.inner(eqn, 0, location)
+    leaves, structure = jax.tree.flatten((replace.inputs.within(scope.qparams, location), *ins))
 
     @jax.custom_vjp
-    def kept(*ins):
-        return replace.inner(eqn, 0, location)(*ins)
+    def kept(*leaves):
+        return inner(*jax.tree.unflatten(structure, leaves))
 
-    def forward(*ins):
-        values, varied = [v.value for v in ins], tuple(i for i, v in enumerate(ins) if v.perturbed)
+    def forward(*leaves):
+        values, varied = [v.value for v in leaves], tuple(i for i, v in enumerate(leaves) if v.perturbed)
         return kept(*values), (values, _Varied(varied))
 
     def backward(residuals, g):
@@ -85,15 +186,35 @@ def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Loca
         of_varied = {i: values[i] for i in varied.at}
 
         def original(of_varied):
-            ins = [of_varied.get(i, v) for i, v in enumerate(values)]
+            leaves = [of_varied.get(i, v) for i, v in enumerate(values)]
+            _, *ins = jax.tree.unflatten(structure, leaves)
+            unquantized = lambda v: v.floats["real"] if "real" in v.floats else replace.read(v, None)
+            ins = [unquantized(v) if isinstance(v, QuantizedParam) else v for v in ins]
             return bound(eqn, ins, programs(eqn)[0][0])
 
         outs, pull = jax.vjp(original, of_varied)
-        (found,) = pull([_instantiated(*pair) for pair in zip(g, outs, strict=True)])
+        (found,) = pull([_instantiated(*pair) for pair in zip(g[0], outs, strict=True)])
         return tuple(found.get(i) for i in range(len(values)))
 
     kept.defvjp(forward, backward, symbolic_zeros=True)
-    return kept(*ins)
+    outs, observed = kept(*leaves)
+    scope.observed.update(observed)
+    return outs
+
+
+def _untouched(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, scope: Scope) -> Sequence[Any]:
+    """A call with a derivative of its own in which nothing is replaced, such as an identity that parameters pass."""
+    outs = _call(replace, eqn, ins, location, scope)
+    if not any(isinstance(v, QuantizedParam) for v in outs):
+        return bound(eqn, replace.floats(ins, kind(eqn)), programs(eqn)[0][0])
+    names = {name for v in ins if isinstance(v, QuantizedParam) for name in v.floats}
+    of = lambda name: [v.floats[name] if isinstance(v, QuantizedParam) else v for v in ins]
+    forms = {name: bound(eqn, of(name), programs(eqn)[0][0]) for name in names}
+    return [
+        dataclasses.replace(v, floats={name: forms[name][k] for name in v.floats})
+        if isinstance(v, QuantizedParam) else v
+        for k, v in enumerate(outs)
+    ]  # fmt: skip
 
 
 @jax.tree_util.register_static
@@ -111,43 +232,115 @@ def _instantiated(cotangent: Any, out: Any) -> Any:
     return jnp.zeros_like(out) if is_float else np.zeros(out.shape, jax.dtypes.float0)
 
 
-def _scan(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
+class _Carry:
+    """What a loop carries, without the parameters that it passes on as they are."""
+
+    def __init__(self, replace: Replacements, eqn: JaxprEqn, body: Jaxpr, before: int, carry: Sequence[Any]):
+        same = unchanged(body, before, len(carry))
+        self.constant = [s and isinstance(v, QuantizedParam) for v, s in zip(carry, same, strict=True)]
+        self.all = carry
+        self.start = replace.floats([v for v, c in zip(carry, self.constant, strict=True) if not c], kind(eqn))
+
+    def whole(self, changing: Sequence[Any]) -> list[Any]:
+        rest = iter(changing)
+        return [v if c else next(rest) for v, c in zip(self.all, self.constant, strict=True)]
+
+    def changing(self, outs: Sequence[Any]) -> list[Any]:
+        return [v for v, c in zip(outs, self.constant, strict=True) if not c]
+
+
+def _scan(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, scope: Scope) -> Sequence[Any]:
     consts, carry, xs = scan_parts(eqn, ins)
-    inner = replace.inner(eqn, 0, location)
+    length, n = param(eqn, "length"), len(carry)
+    xs = [stacked(x, length) if isinstance(x, QuantizedParam) else x for x in xs]
+    carry = _Carry(replace, eqn, programs(eqn)[0][0], len(consts), carry)
+    inner = replace.inner(eqn, 0, location, [*carry.constant, *[False] * (len(eqn.outvars) - n)])
+    inputs = replace.inputs
+    is_stacked = lambda key: location in inputs.scans[key]
+    qparams = inputs.within(scope.qparams, location)
+    of_turns = {key: v for key, v in qparams.items() if is_stacked(key)}
+    shared = {key: v for key, v in qparams.items() if not is_stacked(key)}
+    seen = {key: v for key, v in inputs.seen(location, ins).items() if not is_stacked(key)}
 
-    def body(carry, xs):
-        outs = inner(*consts, *carry, *xs)
-        return outs[: len(carry)], outs[len(carry) :]
+    def body(state, turn):
+        (changing, seen), (xs, of_turn) = state, turn
+        outs, observed = inner({**shared, **of_turn}, *consts, *carry.whole(changing), *xs)
+        seen = {key: inputs.merge(v, observed.pop(key)) for key, v in seen.items()}
+        return (carry.changing(outs[:n]), seen), (outs[n:], observed)
 
-    of = lambda name: param(eqn, name)
-    carry, ys = lax.scan(body, list(carry), list(xs), of("length"), of("reverse"), of("unroll"))
-    return [*carry, *ys]
-
-
-def _while(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
-    condition_consts, consts, carry = while_parts(eqn, ins)
-    condition, body = (replace.inner(eqn, k, location) for k in while_programs(eqn))
-    return lax.while_loop(
-        lambda carry: condition(*condition_consts, *carry)[0], lambda carry: body(*consts, *carry), list(carry)
+    (changing, seen), (ys, observed) = lax.scan(
+        body, (carry.start, seen), (list(xs), of_turns), length, param(eqn, "reverse"), param(eqn, "unroll")
     )
+    scope.observed.update(seen | observed)
+    return [*carry.whole(changing), *ys]
 
 
-def _cond(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
-    branches = [replace.inner(eqn, k, location) for k in range(len(programs(eqn)))]
-    return lax.switch(ins[0], branches, *ins[1:])
+def _while(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, scope: Scope) -> Sequence[Any]:
+    condition_consts, consts, carry = while_parts(eqn, ins)
+    i, k = while_programs(eqn)
+    carry = _Carry(replace, eqn, programs(eqn)[k][0], len(consts), carry)
+    condition, inner = replace.inner(eqn, i, location), replace.inner(eqn, k, location, carry.constant)
+    qparams = replace.inputs.within(scope.qparams, location)
+
+    def body(state):
+        changing, seen = state
+        outs, observed = inner(qparams, *consts, *carry.whole(changing))
+        return carry.changing(outs), {key: replace.inputs.merge(v, observed[key]) for key, v in seen.items()}
+
+    changing, seen = lax.while_loop(
+        lambda state: condition(qparams, *condition_consts, *carry.whole(state[0]))[0][0],
+        body,
+        (carry.start, replace.inputs.seen(location, ins)),
+    )
+    scope.observed.update(seen)
+    return carry.whole(changing)
 
 
-def _shard_map(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, shared: Any) -> Sequence[Any]:
-    of = functools.partial(param, eqn)
+def _cond(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, scope: Scope) -> Sequence[Any]:
+    holding, nothing = replace.holding[location], replace.inputs.seen(location, ins)
+    inner = [replace.inner(eqn, k, location, holding) for k in range(len(programs(eqn)))]
+
+    def branch(f: Callable) -> Callable:
+        def all_seen(qparams, *args):
+            outs, observed = f(qparams, *args)
+            return outs, {k: replace.inputs.merge(v, observed[k]) if k in observed else v for k, v in nothing.items()}
+
+        return all_seen
+
+    qparams = replace.inputs.within(scope.qparams, location)
+    outs, observed = lax.switch(ins[0], list(map(branch, inner)), qparams, *ins[1:])
+    scope.observed.update(observed)
+    return outs
+
+
+def _shard_map(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, scope: Scope) -> Sequence[Any]:
+    of, inputs = functools.partial(param, eqn), replace.inputs
+    mesh, axes = of("mesh"), of("manual_axes", "newly_manual_axes")
     inner = replace.inner(eqn, 0, location)
-    return jax.shard_map(
-        lambda *args: tuple(inner(*args)), mesh=of("mesh"), in_specs=tuple(of("in_specs")),
-        out_specs=tuple(of("out_specs")), check_vma=of("check_vma"),
-        axis_names=set(of("manual_axes", "newly_manual_axes")),
-    )(*ins)  # fmt: skip
+    qparams = inputs.within(scope.qparams, location)
+    taken = [
+        sharded(v, aval.shape, spec, mesh) if isinstance(v, QuantizedParam) else (v, spec)
+        for v, aval, spec in zip(ins, avals(eqn.invars), of("in_specs"), strict=True)
+    ]
+    whole = lambda values: jax.tree.map(lambda _: P(), values)
+
+    def on_device(qparams, *args):
+        outs, observed = inner(qparams, *args)
+        return tuple(outs), {key: inputs.across(v, axes) for key, v in observed.items()}
+
+    outs, observed = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(whole(qparams), *(spec for _, spec in taken)),
+        out_specs=(tuple(of("out_specs")), whole(inputs.seen(location, []))), check_vma=of("check_vma"),
+        axis_names=set(axes),
+    )(qparams, *(v for v, _ in taken))  # fmt: skip
+    scope.observed.update(observed)
+    return outs
 
 
-_EVALUATIONS: dict[str, Callable[[Replacements, JaxprEqn, list[Any], Location, Any], Sequence[Any]]] = {
+_CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
+          HIGH, "cond")  # fmt: skip
+
+_EVALUATIONS: dict[str, Callable[[Replacements, JaxprEqn, list[Any], Location, Scope], Sequence[Any]]] = {
     **dict.fromkeys(("jit", "pjit"), _jit),
     **dict.fromkeys(("closed_call", "eval_jaxpr"), _call),
     **dict.fromkeys(("remat2", "checkpoint"), _remat),

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,29 +12,44 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec as P
 
 from .. import _groups as groups
 from ._program import avals, param
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["integers", "floats", "of_groups"], meta_fields=["path"]
+    jax.tree_util.register_dataclass,
+    data_fields=["integers", "floats", "of_groups"],
+    meta_fields=["path", "spec", "dtype", "casts"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedParam:
     """A parameter, or a part of it: what moves its values moves its integers, real values and qparams alike.
 
     Attributes:
-      path: of the parameter; of several that were concatenated, joined by "+".
       integers: its integers, which no cast changes; None where no op reads them.
       floats: its real values in the forms that ops read, by name; casts round them.
       of_groups: values for its groups, of its rank, such as the scale, by name.
+      path: of the parameter; of several that were concatenated, joined by "+".
+      spec: of the parameter; of a part the granularity is another, and of_groups has the shape of that.
+      dtype: of the parameter.
+      casts: what casts it has been through: the primitives and their parameters.
     """
 
-    path: str
     integers: Array | None
     floats: Mapping[str, Array]
     of_groups: Mapping[str, Array]
+    path: str
+    spec: Any
+    dtype: Any
+    casts: tuple[tuple[Any, tuple[tuple[str, Any], ...]], ...] = ()
+
+    def cast(self, x: Array) -> Array:
+        """Values of the parameter through the casts that it has been through."""
+        for primitive, params in self.casts:
+            x = primitive.bind(x, **dict(params))
+        return x
 
 
 # To floats alone.
@@ -86,14 +102,19 @@ def _tiled(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) ->
 
 def _gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
     numbers, sizes = param(eqn, "dimension_numbers"), list(param(eqn, "slice_sizes"))
+    fills = param(eqn, "mode") == lax.GatherScatterMode.FILL_OR_DROP
     for axis, n in enumerate(shape):
-        if axis in (*numbers.start_index_map, *numbers.operand_batching_dims):
+        shared = v.shape[axis] == 1 and not fills
+        if axis in numbers.operand_batching_dims or (axis in numbers.start_index_map and not shared):
             v = groups.apart(v, axis, n)
+        elif axis in numbers.start_index_map:
+            sizes[axis] = 1
         else:
             v = groups.sliced(v, axis, n, 0, sizes[axis])
             sizes[axis] = v.shape[axis]
     # An index out of range gives NaN where the gather of floats does: of a scale the fill is NaN, too.
-    return _results(eqn, v, *rest, slice_sizes=tuple(sizes))
+    mode = param(eqn, "mode") if fills else lax.GatherScatterMode.CLIP  # of an axis of size 1 every index is the first
+    return _results(eqn, v, *rest, slice_sizes=tuple(sizes), mode=mode)
 
 
 def _all_gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
@@ -127,8 +148,12 @@ def is_moved(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
     name = eqn.primitive.name
     if name in ("concatenate", "stack"):
         return all(isinstance(v, QuantizedParam) for v in ins)
-    moves = name in _OF_GROUPS or name in (*_CASTS, *_PASSING, *_SHARDING)
+    moves = name in _OF_GROUPS or name in (*_PASSING, *_SHARDING) or _is_cast(eqn)
     return moves and isinstance(ins[0], QuantizedParam)
+
+
+def _is_cast(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _CASTS and jnp.issubdtype(avals(eqn.outvars)[0].dtype, jnp.floating)
 
 
 def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
@@ -146,7 +171,37 @@ def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
     floats = {key: whole(v) for key, v in held.floats.items()}
     grouped = {key: of_groups(v) for key, v in held.of_groups.items()}
     at = lambda of, i: {key: outs[i] for key, outs in of.items()}
-    return [QuantizedParam(held.path, v, at(floats, i), at(grouped, i)) for i, v in enumerate(integers)]
+    cast = ((eqn.primitive, tuple(eqn.params.items())),) if name in _CASTS else ()
+    new = functools.partial(QuantizedParam, path=held.path, spec=held.spec, dtype=held.dtype, casts=held.casts + cast)
+    return [new(v, at(floats, i), at(grouped, i)) for i, v in enumerate(integers)]
+
+
+def stacked(held: QuantizedParam, n: int) -> QuantizedParam:
+    """To be scanned along its first axis, of length `n`: with values for each element of that."""
+    return dataclasses.replace(held, of_groups={k: groups.apart(v, 0, n) for k, v in held.of_groups.items()})
+
+
+def sharded(held: QuantizedParam, shape: tuple[int, ...], spec: P, mesh: Any) -> tuple[QuantizedParam, QuantizedParam]:
+    """To be taken apart by shard_map as its values are; and how, which is a pytree of specs like it."""
+    spec = P(*spec, *[None] * (len(shape) - len(spec)))
+
+    def parts(axis: int) -> int:
+        names = spec[axis]
+        return math.prod(mesh.shape[name] for name in (names if isinstance(names, tuple) else (names,)) if name)
+
+    def fitting(v: Array) -> Array:
+        for i, n in enumerate(shape):
+            if v.shape[i] > 1 and v.shape[i] % parts(i):
+                v = groups.apart(v, i, n)
+        return v
+
+    held = dataclasses.replace(held, of_groups={k: fitting(v) for k, v in held.of_groups.items()})
+    of_groups = {
+        k: P(*(s if n > 1 else None for n, s in zip(v.shape, spec, strict=True))) for k, v in held.of_groups.items()
+    }
+    whole = None if held.integers is None else spec
+    floats = dict.fromkeys(held.floats, spec)
+    return held, dataclasses.replace(held, integers=whole, floats=floats, of_groups=of_groups)
 
 
 def _grouped(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
@@ -171,4 +226,5 @@ def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:
     each = lambda of: {key: [getattr(part, of)[key] for part in parts] for key in getattr(parts[0], of)}
     integers = None if parts[0].integers is None else whole([part.integers for part in parts])
     floats = {key: whole(values) for key, values in each("floats").items()}
-    return QuantizedParam(path, integers, floats, {key: of_groups(v) for key, v in each("of_groups").items()})
+    grouped = {key: of_groups(v) for key, v in each("of_groups").items()}
+    return dataclasses.replace(parts[0], integers=integers, floats=floats, of_groups=grouped, path=path)

@@ -99,6 +99,11 @@ def while_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Sequence[Any], Se
     return values[:start], values[start:end], values[end:]
 
 
+def unchanged(body: Jaxpr, before: int, n: int) -> list[bool]:
+    """Which of `n` values of a loop's carry, that come after others, it passes on as they are."""
+    return [body.outvars[k] is body.invars[before + k] for k in range(n)]
+
+
 def while_programs(eqn: JaxprEqn) -> tuple[int, int]:
     """Which of the programs of a loop is the condition, and which the body."""
     condition, body = (programs(eqn).index(opened(param(eqn, name))) for name in ("cond_jaxpr", "body_jaxpr"))

@@ -19,6 +19,7 @@ from ._program import (
     params_of,
     programs,
     scan_parts,
+    unchanged,
     while_parts,
     while_programs,
 )
@@ -33,11 +34,11 @@ class Origin(NamedTuple):
       captured: whether it depends on an array that the function closes over.
       parts: the paths of the parameters whose values it holds, perhaps some of them in another order; several where
         parameters were concatenated, none if it was computed from them.
-      axes: for each axis of the value, the axes of these parameters that it runs along, and JOINED where they stand
-        side by side.
+      axes: for each axis of the value, the axes of these parameters that it runs along; JOINED where they stand side by
+        side, PICKED where each element is another part of the parameter, which indices say.
       picked: whether data say which part of the parameter it is.
       computed: the parameters of at least two axes that it was computed from, with no contraction between.
-      gathered: the parameters whose values it holds in an order that data say.
+      gathered: whether it holds its parts in an order that indices say: what a gather makes of a parameter.
       name: what `quant_point` called it.
       value: what tells it from other values of the program: equal for one that comes through a call, or through equal
         moves. Not compared where values come together.
@@ -50,24 +51,29 @@ class Origin(NamedTuple):
     axes: tuple[frozenset[int], ...] = ()
     picked: bool = False
     computed: frozenset[str] = frozenset()
-    gathered: tuple[str, ...] = ()
+    gathered: bool = False
     name: str | None = None
     value: Any = None
 
     @property
+    def held(self) -> tuple[str, ...]:
+        """Its parts; none if they were gathered."""
+        return () if self.gathered else self.parts
+
+    @property
     def path(self) -> str | None:
-        """That of the parameter it holds, of several joined by "+"; None if it holds none."""
-        return "+".join(self.parts) if self.parts else None
+        """Of the parameter it holds, of several joined by "+"; None if it holds none."""
+        return "+".join(self.held) if self.held else None
 
     @property
     def role(self) -> str:
         """Of an operand: "weight", "data", "derived" from parameters alone, or "captured" from nothing of both."""
-        if self.parts:
+        if self.held:
             return "weight"
         return "data" if self.data else "derived" if self.params else "captured"
 
 
-JOINED = -1  # in the place of an axis of a parameter: that along which several were concatenated
+JOINED, PICKED = -1, -2  # in the place of an axis of a parameter
 DATA, CAPTURED, LITERAL = Origin(data=True), Origin(captured=True), Origin()
 
 
@@ -79,7 +85,7 @@ def parameter(path: str, ndim: int) -> Origin:
 def computed(origins: Sequence[Origin]) -> Origin:
     """What is computed from several values."""
     # Of one axis are biases and the scales of norms, which are no operands.
-    matrices = (o.parts for o in origins if sum(map(bool, o.axes)) >= 2)
+    matrices = (o.parts for o in origins if sum(map(bool, o.axes)) >= 2 and not o.gathered)
     return Origin(
         frozenset().union(*(o.params for o in origins)),
         any(o.data for o in origins),
@@ -91,7 +97,7 @@ def computed(origins: Sequence[Origin]) -> Origin:
 def _joined(eqn: JaxprEqn, origins: Sequence[Origin]) -> Origin:
     """Parameters side by side, if they lie alike."""
     first = origins[0].axes
-    if any(not o.parts or o.axes != first for o in origins):
+    if any(not o.held or o.axes != first for o in origins):
         return computed(origins)
     axis, is_new = param(eqn, "dimension", "axis"), eqn.primitive.name == "stack"
     along = frozenset() if is_new else first[axis]
@@ -129,6 +135,7 @@ class Contraction(NamedTuple):
     custom: tuple[Location, ...]  # the custom_jvp and custom_vjp calls around it
     gradient: str  # "transpose(" or "jvp(" if the function itself differentiates, and this is in that pass; else ""
     stack: tuple[tuple[Location, int], ...] = ()  # the scans over parameters around it, with their lengths
+    in_condition: bool = False  # whether it is in the condition of a loop
 
     @property
     def is_closed(self) -> bool:
@@ -143,6 +150,7 @@ class _Place(NamedTuple):
     scope: str = ""
     custom: tuple[Location, ...] = ()
     stack: tuple[tuple[Location, int], ...] = ()
+    in_condition: bool = False
 
     def of(self, eqn: JaxprEqn, i: int) -> "_Place":
         """The place of an equation."""
@@ -177,7 +185,8 @@ class Walk:
 
     def __init__(self):
         self.contractions: dict[Location, Contraction] = {}
-        self.reads: dict[str, set[str]] = {}  # of each parameter, the primitives that compute with it, no contractions
+        self.reads: dict[str, set[str]] = {}  # of each parameter, what computes with it and is no contraction
+        self.holding: dict[Location, list[bool]] = {}  # which results of a branch are a parameter
 
     def found(self) -> list[Contraction]:
         """The contractions, of which those of a forward pass count as of a gradient where that is all there is.
@@ -215,17 +224,22 @@ class Walk:
             return ins if name in _PASSING_ALL else [ins[0]] * len(eqn.outvars)
         if name in _JOINING:
             return [_joined(eqn, ins)]
-        if name not in (*CONTRACTIONS, *CLOSED):
-            for path in [path for origin in ins for path in origin.parts]:
-                self.reads.setdefault(path, set()).add(name)
+        if name not in CONTRACTIONS:
+            self.read(ins, name)
         mixed = computed(ins)
-        if name == "gather" and ins[1].data:
-            mixed = mixed._replace(gathered=ins[0].parts)
+        if name == "gather" and ins[0].parts:
+            axes = _gathered_axes(eqn, ins[0].axes)
+            mixed = mixed._replace(gathered=True, parts=ins[0].parts, axes=axes, picked=True)
         if name in CONTRACTIONS:
             # What meets a parameter in a contraction is data, also where the function closes over it.
             is_data = mixed.data or (bool(mixed.params) and any(o.role == "captured" for o in ins))
             mixed = mixed._replace(data=is_data, computed=frozenset())
         return [mixed] * len(eqn.outvars)
+
+    def read(self, origins: Sequence[Origin], by: str) -> None:
+        """Notes the parameters that are read in float."""
+        for path in [path for origin in origins for path in origin.parts]:
+            self.reads.setdefault(path, set()).add(by)
 
     def _note(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> None:
         operands = tuple(
@@ -240,6 +254,7 @@ class Walk:
             place.custom,
             next((pass_ for pass_ in ("transpose(", "jvp(") if pass_ in place.scope), ""),
             place.stack,
+            place.in_condition,
         )
 
 
@@ -305,6 +320,15 @@ def _unstacked(eqn: JaxprEqn, axes: tuple) -> tuple:
     return tuple(of for i, of in enumerate(axes) if i != param(eqn, "axis"))
 
 
+def _gathered_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
+    """Of what a gather makes: windows run along the axes of the parameter, and each index picks a part of it."""
+    numbers = param(eqn, "dimension_numbers")
+    gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
+    windows = iter([of for i, of in enumerate(axes) if i not in gone])
+    ndim = avals(eqn.outvars)[0].ndim
+    return tuple(next(windows) if i in numbers.offset_dims else frozenset([PICKED]) for i in range(ndim))
+
+
 def _gathered(eqn: JaxprEqn, axes: tuple) -> tuple:
     if param(eqn, "tiled"):
         return axes
@@ -334,7 +358,9 @@ def _inside(ins: Sequence[Origin], place: _Place) -> list[Origin]:
 
 
 def _walk_shard_map(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
-    return _walk_call(walk, eqn, _inside(ins, place), place)
+    outs = _walk_call(walk, eqn, _inside(ins, place), place)
+    walk.read(outs, "shard_map")
+    return [computed([origin]) if origin.parts else origin for origin in outs]
 
 
 def _walk_custom(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
@@ -352,8 +378,20 @@ def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> S
     if any(x.parts for x in xs):
         within = within._replace(stack=(*place.stack, (place.location, param(eqn, "length"))))
     body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], within)
-    outs = _settled(body, carry)
+    outs = _settled(body, _constant(walk, eqn, programs(eqn)[0][0], len(consts), carry))
+    walk.read(outs[len(carry) :], "scan")
     return [*outs[: len(carry)], *(computed([y]) for y in outs[len(carry) :])]  # stacks are followed no further
+
+
+def _constant(walk: Walk, eqn: JaxprEqn, body: Jaxpr, before: int, carry: Sequence[Origin]) -> list[Origin]:
+    """The carry of a loop, in which a parameter that it changes is what is computed from it."""
+    same = unchanged(body, before, len(carry))
+    changed = [origin for origin, is_same in zip(carry, same, strict=True) if not is_same]
+    walk.read(changed, kind(eqn))
+    return [
+        origin if is_same or not origin.parts else computed([origin])._replace(value=origin.value)
+        for origin, is_same in zip(carry, same, strict=True)
+    ]
 
 
 def _settled(body: Callable[[Sequence[Origin]], list[Origin]], carry: Sequence[Origin]) -> list[Origin]:
@@ -369,15 +407,21 @@ def _settled(body: Callable[[Sequence[Origin]], list[Origin]], carry: Sequence[O
 def _walk_while(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
     condition_consts, consts, carry = while_parts(eqn, _inside(ins, place))
     condition, body = while_programs(eqn)
+    carry = _constant(walk, eqn, programs(eqn)[body][0], len(consts), carry)
     carry = _settled(lambda carry: walk.program(programs(eqn)[body][0], [*consts, *carry], place.inside(body)), carry)
-    walk.program(programs(eqn)[condition][0], [*condition_consts, *carry], place.inside(condition))
+    within = place.inside(condition)._replace(in_condition=True)
+    walk.program(programs(eqn)[condition][0], [*condition_consts, *carry], within)
     return carry
 
 
 def _walk_cond(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
-    ins = _inside(ins[1:], place)
-    branches = [walk.program(jaxpr, ins, place.inside(k)) for k, (jaxpr, _) in enumerate(programs(eqn))]
-    return [_either(*outs) for outs in zip(*branches, strict=True)]
+    within = [place.inside(k) for k in range(len(programs(eqn)))]  # an input of one branch is observed in that alone
+    branches = [
+        walk.program(jaxpr, _inside(ins[1:], at), at) for at, (jaxpr, _) in zip(within, programs(eqn), strict=True)
+    ]
+    outs = [_either(*outs) for outs in zip(*branches, strict=True)]
+    walk.holding[place.location] = [bool(origin.parts) for origin in outs]
+    return outs
 
 
 _WALKS: dict[str, Callable[[Walk, JaxprEqn, list[Origin], _Place], Sequence[Origin]]] = {

@@ -97,6 +97,12 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
     return lax.cond(_finite(x, plain), lambda x: of(plain, True), masked, x)
 
 
+def if_finite(x: Array, then: Callable[[bool], Any]) -> Any:
+    """`then(finite)` on both sides of a condition, whether all of `x` is finite, as in `range_of`."""
+    x = num.upcast(x, num.compute_dtype(x.dtype))
+    return lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(True), lambda: then(False))
+
+
 _LOWEST = lambda mask: lambda x, axes: lax.reduce_min(mask(x, jnp.inf), axes)
 _HIGHEST = lambda mask: lambda x, axes: lax.reduce_max(mask(x, -jnp.inf), axes)
 _LARGEST = lambda mask: lambda x, axes: lax.reduce_max(mask(jnp.abs(x), -jnp.inf), axes)

@@ -7,25 +7,28 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from .. import _checks as checks
 from .._jaxpr._program import Location
-from .._jaxpr._walk import JOINED, Contraction, Operand, Origin, computed
+from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin, Walk
 from .._spec import PerBlock, PerChannel, PerTensor, QuantSpec, qparams_shape
 from .._tree import KINDS, Rule, named_in_errors
+from ._entries import Entries
+from ._match import Matcher, Op, gathered_by_data, is_wanted, names_of, ops_of
 from ._plan import Count, Plan, Site, nearest
 
 
 class Decision(NamedTuple):
-    """What happens to one contraction: a spec, or None, and a name for each of its two operands."""
+    """What happens to one contraction: a spec, or None, a name and keys of entries for each of its two operands."""
 
     contraction: Contraction
     specs: Sequence[QuantSpec | None]
     names: Sequence[str]
     rules: Sequence[Rule | None]
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    weight: int | None
+    keys: Sequence[tuple[str, ...]] = ((), ())
 
 
 class Decisions(NamedTuple):
@@ -34,6 +37,7 @@ class Decisions(NamedTuple):
     plan: Plan
     of: Mapping[Location, Decision]
     custom: Mapping[Location, str]
+    entries: Entries
 
 
 # What an op sums over
@@ -60,10 +64,11 @@ def _length(contraction: Contraction) -> int:
 def _on_operand(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], leaf: Any) -> QuantSpec:
     """The spec with its axes counted on the operand; those of a parameter are counted on the parameter."""
     kind, ndim = spec.granularity, len(operand.shape)
-    if isinstance(kind, PerTensor):
-        return spec
     with_ = lambda granularity: dataclasses.replace(spec, granularity=granularity)
     per_channel = lambda axes: with_(PerChannel(tuple(axes)) if axes else PerTensor())
+    picked = [i for i, along in enumerate(operand.origin.axes) if PICKED in along and operand.origin.held]
+    if isinstance(kind, PerTensor):
+        return per_channel(picked) if picked else spec
     if kind.axis is None:
         if isinstance(kind, PerChannel):
             return per_channel([i for i in range(ndim) if i not in contracted])
@@ -77,9 +82,9 @@ def _on_operand(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], 
         return spec
     qparams_shape(with_(PerChannel(kind.axis)), leaf.shape)
     of_leaf = {a % len(leaf.shape) for a in (kind.axis if isinstance(kind.axis, tuple) else (kind.axis,))}
-    axes = [i for i, along in enumerate(operand.origin.axes) if along & of_leaf]
+    axes = [i for i, along in enumerate(operand.origin.axes) if along & of_leaf or i in picked]
     split = isinstance(kind, PerBlock) and len(axes) != 1
-    if split or any(not operand.origin.axes[i] - {JOINED} <= of_leaf for i in axes):
+    if split or any(not operand.origin.axes[i] - {JOINED, PICKED} <= of_leaf for i in axes):
         raise ValueError(
             f"{kind} of a parameter of shape {leaf.shape} is no axis of the operand of shape {operand.shape} that the "
             f"function makes of it, whose axes run along {[sorted(along) for along in operand.origin.axes]}. Name axes "
@@ -120,177 +125,35 @@ def _check_shared(spec: QuantSpec, shape: tuple[int, ...], contracted: tuple[int
         )
 
 
-# Which rule is for what
-
-
-class _Op(NamedTuple):
-    """A contraction with its kind, its name, and which of its operands is the weight."""
-
-    contraction: Contraction
-    kind: str
-    name: str
-    weight: int | None
-
-    @property
-    def origins(self) -> list[Origin]:
-        """Those of the operands."""
-        return [operand.origin for operand in self.contraction.operands]
-
-    def subjects(self, side: int) -> list[str]:
-        """What the pattern of a rule for an operand is matched with."""
-        of_weight = self.origins[self.weight or 0]
-        if self.kind == "weight":
-            return list(of_weight.parts)
-        if self.kind in ("derived", "captured"):
-            return [self.name, *filter(None, [of_weight.name]), *sorted(of_weight.params)]
-        return list(dict.fromkeys([self.name, _names(self)[side]]))
-
-
-def _kind(contraction: Contraction) -> str:
-    if contraction.is_closed:
-        return "closed"
-    roles = {operand.origin.role for operand in contraction.operands}
-    if contraction.gradient:
-        return "gradient"
-    if roles <= {"weight", "derived"}:
-        return "params"
-    return next((role for role in ("weight", "derived", "captured") if role in roles), "act_act")
-
-
-def _ops(contractions: Sequence[Contraction]) -> list[_Op]:
-    """The contractions with names, without those of constants alone."""
-    counts, ops = collections.Counter(), []
-    for c in contractions:
-        roles = [operand.origin.role for operand in c.operands]
-        if all(role == "captured" for role in roles):
-            continue
-        kind = _kind(c)
-        base = "/".join(filter(None, (c.scope, c.op)))
-        name = f"{base}_{counts[base]}"
-        counts[base] += 1
-        weight = roles.index(kind) if kind in ("weight", "derived", "captured") else None
-        ops.append(_Op(c, kind, name, weight))
-    return ops
-
-
-def _names(op: _Op) -> list[str]:
-    """The names of the operands, before equal ones are numbered."""
-    origins = [operand.origin for operand in op.contraction.operands]
-    if op.kind == "closed":
-        return [origin.path or f"{op.name}:{i}" for i, origin in enumerate(origins)]
-    if op.weight is None:
-        return [
-            origin.name or origin.path or f"{op.name}:{s}" for origin, s in zip(origins, ("lhs", "rhs"), strict=True)
-        ]
-    of_weight = origins[op.weight]
-    weight = of_weight.path if of_weight.path is not None else of_weight.name or op.name
-    other = origins[1 - op.weight].name or f"{weight}:input"
-    return [weight, other] if op.weight == 0 else [other, weight]
-
-
-class _Matcher:
-    """The rules, and which of them have decided something."""
-
-    def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Any], params: str):
-        self.rules, self.leaves, self.params = rules, leaves, params
-        self.used, self.shadowed = set(), {}
-
-    def first(self, op: _Op, side: int) -> Rule | None:
-        """The rule for an operand."""
-        operand, found = op.contraction.operands[op.weight or 0 if op.kind == "weight" else side], None
-        for i, rule in enumerate(self.rules):
-            if rule.kind != op.kind or not _is_for(rule, op.contraction):
-                continue
-            leaf = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
-            matched = [name for name in op.subjects(side) if rule.matches(name, self.leaves.get(name, leaf))]
-            if matched and found is None:
-                self.used.add(i)
-                found = rule
-            elif matched:
-                self.shadowed.setdefault(i, (matched[0], found))
-        return found
-
-    def for_path(self, path: str, contraction: Contraction | None = None) -> Rule | None:
-        """The first rule of kind "weight" that matches a parameter, of those for a contraction, or for any."""
-        of_kind = (rule for rule in self.rules if rule.kind == "weight")
-        candidates = (rule for rule in of_kind if contraction is None or _is_for(rule, contraction))
-        return next((rule for rule in candidates if rule.matches(path, self.leaves[path])), None)
-
-    def of_parameter(self, op: _Op, origin: Origin) -> Rule | None:
-        """The rule for a parameter where it is no operand that a rule of kind "weight" is for."""
-        rule = self.for_path(origin.parts[0], op.contraction) if origin.parts else None
-        if rule is not None:
-            self.used.add(self.rules.index(rule))
-        return rule
-
-    def due(self, op: _Op, origin: Origin, quantized: Set[str]) -> list[tuple[str, Rule]]:
-        """The parameters in a value that a rule would quantize, and that no site does; with the rule of each."""
-        paths = sorted({*origin.computed, *origin.gathered})
-        chosen = [(path, rule) for path in paths if (rule := self.for_path(path, op.contraction)) is not None]
-        self.used |= {self.rules.index(rule) for _, rule in chosen if not _wanted(rule)}
-        return [(path, rule) for path, rule in chosen if rule.weight and not rule.optional and path not in quantized]
-
-    def agreed(self, contraction: Contraction) -> Contraction:
-        """With parameters that were concatenated, and that no one rule quantizes, as what is computed from them."""
-
-        def of(operand: Operand) -> Operand:
-            parts = operand.origin.parts
-            rules = [self.for_path(part, contraction) for part in parts]
-            ranks = {len(self.leaves[part].shape) for part in parts}  # axes are counted on all of them
-            if len(rules) < 2 or (_wanted(rules[0]) and all(rule is rules[0] for rule in rules) and len(ranks) == 1):
-                return operand
-            return operand._replace(origin=computed([operand.origin]))
-
-        return contraction._replace(operands=tuple(map(of, contraction.operands)))
-
-    def resolved(self, op: _Op) -> _Op:
-        """Of two parameters the one that a rule quantizes is the weight, and the other its input."""
-        rules = [self.of_parameter(op, origin) for origin in op.origins]
-        wanted = [side for side, rule in enumerate(rules) if _wanted(rule)]
-        if len(wanted) == 2 and op.origins[0].picked != op.origins[1].picked:
-            wanted = [side for side in wanted if not op.origins[side].picked]  # a row of an embedding is an input
-        if len(wanted) == 2:
-            (a, b), patterns = (origin.path for origin in op.origins), [rule.pattern for rule in rules if rule]
-            raise ValueError(
-                f"At {a!r} and {b!r}, chosen by the rules {patterns}: two parameters are contracted with each other, "
-                f"in {op.name!r}, and one of them must be the input. Name it by a rule with None before these. If all "
-                f"operations look so, {self.params} is wrong."
-            )
-        chosen = wanted or [side for side, rule in enumerate(rules) if rule]
-        return op._replace(kind="weight", weight=chosen[0]) if chosen else op
-
-
-def _is_for(rule: Rule, contraction: Contraction) -> bool:
-    return rule.op in (None, contraction.op) and rule.in_scope(contraction.scope)
-
-
-def _wanted(rule: Rule | None) -> bool:
-    return rule is not None and (rule.weight or rule.activation) is not None
-
-
 def decide(
-    contractions: Sequence[Contraction], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str, strict: bool
-) -> Decisions:
-    """Matches rules and sites; every error of selection is raised here."""
-    matcher = _Matcher(rules, leaves, params)
-    ops = _ops([matcher.agreed(contraction) for contraction in contractions])
+    walk: Walk, rules: Sequence[Rule], leaves: Mapping[str, Any], params: str, strict: bool,
+    static: Set[str], frozen: Set[str],
+) -> Decisions:  # fmt: skip
+    """Matches rules and sites; every error of selection is raised here.
+
+    `static` are the entries that have qparams; `frozen` the parameters that are integers already.
+    """
+    matcher = Matcher(rules, leaves, params)
+    ops = ops_of([matcher.agreed(contraction) for contraction in walk.found()])
     _refuse_captured_model(ops, rules, leaves, params)
     seen, sites, made, decisions, custom = collections.Counter(), [], [], {}, {}
+    entries, reads = Entries(leaves), {path: set(by) for path, by in walk.reads.items()}
     for i, op in enumerate(ops):
         if op.kind == "params":
             ops[i] = op = matcher.resolved(op)
-        names = [_numbered(name, seen) for name in _names(op)]
+        names = [_numbered(name, seen) for name in names_of(op)]
         if op.kind == "closed":
             sites += _closed(op, names, matcher)
             continue
-        decision = _decision(op, names, matcher, strict)
+        decision = _with_entries(op, _decision(op, names, matcher, strict), entries, reads)
         made.append((op, decision))
-        sites += _sites(op, decision)
+        sites += _sites(op, decision, frozen)
         if any(decision.specs):
             decisions[op.contraction.location] = decision
             _note_custom(op, decision, custom)
+    sites += _read_everywhere(entries, reads, matcher, seen)
     _refuse_gradient([site for site in sites if site.kind == "gradient" and site.rule is None], decisions, rules)
-    quantized = _quantized_parameters(made)
+    quantized = _quantized_parameters(made) | {path for path, entry in entries.of.items() if entry.is_weight}
     left = _left_in_float(made, matcher, quantized)
     for i, rule in enumerate(rules):
         if i not in matcher.used and not rule.optional:
@@ -303,21 +166,65 @@ def decide(
         )
     if left:
         raise ValueError(left)
-    return Decisions(Plan(tuple(sites), _counts(matcher, quantized)), decisions, custom)
+    for path, entry in entries.of.items():
+        if entry.is_weight:
+            entries.of[path] = entry._replace(reads=tuple(sorted(reads.get(path, ()))))
+    plan = Plan(tuple(_stated(site, entries, static, frozen) for site in sites), _counts(matcher, quantized))
+    return Decisions(plan, decisions, custom, entries)
 
 
-def _quantized_parameters(made: Sequence[tuple[_Op, Decision]]) -> set[str]:
+def _with_entries(op: Op, decision: Decision, entries: Entries, reads: dict[str, set[str]]) -> Decision:
+    """With the keys of its operands, which the entries learn; what reads a parameter in float is noted."""
+    for side, (operand, spec) in enumerate(zip(op.contraction.operands, decision.specs, strict=True)):
+        name, rule, is_weight = decision.names[side], decision.rules[side], side == decision.weight
+        if spec is not None and rule is not None:
+            entries.add(op.contraction, side, name, spec, rule, is_weight, decision.contracted[side])
+        if spec is None or not is_weight:
+            for path in operand.origin.held:
+                reads.setdefault(path, set()).add(name)
+    return decision._replace(keys=entries.keys.get(op.contraction.location, ((), ())))
+
+
+def _read_everywhere(
+    entries: Entries, reads: Mapping[str, Set[str]], matcher: Matcher, seen: collections.Counter
+) -> Iterator[Site]:
+    """The parameters that every use sees quantized, where something else than a contraction uses them."""
+    for path, by in reads.items():
+        rule = entries.of[path].rule if path in entries.of else matcher.for_path(path)
+        leaf = matcher.leaves[path]
+        if rule is None or rule.weight is None or not rule.everywhere or not checks.is_float(leaf.dtype):
+            continue
+        matcher.used.add(matcher.rules.index(rule))
+        name = _numbered(path, seen)
+        entry = entries.add_read(path, rule, name)
+        yield Site(
+            name, "weight", ", ".join(sorted(by)), "", leaf.shape, np.dtype(leaf.dtype), 0, entry.spec, rule.pattern,
+            "", path,
+        )  # fmt: skip
+
+
+def _stated(site: Site, entries: Entries, static: Set[str], frozen: Set[str]) -> Site:
+    """With what the plan says of its entry."""
+    if site.spec is None:
+        return site
+    of_site = lambda key: site.entry == key or site.entry.startswith(f"{key}, ")
+    entry = next(entry for key, entry in entries.of.items() if of_site(key))
+    state = "frozen" if entry.key in frozen else "static" if entry.key in static else "dynamic"
+    return site._replace(entry_spec=entry.spec, state=state)
+
+
+def _quantized_parameters(made: Sequence[tuple[Op, Decision]]) -> set[str]:
     """The paths of the parameters that some site quantizes, as they are or in what is computed from them."""
     paths = set()
     for op, decision in made:
         for side, (operand, spec) in enumerate(zip(op.contraction.operands, decision.specs, strict=True)):
             if spec is not None and (op.kind != "weight" or side == op.weight):
                 origin = operand.origin
-                paths |= {*origin.parts, *origin.gathered, *(() if origin.data else origin.computed)}
+                paths |= {*origin.parts, *(() if origin.data else origin.computed)}
     return paths
 
 
-def _counts(matcher: _Matcher, quantized: set[str]) -> dict[str, Count]:
+def _counts(matcher: Matcher, quantized: set[str]) -> dict[str, Count]:
     """What becomes of the parameters."""
     counts = {}
     for path, leaf in matcher.leaves.items():
@@ -332,7 +239,7 @@ def _counts(matcher: _Matcher, quantized: set[str]) -> dict[str, Count]:
     return {what: counts[what] for what in order if what in counts}
 
 
-def _left_in_float(made: Sequence[tuple[_Op, Decision]], matcher: _Matcher, quantized: set[str]) -> str:
+def _left_in_float(made: Sequence[tuple[Op, Decision]], matcher: Matcher, quantized: set[str]) -> str:
     """What is wrong where a rule quantizes a parameter that meets its ops only as something else; else nothing."""
     found = []
     for op, decision in made:
@@ -340,29 +247,31 @@ def _left_in_float(made: Sequence[tuple[_Op, Decision]], matcher: _Matcher, quan
             continue
         for name, rule, operand in zip(decision.names, decision.rules, op.contraction.operands, strict=True):
             origin = operand.origin
-            if not checks.is_float(operand.dtype) or (origin.data and not origin.gathered):
+            if not checks.is_float(operand.dtype) or (origin.data and not gathered_by_data(origin)):
                 continue
             due = matcher.due(op, origin, quantized)
             if due and rule is None:
-                found.append(_left(op, name if origin.gathered else op.name, origin, due))
+                found.append(_left(op, name if gathered_by_data(origin) else op.name, origin, due))
     return next(iter(found), "")
 
 
-def _left(op: _Op, name: str, origin: Origin, due: list[tuple[str, Rule]]) -> str:
+def _left(op: Op, name: str, origin: Origin, due: list[tuple[str, Rule]]) -> str:
     paths, (_, rule) = [path for path, _ in due], due[0]
-    how, kind = ("gathered by data", "act_act") if origin.gathered else ("computed with", "derived")
-    spec = "activation" if origin.gathered else "weight"
+    gathered = bool(gathered_by_data(origin))
+    how, kind = ("gathered by data", "act_act") if gathered else ("computed with", "derived")
+    spec = "activation" if gathered else "weight"
+    everywhere = "let every use of it see the quantized value by Rule(..., everywhere=True), " if gathered else ""
     return (
         f"At {op.name!r}: the rule {rule.pattern!r} quantizes {', '.join(map(repr, paths))}, which "
         f"{'are' if len(paths) > 1 else 'is'} {how} before the op, and would be left in float. Quantize what the op "
-        f'meets by Rule({name!r}, {spec}={rule.weight}, kind="{kind}"), or leave the parameter in float by a rule '
-        f"({paths[0]!r}, None) before that one; q.plan(...) then prints all sites."
+        f'meets by Rule({name!r}, {spec}={rule.weight}, kind="{kind}"), {everywhere}or leave the parameter in float '
+        f"by a rule ({paths[0]!r}, None) before that one; q.plan(...) then prints all sites."
     )
 
 
-def _refuse_captured_model(ops: Sequence[_Op], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str) -> None:
+def _refuse_captured_model(ops: Sequence[Op], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str) -> None:
     """A model that is a function, and so closes over its weights, with the data in the place of the params."""
-    if not any(map(_wanted, rules)) or any(rule.kind == "captured" for rule in rules):
+    if not any(map(is_wanted, rules)) or any(rule.kind == "captured" for rule in rules):
         return
     roles = [{origin.role for origin in op.origins} for op in ops if op.kind != "closed"]
     meets_captured = any("captured" in of for of in roles)
@@ -384,7 +293,7 @@ def _numbered(name: str, seen: collections.Counter) -> str:
     return name if seen[name] == 1 else f"{name}#{seen[name]}"
 
 
-def _decision(op: _Op, names: list[str], matcher: _Matcher, strict: bool) -> Decision:
+def _decision(op: Op, names: list[str], matcher: Matcher, strict: bool) -> Decision:
     contraction = op.contraction
     contracted = contracted_axes(contraction)
     rules, specs = [], []
@@ -393,7 +302,7 @@ def _decision(op: _Op, names: list[str], matcher: _Matcher, strict: bool) -> Dec
         is_weight = side == op.weight or (op.kind == "gradient" and operand.origin.role != "data")
         if op.kind == "weight" and not is_weight:  # a parameter as the input of another may have a rule of its own
             own = matcher.of_parameter(op, operand.origin)
-            rule = rule if own is None or _wanted(own) else own
+            rule = rule if own is None or is_wanted(own) else own
         spec = rule and (rule.weight if is_weight else rule.activation)
         if rule is not None and spec is not None:
             with named_in_errors(names[side], rule=rule):
@@ -404,7 +313,8 @@ def _decision(op: _Op, names: list[str], matcher: _Matcher, strict: bool) -> Dec
         for name, rule, spec, operand, axes in zip(names, rules, specs, contraction.operands, contracted, strict=True):
             with named_in_errors(name, rule=rule):
                 _check_shared(spec, operand.shape, axes, contraction.op)
-    return Decision(contraction, tuple(specs), tuple(names), tuple(rules), contracted)
+    weight = op.weight if op.kind == "weight" else None
+    return Decision(contraction, tuple(specs), tuple(names), tuple(rules), contracted, weight)
 
 
 def _is_exact(rule: Rule) -> bool:
@@ -413,7 +323,7 @@ def _is_exact(rule: Rule) -> bool:
 
 
 def _of_operand(
-    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: _Matcher, exact: bool
+    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: Matcher, exact: bool
 ) -> QuantSpec | None:
     """The spec with the axes of the operand; None for integers and the like that a glob only happens to match."""
     if not checks.is_float(operand.dtype):
@@ -423,7 +333,7 @@ def _of_operand(
             f"an operand must be floating to be quantized, got {operand.dtype}. Leave it as it is by a rule with None "
             "before this one."
         )
-    parts = operand.origin.parts
+    parts = operand.origin.held
     spec = _on_operand(spec, operand, contracted, matcher.leaves[parts[0]] if parts else None)
     qparams_shape(spec, operand.shape)
     if len(parts) > 1:
@@ -431,20 +341,23 @@ def _of_operand(
     return spec
 
 
-def _sites(op: _Op, decision: Decision) -> Iterator[Site]:
+def _sites(op: Op, decision: Decision, frozen: Set[str]) -> Iterator[Site]:
     c = op.contraction
-    for name, operand, spec, rule in zip(decision.names, c.operands, decision.specs, decision.rules, strict=True):
+    for side, (operand, spec) in enumerate(zip(c.operands, decision.specs, strict=True)):
+        rule = decision.rules[side]
         why = "" if spec else _why(op, operand, rule)
+        if spec is None and not frozen.isdisjoint(operand.origin.held):
+            why = "integers that no rule is for: their real values"
         yield Site(
-            name, op.kind, c.op, c.scope, operand.shape, np.dtype(operand.dtype), _length(c), spec,
-            None if rule is None else rule.pattern, why,
+            decision.names[side], op.kind, c.op, c.scope, operand.shape, np.dtype(operand.dtype), _length(c), spec,
+            None if rule is None else rule.pattern, why, ", ".join(decision.keys[side]),
         )  # fmt: skip
 
 
-def _why(op: _Op, operand: Operand, rule: Rule | None) -> str:
+def _why(op: Op, operand: Operand, rule: Rule | None) -> str:
     """Why a site is left as it is."""
     origin = operand.origin
-    if rule is not None and not _wanted(rule):
+    if rule is not None and not is_wanted(rule):
         return "the rule says None"
     if not checks.is_float(operand.dtype):
         return f"{operand.dtype}: only floating operands are quantized"
@@ -452,7 +365,7 @@ def _why(op: _Op, operand: Operand, rule: Rule | None) -> str:
         return "the rule has no spec for this operand"
     made = ", ".join(sorted(origin.params)) if origin.role == "derived" else ""
     with_data = f"computed from {', '.join(sorted(origin.computed))} and data" if origin.computed else "no parameter"
-    gathered = f"{', '.join(origin.gathered)}, gathered by data" if origin.gathered else with_data
+    gathered = f"{', '.join(origin.parts)}, gathered by data" if gathered_by_data(origin) else with_data
     return {
         "weight": "no rule matches",
         "act_act": f'{gathered}; Rule(..., kind="act_act")',
@@ -463,7 +376,7 @@ def _why(op: _Op, operand: Operand, rule: Rule | None) -> str:
     }[op.kind]
 
 
-def _closed(op: _Op, names: list[str], matcher: _Matcher) -> Iterator[Site]:
+def _closed(op: Op, names: list[str], matcher: Matcher) -> Iterator[Site]:
     """Those parameters that go where nothing can be replaced; an error if a rule wants one quantized."""
     for name, operand in zip(names, op.contraction.operands, strict=True):
         path = operand.origin.path
@@ -477,7 +390,7 @@ def _closed(op: _Op, names: list[str], matcher: _Matcher) -> Iterator[Site]:
         if path is None:
             continue
         rule = matcher.of_parameter(op, operand.origin)
-        if rule is not None and _wanted(rule):
+        if rule is not None and is_wanted(rule):
             with named_in_errors(path, rule=rule):
                 raise ValueError(
                     f"the parameter goes into {op.contraction.op!r}, at {op.name!r}, where quantize_fn cannot replace "
@@ -493,7 +406,7 @@ def _closed(op: _Op, names: list[str], matcher: _Matcher) -> Iterator[Site]:
 
 def _refuse_gradient(sites: list[Site], decisions: Mapping[Location, Decision], rules: Sequence[Rule]) -> None:
     """Rules for the function do not mean the derivatives that it takes by itself."""
-    meant = decisions or any(_wanted(rule) for rule in rules)
+    meant = decisions or any(is_wanted(rule) for rule in rules)
     if sites and meant:
         raise ValueError(
             f"At {sites[0].name!r}: the function differentiates by itself, and the op is in that pass. Differentiate "
@@ -503,7 +416,7 @@ def _refuse_gradient(sites: list[Site], decisions: Mapping[Location, Decision], 
         )
 
 
-def _note_custom(op: _Op, decision: Decision, custom: dict[Location, str]) -> None:
+def _note_custom(op: Op, decision: Decision, custom: dict[Location, str]) -> None:
     """How the calls with a derivative of their own around an op are treated."""
     said = [rule.custom for rule, spec in zip(decision.rules, decision.specs, strict=True) if rule and spec]
     for location in op.contraction.custom:
@@ -520,7 +433,7 @@ def _note_custom(op: _Op, decision: Decision, custom: dict[Location, str]) -> No
         custom[location] = choices.pop() or ""
 
 
-def _unused(i: int, rule: Rule, matcher: _Matcher, ops: list[_Op]) -> str:
+def _unused(i: int, rule: Rule, matcher: Matcher, ops: list[Op]) -> str:
     """What is wrong with a rule that decided nothing."""
     if i in matcher.shadowed:
         name, earlier = matcher.shadowed[i]
@@ -551,7 +464,8 @@ def _unused(i: int, rule: Rule, matcher: _Matcher, ops: list[_Op]) -> str:
         said = f": Rule(..., kind={kind!r})" if kind in KINDS else ""
         message += f" It matches the parameter {path!r}, which is in an op of kind {kind!r}{said}."
     elif parameters and rule.kind == "weight":
-        message += f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is."
+        message += f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is. "
+        message += "Rule(..., everywhere=True) quantizes it where it is gathered or computed with, too."
     elif rule.kind == "weight":
         message += (
             f" No parameter has such a path: is `{matcher.params}` right? It has {len(matcher.leaves)} arrays, the "

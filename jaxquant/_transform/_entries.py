@@ -2,9 +2,232 @@
 """What has qparams of its own: each parameter that is quantized, and each input of the ops that use one."""
 
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from .._jaxpr._walk import JOINED, Operand
-from .._spec import PerBlock, PerChannel, PerTensor, QuantSpec
+from .._affine import qparams_of_shape
+from .._jaxpr._program import Location
+from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin
+from .._qarray import QArray
+from .._ranges._range import QParams
+from .._spec import PerBlock, PerChannel, PerTensor, QuantSpec, qparams_shape
+from .._tree import Rule, named_in_errors
+from ._plan import nearest
+
+
+class Entry(NamedTuple):
+    """A parameter, or an input of ops that use it alike: what has one scale, or one for each of its groups.
+
+    Attributes:
+      key: the path of the parameter, or the name of the first site.
+      spec: QuantSpec with the axes of the parameter, or of the operand.
+      shape, dtype: of the parameter, or of the operand.
+      is_weight: whether it is a parameter.
+      rule: that chose it.
+      sites: the names of those that use it.
+      contracted: of a parameter, the axes along which all of its ops sum.
+      reads: of a parameter, what else reads it, in float.
+      is_dynamic: whether its range is always that of the values at hand: the batch is in the shape of its scale.
+      location: of the first op that uses it, and
+      turn: which operand it is there, counted over all ops.
+      stack: the scans over parameters around an input, and their lengths: each turn has a scale of its own.
+      is_seen: whether it can be observed: not in the condition of a loop.
+    """
+
+    key: str
+    spec: QuantSpec
+    shape: tuple[int, ...]
+    dtype: Any
+    is_weight: bool
+    rule: Rule
+    sites: tuple[str, ...]
+    contracted: frozenset[int] = frozenset()
+    reads: tuple[str, ...] = ()
+    is_dynamic: bool = False
+    location: Location = ()
+    turn: int = 0
+    stack: tuple[tuple[Location, int], ...] = ()
+    is_seen: bool = True
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The shape of its qparams."""
+        return *(n for _, n in self.stack), *qparams_shape(self.spec, self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many values it has, in all turns of a scan."""
+        return math.prod((*(n for _, n in self.stack), *self.shape))
+
+
+class Entries:
+    """The entries of a function, in the order of its program; `keys` are those of the operands at each location."""
+
+    def __init__(self, leaves: Mapping[str, Any]):
+        self.leaves = leaves
+        self.of: dict[str, Entry] = {}
+        self.keys: dict[Location, list[tuple[str, ...]]] = {}
+        self._of_value: dict[Any, str] = {}
+
+    def add(self, contraction: Contraction, side: int, name: str, spec: QuantSpec, rule: Rule, is_weight: bool,
+            contracted: Sequence[int]) -> None:  # fmt: skip
+        """Notes an operand that is quantized."""
+        operand = contraction.operands[side]
+        at = self.keys.setdefault(contraction.location, [(), ()])
+        turn = 2 * (len(self.keys) - 1) + side
+        if is_weight:
+            at[side] = operand.origin.parts
+            for path in operand.origin.parts:
+                with named_in_errors(name, rule=rule):
+                    self._add_weight(path, operand, name, spec, rule, contracted, turn)
+            return
+        alike = operand.origin.value, spec, str(operand.dtype)
+        key = self._of_value.setdefault(alike, name) if operand.origin.value is not None else name
+        at[side] = (key,)
+        if key in self.of:
+            if self.of[key].is_weight:
+                raise ValueError(
+                    f"{key!r} is the path of a parameter and the name of an input. Rename the quant_point of that."
+                )
+            self.of[key] = self.of[key]._replace(sites=(*self.of[key].sites, name))
+            return
+        kind = rule.activation.granularity if rule.activation else spec.granularity
+        is_dynamic = isinstance(spec.granularity, PerBlock) or (isinstance(kind, PerChannel) and kind.axis is None)
+        self.of[key] = Entry(
+            key, spec, operand.shape, operand.dtype, False, rule, (name,), is_dynamic=is_dynamic,
+            location=contraction.location, turn=turn, stack=contraction.stack, is_seen=not contraction.in_condition,
+        )  # fmt: skip
+
+    def _add_weight(self, path: str, operand: Operand, name: str, spec: QuantSpec, rule: Rule,
+                    contracted: Sequence[int], turn: int) -> None:  # fmt: skip
+        leaf = self.leaves[path]
+        spec = on_parameter(spec, operand, path, leaf.shape)
+        summed = _along(operand.origin, list(contracted))
+        kept = _along(operand.origin, [i for i in range(len(operand.shape)) if i not in contracted])
+        entry = self.of.get(path)
+        if entry is None:
+            self.of[path] = Entry(
+                path, spec, leaf.shape, leaf.dtype, True, rule, (name,), frozenset(summed - kept), turn=turn
+            )
+            return
+        if entry.spec != spec:
+            raise ValueError(
+                f"the parameter {path!r} of shape {leaf.shape} is quantized in two ways: as {entry.spec} at "
+                f"{entry.sites[0]!r}, and as {spec} at {name!r}. One parameter has one scale for each of its groups, "
+                "whatever uses it. Name them by weight_spec(bits, channel_axis=...), counted on the parameter and kept "
+                "by every op, or by granularity=PerTensor(); or leave one of the uses in float by a rule with None."
+            )
+        # Of ops that sum along other axes a flag is for all that share a scale.
+        common = entry.contracted & (summed - kept) or _shared(spec, leaf.shape)
+        self.of[path] = entry._replace(sites=(*entry.sites, name), contracted=common)
+
+    def add_read(self, path: str, rule: Rule, name: str) -> Entry:
+        """Notes a parameter that every use sees quantized; what reads it has no axes to say which share a scale."""
+        spec, leaf = rule.weight, self.leaves[path]
+        assert spec is not None
+        if path not in self.of:
+            with named_in_errors(path, rule=rule):
+                axis = getattr(spec.granularity, "axis", ())
+                if axis is None:
+                    raise ValueError(
+                        f"{spec} is per output channel of the parameter's dot, and no dot uses it. Name the axis: "
+                        "weight_spec(bits, channel_axis=...), counted on the parameter."
+                    )
+                shared = _shared(spec, leaf.shape)
+            self.of[path] = Entry(path, spec, leaf.shape, leaf.dtype, True, rule, (), shared, turn=-1)
+        entry = self.of[path]
+        self.of[path] = entry._replace(sites=(*entry.sites, name))
+        return entry
+
+    def checked_qparams(self, qparams: Any, frozen: Mapping[str, QArray]) -> dict[str, QParams | None]:
+        """The qparams of each entry, in float32 and of full rank, as a caller has passed them; None is dynamic."""
+        if qparams is None:
+            return dict.fromkeys(self.of)
+        if not isinstance(qparams, Mapping):
+            raise TypeError(
+                f"`qparams` must be a dict from entry to QParams or None, got {type(qparams).__name__}. Make one by "
+                "q.init_qparams(params, ...)."
+            )
+        self.same_keys("qparams", "q.init_qparams(params, ...)", qparams, frozen)
+        return {key: self._checked(key, qparams.get(key)) for key in self.of}
+
+    def same_keys(self, name: str, made_by: str, given: Mapping[str, Any], without: Mapping[str, Any]) -> None:
+        """Raises for entries that are missing, but of those `without`, or unknown."""
+        missing = [key for key in self.of if key not in given and key not in without]
+        unknown = [key for key in given if key not in self.of and key not in without]
+        if missing:
+            raise ValueError(
+                f"`{name}` must have one value for each entry, got none for {missing[0]!r}"
+                f"{f' and {len(missing) - 1} others' if missing[1:] else ''}; the nearest keys it has: "
+                f"{nearest(missing[0], list(given))}. Make it by {made_by}; None as the value of an entry makes it "
+                "dynamic."
+            )
+        if unknown:
+            raise ValueError(
+                f"`{name}` has {unknown[0]!r}, which is no entry of this function with these rules; the nearest: "
+                f"{nearest(unknown[0], list(self.of))}. Make it by {made_by}, with these rules."
+            )
+
+    def _checked(self, key: str, qparams: QParams | None) -> QParams | None:
+        entry = self.of[key]
+        if qparams is None:
+            return None
+        with named_in_errors(key, rule=entry.rule):
+            if entry.is_dynamic:
+                raise ValueError(
+                    f"{entry.spec} has a scale of its own for each part of the batch, which is dynamic always, got "
+                    "qparams. Pass None for it."
+                )
+            why = f"one for each group of {entry.spec} in {'a parameter' if entry.is_weight else 'an input'} of shape "
+            turns = f", in each of {math.prod(n for _, n in entry.stack)} turns of a scan" if entry.stack else ""
+            ndim = len(entry.groups) if entry.stack else len(entry.shape)
+            scale, zero_point = qparams_of_shape(qparams, entry.groups, ndim, f"{why}{entry.shape}{turns}")
+            return QParams(scale.reshape(entry.groups), zero_point.reshape(entry.groups))
+
+    def check_frozen(self, frozen: Mapping[str, QArray]) -> None:
+        """A QArray under a rule must be what the rule makes of the parameter."""
+        plain = lambda spec: dataclasses.replace(spec, granularity=PerTensor())
+        for path, q in frozen.items():
+            entry = self.of.get(path)
+            if entry is None:
+                continue
+            groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
+            expected = entry.groups or (1,) * q.ndim
+            with named_in_errors(path, rule=entry.rule):
+                if plain(q.spec) != plain(entry.spec) or groups != expected:
+                    raise ValueError(
+                        f"the parameter is a QArray with {q.spec} and a scale of shape {q.scale.shape}, and the rule "
+                        f"makes {entry.spec} of it, with a scale of shape {entry.groups}. Freeze it with the rules it "
+                        "is served with; or leave it out of the rules, and it is used as it is, with inputs in float."
+                    )
+                _check_reads(entry, "given as a QArray")
+
+
+def _check_reads(entry: Entry, done: str) -> None:
+    if entry.reads and not entry.rule.everywhere:
+        raise ValueError(
+            f"the parameter is quantized at {', '.join(map(repr, entry.sites))} and also read in float, by "
+            f"{', '.join(map(repr, entry.reads))}, so that it cannot be {done}: what was trained would not be what is "
+            "served. Let every use see the quantized value, in training too, by Rule(..., everywhere=True)."
+        )
+
+
+def check_freezing(entry: Entry) -> None:
+    """Raises for a parameter that ops also read in float."""
+    with named_in_errors(entry.key, rule=entry.rule):
+        _check_reads(entry, "frozen")
+
+
+def _shared(spec: QuantSpec, shape: tuple[int, ...]) -> frozenset[int]:
+    """The axes along which not each element has a scale of its own."""
+    groups = qparams_shape(spec, shape) or (1,) * len(shape)
+    return frozenset(i for i, (n, g) in enumerate(zip(shape, groups, strict=True)) if g != n or n == 1)
+
+
+def _along(origin: Origin, axes: Sequence[int]) -> set[int]:
+    """The axes of a parameter along which axes of an operand run."""
+    return {a for i in axes for a in origin.axes[i] if a >= 0}
 
 
 def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int, ...]) -> QuantSpec:
@@ -19,8 +242,8 @@ def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int,
     said: dict[int, set[int]] = {a: set() for a in range(len(shape))}  # of each axis: 1 separate, 0 shared, else blocks
     for i, along in enumerate(operand.origin.axes):
         separate = isinstance(kind, PerBlock) if i not in own else isinstance(kind, PerChannel)
-        innermost = max(along - {JOINED}, default=None)
-        for a in along - {JOINED}:
+        innermost = max(along - {JOINED, PICKED}, default=None)
+        for a in along - {JOINED, PICKED}:
             said[a].add(size if size and i in own and a == innermost else int(separate or bool(size)))
     if any(len(of) > 1 for of in said.values()):
         raise ValueError(_unsayable(spec, operand, path, shape))
@@ -34,7 +257,7 @@ def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int,
 
 
 def _unsayable(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int, ...]) -> str:
-    runs = [sorted(along - {JOINED}) for along in operand.origin.axes]
+    runs = [sorted(along - {JOINED, PICKED}) for along in operand.origin.axes]
     return (
         f"{spec} is of an operand of shape {operand.shape}, whose axes run along {runs} of the parameter {path!r} of "
         f"shape {shape}, and no granularity of the parameter says it. Name axes that stay apart by weight_spec("

@@ -24,6 +24,12 @@ class Site(NamedTuple):
       spec: QuantSpec with the axes of the operand; None if it is left in float.
       rule: the pattern of the rule that decided, None if there was none.
       why: why it is left in float; empty if it is not.
+      entry: the key of its qparams: the path of the parameter, or the name of the first site of an input that is used
+        so; of parameters that are concatenated, joined by ", ".
+      entry_spec: QuantSpec with the axes of the parameter; of an input that is `spec`.
+      state: "static" with the qparams of the entry, "dynamic" with the range of the values at hand, "frozen" where
+        the parameter is integers already; empty if it is left in float.
+      qparams: None in a plan; those that `at_sites` hands to the function for the site, None where it is dynamic.
     """
 
     name: str
@@ -36,6 +42,10 @@ class Site(NamedTuple):
     spec: QuantSpec | None
     rule: Any
     why: str
+    entry: str = ""
+    entry_spec: QuantSpec | None = None
+    state: str = ""
+    qparams: Any = None
 
 
 class Count(NamedTuple):
@@ -72,7 +82,7 @@ class Plan:
         raise KeyError(f"{name!r}; the nearest names: {nearest(name, [site.name for site in self.sites])}")
 
     def __str__(self) -> str:
-        header = ("site", "op", "shape", "K", "quantized to", "rule", "why not")
+        header = ("site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "why not")
         rows = [
             (
                 site.name or "''",
@@ -80,6 +90,9 @@ class Plan:
                 f"{site.dtype}[{','.join(map(str, site.shape))}]",
                 str(site.length),
                 _in_words(site.spec) if site.spec else "-",
+                "-" if not site.spec else "same" if site.entry == site.name else site.entry,
+                "-" if not site.entry_spec else "same" if site.entry_spec == site.spec else _in_words(site.entry_spec),
+                site.state or "-",
                 "-" if site.rule is None else pattern_in_words(site.rule),
                 site.why,
             )

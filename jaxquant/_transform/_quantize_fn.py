@@ -5,26 +5,30 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.ad_checkpoint
+import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from .. import _checks as checks
-from .. import _numerics as num
-from .._affine import fake_quant, quantize_straight_through
-from .._integer._contract import checked_execution, contract
-from .._integer._conv import Conv
-from .._integer._dot import Dot
-from .._jaxpr._evaluate import Replacements
+from .._affine import quantize
+from .._integer._contract import checked_execution
+from .._jaxpr._evaluate import Scope
 from .._jaxpr._program import traced
-from .._jaxpr._walk import DATA, POINT, Contraction, Origin, Walk, parameter
-from .._tree import Rules, checked_rules, named_in_errors, with_paths
-from ._decide import Decision, Decisions, decide
-from ._plan import Plan, pattern_in_words
+from .._jaxpr._walk import DATA, POINT, Origin, Walk, parameter
+from .._qarray import QArray
+from .._ranges._fit import fit_qparams
+from .._ranges._range import QParams, Range, qparams_from_range
+from .._tree import Rules, checked_rules, named_in_errors, with_lsq_gradient, with_paths
+from ._decide import Decisions, decide
+from ._entries import Entries, Entry, check_freezing
+from ._plan import Plan, Site, pattern_in_words
+from ._sites import HISTOGRAMS, RANGES, ReadInFloat, Sites, is_observed
 
 
 @jax.tree_util.register_static
@@ -45,7 +49,7 @@ def _is_traced(leaf: Any) -> bool:
     """Whether a leaf is an argument of the program: arrays. Numbers of Python stay what they are, as in f itself."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind not in "OSU"
-    return isinstance(leaf, Array | jax.ShapeDtypeStruct)
+    return isinstance(leaf, Array | jax.ShapeDtypeStruct | QArray)
 
 
 class _Call(NamedTuple):
@@ -61,11 +65,24 @@ class _Call(NamedTuple):
         return jax.tree.unflatten(self.structure, [next(values) if s is None else s.value for s in self.leaves])
 
 
+class _How(NamedTuple):
+    """What a call computes; static."""
+
+    observes: str | None = None  # "ranges" or "histograms" of inputs
+    is_float: bool = False
+    lsq_gradient: bool = False
+
+
+_OBSERVERS = {None: None, "ranges": RANGES, "histograms": HISTOGRAMS}
+
+
 class _Program(NamedTuple):
     """A function as a program, with what it is decided to do with it."""
 
     jaxpr: Any
     consts: Sequence[Any]
+    paths: Sequence[str | None]  # of the parameters among its arguments
+    walk: Walk
     decisions: Decisions
     structure: Any
     static: tuple[_Static | None, ...]  # of the results; None where an array is
@@ -74,9 +91,11 @@ class _Program(NamedTuple):
 class QuantizedFunction:
     """A quantized function, as `quantize_fn` returns it: call it as the function, with the same arguments.
 
-    `q(params, *args, key=)` computes the function with the chosen dots and convolutions quantized; `key` is for
-    stochastic rounding. It can be transformed by jit, grad, vmap, checkpoint, scan, shard_map and jax.export.
-    `q.plan(params, *args)` is the table of its sites. The function itself is `q.__wrapped__`.
+    `q(params, *args, qparams=, lsq_gradient=, key=)` computes the function with the chosen dots and convolutions
+    quantized. Its methods take the arguments of the function, too: `q.plan` is the table of its sites, `q.observe` the
+    ranges of inputs in one batch, `q.init_qparams` what to train or to serve with, `q.freeze` the parameters in
+    integers, and `q.at_sites` the function with another one at each site. All can be transformed by jit, grad, vmap,
+    checkpoint, scan, shard_map and jax.export. The function itself is `q.__wrapped__`.
     """
 
     def __init__(self, f: Callable, rules: Rules, params_argnum: int, execution: str, strict: bool):
@@ -84,12 +103,11 @@ class QuantizedFunction:
         self._f, self._rules, self._argnum = f, checked_rules(rules), params_argnum
         self._execution, self._strict = execution, strict
         try:
-            names = inspect.signature(f).parameters
+            self._names = frozenset(inspect.signature(f).parameters)
         except (TypeError, ValueError):
-            names = {}
-        self._key_is_mine = "key" not in names
+            self._names = frozenset()
         # Jitted, because without it a call outside of jit would compile every loop in f again.
-        self._jitted = jax.jit(self._evaluated, static_argnums=0)
+        self._jitted = jax.jit(self._evaluated, static_argnums=(0, 1))
 
     def __repr__(self):
         name = getattr(self._f, "__qualname__", None) or type(self._f).__name__
@@ -100,54 +118,233 @@ class QuantizedFunction:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = self._key(kwargs)
-        call, arrays = self._call(args, kwargs)
-        if any(isinstance(v, jax.ShapeDtypeStruct) for v in arrays):
-            raise TypeError("An argument is a ShapeDtypeStruct, expected arrays. Shapes are for q.plan(...).")
-        leaves, structure, _ = self._jitted(call, arrays, key)
-        return jax.tree.unflatten(
-            structure.value, [leaf.value if isinstance(leaf, _Static) else leaf for leaf in leaves]
-        )
+        value, _ = self._result(_How(), args, kwargs)
+        return value
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The sites of the function for these arguments; raises what a call would raise.
 
         Args:
-          *args, **kwargs: those of the function; `jax.ShapeDtypeStruct`s suffice for arrays.
+          *args, **kwargs: those of a call, `qparams` too; `jax.ShapeDtypeStruct`s suffice for arrays. Traced once for
+            the plan and the call.
 
         Returns:
           Plan, to be printed; iterate over its `Site`s, or take one by its name.
         """
-        key = self._key(kwargs)
+        return self._planned(args, kwargs)[0]
+
+    def observe(
+        self, *args: Any, qparams: Any = None, with_value: bool = False, histogram: bool = False, **kwargs: Any
+    ) -> Any:
+        """The ranges of the inputs of the quantized ops in one batch, of the function in float.
+
+        Args:
+          *args, **kwargs: those of the function; where there are integers for parameters, their real values.
+          qparams: as in a call; with them the inputs are those of the quantized function.
+          with_value: static bool. True gives (value, ranges), the value of the function, quantized with qparams: to
+            be differentiated, with the ranges beside it (`has_aux`), for moving averages in a training step.
+          histogram: static bool. True counts the values, for `range_from_histogram`.
+
+        Returns:
+          A dict {entry: Range}, or {entry: Histogram}: of each input that is not dynamic always, as those per token
+          are. Combine batches by `merge_ranges`, `ema_ranges` or `merge_histograms`. An input in a scan over parameters
+          has one for each turn; in other loops one for all turns; in a branch that is not taken, or a loop without a
+          turn, that of nothing, Range(inf, -inf); under shard_map, and of sharded arrays, one for all devices.
+
+        Gradient: none to ranges; to the value that of the function, or of the call.
+
+        Raises:
+          TypeError, ValueError: as a call.
+
+        Source: as `jaxquant.observe`.
+        """
+        passed = self._passed(qparams)
+        with_value = checks.static_bool("with_value", with_value)
+        observes = "histograms" if checks.static_bool("histogram", histogram) else "ranges"
+        value, observed = self._result(_How(observes, is_float=qparams is None), args, {**kwargs, **passed})
+        return (value, observed) if with_value else observed
+
+    def init_qparams(self, *args: Any, ranges: Any = None, method: str = "minmax", **kwargs: Any) -> dict[str, Any]:
+        """The qparams of each entry of the plan, to be trained beside the parameters, or kept.
+
+        Args:
+          *args, **kwargs: those of the function. With `ranges`, shapes suffice but for the parameters.
+          ranges: dict {entry: Range or None} of the inputs, from `observe`, merged over batches; None, the value of an
+            entry, makes that dynamic. None observes these arguments as one batch; {} makes every input dynamic.
+          method: static, for parameters, as in `fit_qparams`.
+
+        Returns:
+          A dict {entry: QParams or None}: a pytree to differentiate with respect to, update, checkpoint and `save`. A
+          parameter's key is its path, an input's the name of the first site that uses it; None says dynamic, which an
+          input per token is always, and you may set for others.
+
+        Gradient: none, as `fit_qparams`.
+
+        Raises:
+          TypeError, ValueError: as a call; for ranges that lack an entry or have an unknown one, for an input that no
+            batch has reached, and as `fit_qparams`.
+
+        Source: as `fit_qparams` and `qparams_from_range`.
+        """
+        _, entries = self._planned(args, kwargs)
+        dynamic = ranges is not None and not ranges
+        if ranges is None:
+            ranges = self.observe(*args, **kwargs)
+        made_by = "q.observe(params, ...)"
+        if not isinstance(ranges, Mapping):
+            raise TypeError(f"`ranges` must be a dict from entry to Range, got {checks.kind(ranges)}: {made_by}.")
+        inputs = {key: entry for key, entry in entries.of.items() if not entry.is_weight}
+        of_inputs = {} if dynamic else {key: ranges.get(key) for key in inputs}
+        if not dynamic:
+            others = {key: None for key, entry in entries.of.items() if not is_observed(entry)}
+            entries.same_keys("ranges", made_by, ranges, others)
+        params = dict(with_paths(args[self._argnum]))
+        found = {}
+        for key, entry in entries.of.items():
+            with named_in_errors(key, rule=entry.rule):
+                found[key] = (
+                    _of_parameter(params[key], entry, method) if entry.is_weight
+                    else _of_input(of_inputs.get(key), entry)
+                )  # fmt: skip
+        return found
+
+    def freeze(self, *args: Any, qparams: Any = None, **kwargs: Any) -> Any:
+        """The parameters with QArrays in the places of those that the rules quantize: what is served.
+
+        `q(frozen, *args, qparams=qparams)` is `q(params, *args, qparams=qparams)` bit for bit, and quantizes no
+        parameter in a call.
+
+        Args:
+          *args, **kwargs: those of the function; of all but the parameters shapes suffice.
+          qparams: as in a call; None fits those of the parameters by min-max, as a call without them does.
+
+        Returns:
+          The same pytree as the parameters: what `quantize_params` gives with the specs of the plan on their paths.
+          Leaves that no rule quantizes, and QArrays, are the same objects.
+
+        Gradient: none; integers have none.
+
+        Raises:
+          TypeError, ValueError: as a call; for a parameter that is also read in float, without Rule(..., everywhere=
+            True).
+
+        Source: as `quantize`.
+        """
+        key, _, _ = self._own({**kwargs})
+        _, entries = self._planned(args, {**kwargs, **self._passed(qparams)})
+        params = args[self._argnum]
+        new = []
+        for path, leaf in with_paths(params):
+            entry = entries.of.get(path)
+            if entry is not None and not isinstance(leaf, QArray):
+                check_freezing(entry)
+                with named_in_errors(path, rule=entry.rule):
+                    rounds = entry.spec.rounding == "stochastic"
+                    own = jax.random.fold_in(key, entry.turn) if rounds and key is not None else None
+                    leaf = quantize(leaf, entry.spec, (qparams or {}).get(path), key=own)
+            new.append(leaf)
+        return jax.tree.unflatten(jax.tree.structure(params, is_leaf=_is_qarray), new)
+
+    def at_sites(self, site: Callable[[Site, Array], Array]) -> Callable:
+        """The function with another function at each site, in the place of the quantizer: for reports and exporters.
+
+        Args:
+          site: (info, x) -> array of the shape and dtype of x, the operand. `info` is the Site of the plan with the
+            `qparams` of that operand, None where it is dynamic. It is called once for each site that has a spec
+            whenever the function is traced, and may have effects.
+
+        Returns:
+          A function with the arguments of a call, but `key` and `lsq_gradient`: the ops are those of the function, in
+          float.
+
+        Gradient: that of the function and of `site`.
+
+        Raises:
+          TypeError: for a `site` that is no function.
+          ValueError: as a call, and for results of `site` of another shape or dtype.
+
+        >>> import jax.numpy as jnp
+        >>> from jaxquant import Rule, activation_spec, fake_quant, quantize_fn, weight_spec
+        >>> q = quantize_fn(lambda params, x: x @ params["w"], [Rule("w", weight_spec(8), activation_spec(8))])
+        >>> view = q.at_sites(lambda info, x: (print(info.name, x.shape), fake_quant(x, info.spec, info.qparams))[1])
+        >>> _ = view({"w": jnp.ones((4, 2))}, jnp.ones((3, 4)))
+        w:input (3, 4)
+        w (4, 2)
+        """
+        if not callable(site):
+            raise TypeError(f"`site` must be a function (info, x) -> array, got {checks.kind(site)}.")
+
+        def view(*args: Any, **kwargs: Any) -> Any:
+            qparams = None if "qparams" in self._names else kwargs.pop("qparams", None)
+            call, arrays = self._call(args, kwargs)
+            leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, site)
+            return jax.tree.unflatten(
+                structure.value, [leaf.value if isinstance(leaf, _Static) else leaf for leaf in leaves]
+            )
+
+        return view
+
+    def _result(self, how: _How, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The value of a call, and what it observes."""
+        key, qparams, lsq_gradient = self._own(kwargs)
+        call, arrays = self._call(args, kwargs)
+        if any(isinstance(v, jax.ShapeDtypeStruct) for v in arrays):
+            raise TypeError("An argument is a ShapeDtypeStruct, expected arrays. Shapes are for q.plan(...).")
+        how = how._replace(lsq_gradient=lsq_gradient)
+        leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams)
+        leaves = [leaf.value if isinstance(leaf, _Static) else leaf for leaf in leaves]
+        return jax.tree.unflatten(structure.value, leaves), observed
+
+    def _planned(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, Entries]:
+        key, qparams, lsq_gradient = self._own(kwargs)
         if key is None and self._rounds_stochastically():
             key = jax.eval_shape(lambda: jax.random.key(0))  # a plan needs none
-        _, _, plan = self._jitted.eval_shape(*self._call(args, kwargs), key)  # traced once for this and the call
+        how = _How(lsq_gradient=lsq_gradient)
+        call, arrays = self._call(args, kwargs)
+        # Traced once for this and the call.
+        _, _, plan, _ = self._jitted.eval_shape(call, how, arrays, key, qparams)
         return plan.value
 
     def _rounds_stochastically(self) -> bool:
         specs = (spec for rule in self._rules for spec in (rule.weight, rule.activation))
         return any(spec is not None and spec.rounding == "stochastic" for spec in specs)
 
-    def _key(self, kwargs: dict[str, Any]) -> Any:
-        key = kwargs.pop("key", None) if self._key_is_mine else None
-        if key is None:
-            return None
-        if not self._rounds_stochastically():
+    def _own(self, kwargs: dict[str, Any]) -> tuple[Any, Any, bool]:
+        """The arguments that are not those of the function, taken out of its keywords: (key, qparams, lsq_gradient)."""
+        own = lambda name, default: default if name in self._names else kwargs.pop(name, default)
+        key, qparams, lsq_gradient = own("key", None), own("qparams", None), own("lsq_gradient", False)
+        if key is not None and not self._rounds_stochastically():
             raise ValueError(
                 "`key` is for stochastic rounding alone, got one, and no rule rounds so. Drop it, or give a spec "
                 "rounding='stochastic'."
             )
-        return checks.prng_key("key", key)
+        if checks.static_bool("lsq_gradient", lsq_gradient) and qparams is None:
+            raise ValueError(
+                "`lsq_gradient` is for qparams that are trained, got qparams=None. Pass q.init_qparams(params, ...)."
+            )
+        return None if key is None else checks.prng_key("key", key), qparams, lsq_gradient
+
+    def _passed(self, qparams: Any) -> dict[str, Any]:
+        """The qparams of a method as an argument of the call."""
+        if qparams is not None and "qparams" in self._names:
+            raise ValueError(
+                "`qparams` is an argument of the function itself, so that the quantized one can take none. Rename it: "
+                "quantize_fn(lambda params, x, f_qparams: f(params, x, qparams=f_qparams), rules)."
+            )
+        return {} if qparams is None else {"qparams": qparams}
 
     def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
+        """What is static of the arguments, and the arrays; a QArray in the params counts as one."""
         if len(args) <= self._argnum:
             raise TypeError(
                 f"`params_argnum={self._argnum}` must be one of the positional arguments, got {len(args)} of them. "
                 "Pass the params by position."
             )
-        leaves, structure = jax.tree.flatten((args, dict(kwargs)))
-        start = len(jax.tree.leaves(args[: self._argnum]))
-        params = start, start + len(jax.tree.leaves(args[self._argnum]))
+        is_parameter = {id(v) for v in jax.tree.leaves(args[self._argnum], is_leaf=_is_qarray) if _is_qarray(v)}
+        leaves_of = functools.partial(jax.tree.flatten, is_leaf=lambda node: id(node) in is_parameter)
+        leaves, structure = leaves_of((args, dict(kwargs)))
+        start = len(leaves_of(args[: self._argnum])[0])
+        params = start, start + len(leaves_of(args[self._argnum])[0])
         static = tuple(None if _is_traced(leaf) else _Static.of(leaf) for leaf in leaves)
         try:
             hash(static)
@@ -163,7 +360,7 @@ class QuantizedFunction:
         arrays = [leaf for leaf, s in zip(leaves, static, strict=True) if s is None]
         return _Call(structure, static, params), arrays
 
-    def _program(self, call: _Call, arrays: Sequence[Any]) -> _Program:
+    def _program(self, call: _Call, arrays: Sequence[Any], static: Set[str]) -> _Program:
         results = []
 
         def flat(arrays):
@@ -176,13 +373,16 @@ class QuantizedFunction:
             results[:] = structure, tuple(static)
             return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
 
-        jaxpr, consts = traced(flat, list(arrays))
+        # The function sees integers as what they stand for: an array of the shape, and the sharding, they have.
+        jaxpr, consts = traced(flat, [v.values.astype(v.dtype) if _is_qarray(v) else v for v in arrays])
         params, origins = self._origins(call, jaxpr.invars)
+        paths = [origin.path for origin in origins]
         walk = Walk()
-        walk.program(jaxpr, origins)
-        name = f"params_argnum={self._argnum}"
-        decisions = decide(walk.found(), self._rules, params, name, self._strict)
-        return _Program(jaxpr, consts, decisions, *results)
+        walk.read(walk.program(jaxpr, origins), "the result of the function")
+        frozen = {path for path, v in zip(paths, arrays, strict=True) if path is not None and _is_qarray(v)}
+        argnum = f"params_argnum={self._argnum}"
+        decisions = decide(walk, self._rules, params, argnum, self._strict, static, frozen)
+        return _Program(jaxpr, consts, paths, walk, decisions, *results)
 
     def _origins(self, call: _Call, variables: Sequence[Any]) -> tuple[dict[str, Any], list[Origin]]:
         """The parameters by their paths, and the origin of each argument of the program."""
@@ -193,31 +393,89 @@ class QuantizedFunction:
         paths = dict(zip(range(*call.params), (path for path, _ in named), strict=True))
         for i, value in zip([i for i, s in enumerate(call.leaves) if s is None], values, strict=True):
             if i not in paths:
-                origins.append(DATA)
+                origins.append(DATA._replace(value=("argument", i)))
                 continue
             if paths[i] in params:
                 raise ValueError(f"Two parameters have the path {paths[i]!r}. Rename one of the keys that make it.")
             params[paths[i]] = value
-            origins.append(parameter(paths[i], value.ndim))
+            origins.append(parameter(paths[i], value.ndim)._replace(value=("argument", i)))
         return params, origins
 
-    def _evaluated(self, call: _Call, arrays: Sequence[Any], key: Any) -> tuple[list[Any], _Static, _Static]:
-        """The results, without what is static of them; their structure; and the plan."""
-        program = self._program(call, arrays)
-        rounds = any(site.spec is not None and site.spec.rounding == "stochastic" for site in program.decisions.plan)
-        if rounds and not self._key_is_mine:
+    def _evaluated(
+        self, call: _Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, site: Callable | None = None
+    ) -> tuple[list[Any], _Static, _Static, dict[str, Any]]:
+        """The results, without what is static of them; their structure; the plan; and what is observed."""
+
+        known = qparams if isinstance(qparams, Mapping) else {}
+        program = self._program(call, arrays, {name for name, v in known.items() if v is not None})
+        plan, entries = program.decisions.plan, program.decisions.entries
+        frozen = {path: v for path, v in zip(program.paths, arrays, strict=True) if path is not None and _is_qarray(v)}
+        rounds = any(site.spec is not None and site.spec.rounding == "stochastic" for site in plan)
+        if rounds and "key" in self._names:
             raise ValueError(
                 "`key` is an argument of the function itself, and rules round stochastically, which needs a key of "
                 "its own. Rename the argument: quantize_fn(lambda params, x, f_key: f(params, x, key=f_key), rules)."
             )
-        replaced = {}
-        for i, (location, decision) in enumerate(program.decisions.of.items()):
-            replaced[location] = functools.partial(_quantized, decision, self._execution, key, i)
-        replacements = Replacements(replaced, program.decisions.custom)
-        results = iter(replacements.program(program.jaxpr, program.consts, arrays))
+        of_entries = entries.checked_qparams(qparams, frozen)
+        entries.check_frozen(frozen)
+        if how.lsq_gradient:
+            for name, entry in entries.of.items():
+                if (used := of_entries[name]) is not None and name not in frozen:
+                    of_entries[name] = with_lsq_gradient(used, entry.size, entry.spec, None)
+        sites = Sites(program.decisions, self._execution, key, _OBSERVERS[how.observes], how.is_float, site)
+        outs, observed = self._outs(program, sites, arrays, of_entries)
+        results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]
-        plan = program.decisions.plan
-        return leaves, _Static.of(program.structure), _Static(Plan, id(plan), plan)
+        return leaves, _Static.of(program.structure), _Static(Plan, id(plan), (plan, entries)), observed
+
+    def _outs(
+        self, program: _Program, sites: Sites, arrays: Sequence[Any], qparams: Mapping[str, QParams | None]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arrays among the results, and what is observed."""
+        entries = program.decisions.entries.of
+        inputs = {key: v for key, v in qparams.items() if v is not None and not entries[key].is_weight}
+        read = {key for key, entry in entries.items() if entry.reads and not entry.rule.everywhere}
+        replacements = sites.replacements(program.walk.holding)
+        while True:
+            scope = Scope(inputs, {}, {})
+            args = [
+                v if path is None else sites.parameter(path, v, qparams.get(path), path in read)
+                for path, v in zip(program.paths, arrays, strict=True)
+            ]
+            try:
+                outs = replacements.program(program.jaxpr, program.consts, args, (), scope)
+                return replacements.floats(outs, "the result of the function"), scope.observed
+            except ReadInFloat as error:  # of a parameter that is followed no further, once more with its values
+                if not error.can_be_given or read.issuperset(error.paths):
+                    raise
+                read.update(error.paths)
+
+
+def _is_qarray(node: Any) -> bool:
+    return isinstance(node, QArray)
+
+
+def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams:
+    if isinstance(leaf, QArray):
+        return QParams(leaf.scale, leaf.zero_point.astype(jnp.float32))
+    return fit_qparams(leaf, entry.spec, method)
+
+
+def _of_input(r: Any, entry: Entry) -> QParams | None:
+    if r is None or not is_observed(entry):
+        return None
+    if not isinstance(r, Range):
+        raise TypeError(
+            f"a range of `ranges` must be a Range or None, got {checks.kind(r)}. Of a histogram: range_from_histogram."
+        )
+    checks.shape("x_min of the range", jnp.asarray(r.x_min), entry.groups, "one for each scale of the entry")
+    unseen = not isinstance(r.x_min, jax.core.Tracer) and bool(np.any(np.asarray(r.x_min) > np.asarray(r.x_max)))
+    if unseen:
+        raise ValueError(
+            "no batch has reached this input, whose range is that of nothing: a branch not taken, or a loop without a "
+            "turn. Observe batches that do; or make it dynamic by ranges[entry] = None, or static by a Range you know."
+        )
+    return qparams_from_range(r, entry.spec)
 
 
 def _paths_of(known: Sequence[Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
@@ -248,71 +506,6 @@ def _refuse_lost_changes(before: Mapping[str, tuple[Any, bool]], after: Mapping[
             "graphdef, params, state, copy=True); return model(x), nnx.state(model, nnx.Not(nnx.Param)). The page "
             "docs/state.md has the whole recipe."
         )
-
-
-@functools.partial(jax.jit, static_argnames="op")
-def _contracted(op: Any, x: Array, w: Array, a: Any, b: Any, marks: tuple[Array, Array]) -> Array:
-    return contract(op, x, w, a, b, marks)
-
-
-@functools.partial(jax.jit, static_argnames="spec")  # traced, and differentiated, once for each shape
-def _fake_quantized(x: Array, spec: Any, key: Any) -> Array:
-    return fake_quant(x, spec, key=key)
-
-
-def _quantized(
-    decision: Decision, execution: str, key: Any, i: int, eqn: Any, lhs: Array, rhs: Array, shared: dict
-) -> Array:
-    """The result of a contraction of the program, with what was decided about its operands."""
-    values, specs = [lhs, rhs], decision.specs
-    keys: list[Any] = [None, None]
-    for side, spec in enumerate(specs):
-        if spec is not None and spec.rounding == "stochastic" and key is not None:
-            keys[side] = jax.random.fold_in(key, 2 * i + side)
-    operands = []
-    for side, spec in enumerate(specs):
-        with named_in_errors(decision.names[side], rule=decision.rules[side]):
-            if None not in specs:
-                operands.append(_operand(values[side], spec, decision.contracted[side], keys[side], shared))
-            elif spec is not None:
-                values[side] = _fake_quantized(values[side], spec, keys[side])
-    if not operands:
-        return eqn.primitive.bind(*values, **eqn.params)
-    if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
-        whole = lambda axes: lambda v: num.replicated(v, axes) if v.ndim else v
-        operands = [jax.tree.map(whole(axes), pair) for pair, axes in zip(operands, decision.contracted, strict=True)]
-    (x, a, x_marks), (w, b, w_marks) = operands
-    with named_in_errors(*decision.names):
-        y = _contracted(_op_of(decision.contraction, execution), x, w, a, b, (x_marks, w_marks))
-    return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
-
-
-def _operand(value: Array, spec: Any, contracted: tuple[int, ...], key: Any, shared: dict) -> Any:
-    """An operand in integers; once for all the ops of a program that use it so."""
-    at = id(value), spec, contracted
-    if key is None and at in shared:
-        return shared[at][1]
-    result = quantize_straight_through(value, spec, contracted, key)
-    shared[at] = value, result  # the value too: no other then gets its id
-    return result
-
-
-def _like(y: Array, out: Any) -> Array:
-    """`y` with the sharding that the program says, on a mesh with explicit axes."""
-    wanted = out.sharding
-    return y if wanted.mesh.empty or jax.typeof(y).sharding == wanted else jax.sharding.reshard(y, wanted)
-
-
-def _op_of(contraction: Contraction, execution: str) -> Dot | Conv:
-    params = contraction.params
-    if contraction.op == "dot_general":
-        (ca, cb), (ba, bb) = params["dimension_numbers"]
-        return Dot((tuple(ca), tuple(cb)), (tuple(ba), tuple(bb)), execution)
-    return Conv(
-        tuple(params["window_strides"]), tuple((low, high) for low, high in params["padding"]),
-        tuple(params["lhs_dilation"]), tuple(params["rhs_dilation"]), params["dimension_numbers"],
-        params["feature_group_count"], params["batch_group_count"], execution,
-    )  # fmt: skip
 
 
 def quantize_fn(

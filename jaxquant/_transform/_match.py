@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contractions of a function by kind and name, and which rule is for which of their operands."""
+
+import collections
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+
+from .._jaxpr._walk import Contraction, Operand, Origin, computed
+from .._tree import Rule
+
+
+class Op(NamedTuple):
+    """A contraction with its kind, its name, and which of its operands is the weight."""
+
+    contraction: Contraction
+    kind: str
+    name: str
+    weight: int | None
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Those of the operands."""
+        return [operand.origin for operand in self.contraction.operands]
+
+    def subjects(self, side: int) -> list[str]:
+        """What the pattern of a rule for an operand is matched with."""
+        of_weight = self.origins[self.weight or 0]
+        if self.kind == "weight":
+            return list(of_weight.held)
+        if self.kind in ("derived", "captured"):
+            return [self.name, *filter(None, [of_weight.name]), *sorted(of_weight.params)]
+        return list(dict.fromkeys([self.name, names_of(self)[side]]))
+
+
+def kind_of(contraction: Contraction) -> str:
+    if contraction.is_closed:
+        return "closed"
+    roles = {operand.origin.role for operand in contraction.operands}
+    if contraction.gradient:
+        return "gradient"
+    if roles <= {"weight", "derived"}:
+        return "params"
+    return next((role for role in ("weight", "derived", "captured") if role in roles), "act_act")
+
+
+def ops_of(contractions: Sequence[Contraction]) -> list[Op]:
+    """The contractions with names, without those of constants alone."""
+    counts, ops = collections.Counter(), []
+    for c in contractions:
+        roles = [operand.origin.role for operand in c.operands]
+        if all(role == "captured" for role in roles):
+            continue
+        kind = kind_of(c)
+        base = "/".join(filter(None, (c.scope, c.op)))
+        name = f"{base}_{counts[base]}"
+        counts[base] += 1
+        weight = roles.index(kind) if kind in ("weight", "derived", "captured") else None
+        ops.append(Op(c, kind, name, weight))
+    return ops
+
+
+def names_of(op: Op) -> list[str]:
+    """The names of the operands, before equal ones are numbered."""
+    origins = [operand.origin for operand in op.contraction.operands]
+    if op.kind == "closed":
+        return [origin.path or f"{op.name}:{i}" for i, origin in enumerate(origins)]
+    if op.weight is None:
+        return [
+            origin.name or origin.path or f"{op.name}:{s}" for origin, s in zip(origins, ("lhs", "rhs"), strict=True)
+        ]
+    of_weight = origins[op.weight]
+    weight = of_weight.path if of_weight.path is not None else of_weight.name or op.name
+    other = origins[1 - op.weight].name or f"{weight}:input"
+    return [weight, other] if op.weight == 0 else [other, weight]
+
+
+class Matcher:
+    """The rules, and which of them have decided something."""
+
+    def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Any], params: str):
+        self.rules, self.leaves, self.params = rules, leaves, params
+        self.used, self.shadowed = set(), {}
+
+    def first(self, op: Op, side: int) -> Rule | None:
+        """The rule for an operand."""
+        operand, found = op.contraction.operands[op.weight or 0 if op.kind == "weight" else side], None
+        for i, rule in enumerate(self.rules):
+            if rule.kind != op.kind or not is_for(rule, op.contraction):
+                continue
+            leaf = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+            matched = [name for name in op.subjects(side) if rule.matches(name, self.leaves.get(name, leaf))]
+            if matched and found is None:
+                self.used.add(i)
+                found = rule
+            elif matched:
+                self.shadowed.setdefault(i, (matched[0], found))
+        return found
+
+    def for_path(self, path: str, contraction: Contraction | None = None) -> Rule | None:
+        """The first rule of kind "weight" that matches a parameter, of those for a contraction, or for any."""
+        of_kind = (rule for rule in self.rules if rule.kind == "weight")
+        candidates = (rule for rule in of_kind if contraction is None or is_for(rule, contraction))
+        return next((rule for rule in candidates if rule.matches(path, self.leaves[path])), None)
+
+    def of_parameter(self, op: Op, origin: Origin) -> Rule | None:
+        """The rule for a parameter where it is no operand that a rule of kind "weight" is for."""
+        rule = self.for_path(origin.held[0], op.contraction) if origin.held else None
+        if rule is not None:
+            self.used.add(self.rules.index(rule))
+        return rule
+
+    def due(self, op: Op, origin: Origin, quantized: Set[str]) -> list[tuple[str, Rule]]:
+        """The parameters in a value that a rule would quantize, and that no site does; with the rule of each."""
+        paths = sorted({*origin.computed, *gathered_by_data(origin)})
+        chosen = [(path, rule) for path in paths if (rule := self.for_path(path, op.contraction)) is not None]
+        self.used |= {self.rules.index(rule) for _, rule in chosen if not is_wanted(rule)}
+        return [(path, rule) for path, rule in chosen if rule.weight and not rule.optional and path not in quantized]
+
+    def agreed(self, contraction: Contraction) -> Contraction:
+        """With parameters that were concatenated, and that no one rule quantizes, as what is computed from them.
+
+        And with those that were gathered as parameters, where their rule wants every use quantized.
+        """
+
+        def of(operand: Operand) -> Operand:
+            rules = [self.for_path(part, contraction) for part in operand.origin.parts]
+            if all(rule and rule.weight and rule.everywhere for rule in rules):
+                operand = operand._replace(origin=operand.origin._replace(gathered=False))
+            parts = operand.origin.held
+            ranks = {len(self.leaves[part].shape) for part in parts}  # axes are counted on all of them
+            if len(parts) < 2 or (is_wanted(rules[0]) and all(rule is rules[0] for rule in rules) and len(ranks) == 1):
+                return operand
+            return operand._replace(origin=computed([operand.origin]))
+
+        return contraction._replace(operands=tuple(map(of, contraction.operands)))
+
+    def resolved(self, op: Op) -> Op:
+        """Of two parameters the one that a rule quantizes is the weight, and the other its input."""
+        rules = [self.of_parameter(op, origin) for origin in op.origins]
+        wanted = [side for side, rule in enumerate(rules) if is_wanted(rule)]
+        if len(wanted) == 2 and op.origins[0].picked != op.origins[1].picked:
+            wanted = [side for side in wanted if not op.origins[side].picked]  # a row of an embedding is an input
+        if len(wanted) == 2:
+            (a, b), patterns = (origin.path for origin in op.origins), [rule.pattern for rule in rules if rule]
+            raise ValueError(
+                f"At {a!r} and {b!r}, chosen by the rules {patterns}: two parameters are contracted with each other, "
+                f"in {op.name!r}, and one of them must be the input. Name it by a rule with None before these. If all "
+                f"operations look so, {self.params} is wrong."
+            )
+        chosen = wanted or [side for side, rule in enumerate(rules) if rule]
+        return op._replace(kind="weight", weight=chosen[0]) if chosen else op
+
+
+def is_for(rule: Rule, contraction: Contraction) -> bool:
+    return rule.op in (None, contraction.op) and rule.in_scope(contraction.scope)
+
+
+def is_wanted(rule: Rule | None) -> bool:
+    return rule is not None and (rule.weight or rule.activation) is not None
+
+
+def gathered_by_data(origin: Origin) -> tuple[str, ...]:
+    """The parameters whose values it holds in an order that data say."""
+    return origin.parts if origin.gathered and origin.data else ()

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed at the sites of a function: quantized, observed, or given to a function of the caller."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .. import _checks as checks
+from .. import _numerics as num
+from .._affine import fake_quant, quantize_straight_through, real_values, with_gradient_of
+from .._groups import broadcast_groups
+from .._integer._contract import contract
+from .._integer._conv import Conv
+from .._integer._dot import Dot
+from .._jaxpr._evaluate import Inputs, Replacements, Scope
+from .._jaxpr._moves import QuantizedParam
+from .._jaxpr._program import CONTRACTIONS, Location
+from .._jaxpr._walk import Contraction
+from .._qarray import QArray
+from .._ranges._histogram import Histogram, histogram, merge_histograms
+from .._ranges._range import QParams, Range, merge_ranges, observe
+from .._spec import QuantSpec
+from .._tree import named_in_errors
+from ._decide import Decision, Decisions
+from ._entries import Entry
+from ._plan import Site
+
+
+class Observer(NamedTuple):
+    """How inputs are observed.
+
+    Attributes:
+      of: (x, spec) -> what is seen of it.
+      merge: of what is seen of two.
+      neutral: (shape, dtype) of an array of it -> the value that is neutral.
+      across: (what is seen on one device, axes) -> what is seen on all.
+    """
+
+    of: Callable[[Any, QuantSpec], Any]
+    merge: Callable[[Any, Any], Any]
+    neutral: Callable[[tuple[int, ...]], Any]
+    across: Callable[[Any, Collection[str]], Any]
+
+
+RANGES = Observer(
+    observe,
+    merge_ranges,
+    lambda shape: Range(jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf)),
+    lambda r, axes: Range(lax.pmin(r.x_min, tuple(axes)), lax.pmax(r.x_max, tuple(axes))),
+)
+HISTOGRAMS = Observer(
+    histogram,
+    merge_histograms,
+    lambda shape: Histogram(jnp.zeros(shape, jnp.uint32)),
+    lambda h, axes: Histogram(lax.psum(h.counts, tuple(axes))),
+)
+
+
+def inputs_of(decisions: Decisions, observer: Observer | None) -> Inputs:
+    """Where the inputs of a function have their qparams, and where they are observed."""
+    entries = {key: entry for key, entry in decisions.entries.of.items() if not entry.is_weight}
+
+    how = observer or RANGES
+
+    def nothing(key: str, scans: Collection[Location]) -> Any:
+        entry = entries[key]
+        one = jax.eval_shape(lambda x: how.of(x, entry.spec), jax.ShapeDtypeStruct(entry.shape, entry.dtype))
+        turns = tuple(n for location, n in entry.stack if location in scans)
+        return how.neutral((*turns, *jax.tree.leaves(one)[0].shape))
+
+    return Inputs(
+        {at: {key for keys in of.keys for key in keys if key in entries} for at, of in decisions.of.items()},
+        {key: entry.location for key, entry in entries.items() if observer and is_observed(entry)},
+        {key: [location for location, _ in entry.stack] for key, entry in entries.items()},
+        nothing,
+        how.merge,
+        how.across,
+    )
+
+
+def is_observed(entry: Entry) -> bool:
+    """Whether it can have a range that is the same for all batches."""
+    return not entry.is_weight and not entry.is_dynamic and entry.is_seen
+
+
+class Sites(NamedTuple):
+    """What is computed at the sites of one call.
+
+    Attributes:
+      decisions: about them.
+      execution: of integer contractions.
+      key: PRNG key for stochastic rounding, or None.
+      observer: of inputs, or None.
+      is_float: whether the contractions are those of the function itself.
+      site: the function of the caller that takes the place of our arithmetic, or None.
+    """
+
+    decisions: Decisions
+    execution: str
+    key: Any = None
+    observer: Observer | None = None
+    is_float: bool = False
+    site: Callable[[Site, Array], Array] | None = None
+
+    def replacements(self, holding: Mapping[Location, Sequence[bool]]) -> Replacements:
+        """The contractions with what takes their place."""
+        inputs = inputs_of(self.decisions, self.observer)
+        of = {at: functools.partial(self._result, decision, inputs) for at, decision in self.decisions.of.items()}
+        return Replacements(of, self.decisions.custom, holding, self.read, inputs)
+
+    def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
+        """A parameter on its way to its ops; `is_read` where something may read it in float."""
+        entry = self.decisions.entries.of.get(path)
+        if isinstance(value, QArray):
+            if self.is_float or self.site:
+                qparams, value = QParams(value.scale, value.zero_point), real_values(value, value.dtype)
+            elif entry is None:
+                return _held(path, value, value.spec, {}, None)
+            else:
+                return _held(path, value, entry.spec, {}, None)
+        if entry is None or self.is_float:
+            return value
+        if self.site:
+            return self._to_view(entry, value, qparams)
+        with named_in_errors(path, rule=entry.rule):
+            real, q, flags = quantize_straight_through(
+                value, entry.spec, tuple(sorted(entry.contracted)), self._key(entry.spec, entry.turn), qparams
+            )
+        floats = {"real": real} | ({"raw": value} if is_read else {})
+        return _held(path, q, entry.spec, floats, flags)
+
+    def _to_view(self, entry: Entry, value: Array, qparams: QParams | None) -> QuantizedParam:
+        read = value
+        if entry.rule.everywhere and entry.reads:
+            info = next(site for site in self.decisions.plan if site.entry == entry.key and site.op not in CONTRACTIONS)
+            read = self._given(info._replace(qparams=qparams), value)
+        of_groups = {} if qparams is None else {"scale": qparams.scale, "zero_point": qparams.zero_point}
+        of_groups = {name: _of_rank(v, value.ndim) for name, v in of_groups.items()}
+        return QuantizedParam(None, {"real": value, "read": read}, of_groups, entry.key, entry.spec, value.dtype)
+
+    def read(self, held: QuantizedParam, by: str | None) -> Array:
+        """A parameter for what computes with it in float."""
+        if self.site:
+            return held.floats["read"]
+        entry = next((e for path in held.path.split("+") if (e := self.decisions.entries.of.get(path))), None)
+        if entry is None or entry.rule.everywhere or (by is None and "real" not in held.floats):
+            return _value(held)
+        if "raw" in held.floats:
+            return held.floats["raw"]
+        raise ReadInFloat(held.path, by, "real" in held.floats)
+
+    def _key(self, spec: QuantSpec, turn: int) -> Any:
+        if self.key is None or spec.rounding != "stochastic":
+            return None
+        return jax.random.fold_in(self.key, turn)
+
+    def _result(self, decision: Decision, inputs: Inputs, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
+        """Of a contraction, with what was decided about its operands."""
+        stays = lambda side: side == decision.weight and decision.specs[side] is not None
+        values = [
+            self.read(v, decision.names[side]) if isinstance(v, QuantizedParam) and not stays(side) else v
+            for side, v in enumerate(ins)
+        ]
+        for side, spec in enumerate(decision.specs):
+            key = next(iter(decision.keys[side]), "")
+            if spec is not None and inputs.first.get(key) == decision.contraction.location and self.observer:
+                scope.observed[key] = self.observer.of(values[side], spec)
+        if self.is_float:
+            return eqn.primitive.bind(*values, **eqn.params)
+        if self.site or None in decision.specs:
+            one = self._in_view if self.site else self._in_float
+            for side, spec in enumerate(decision.specs):
+                if spec is not None:
+                    values[side] = one(decision, side, spec, values[side], scope)
+            return eqn.primitive.bind(*values, **eqn.params)
+        operands = [
+            self._in_integers(decision, side, spec, values[side], eqn.invars[side].aval.dtype, scope)
+            for side, spec in enumerate(decision.specs)
+            if spec is not None
+        ]
+        if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
+            whole = lambda axes: lambda v: num.replicated(v, axes) if v.ndim else v
+            operands = [jax.tree.map(whole(axes), of) for of, axes in zip(operands, decision.contracted, strict=True)]
+        (x, a, x_flags), (w, b, w_flags) = operands
+        with named_in_errors(*decision.names):
+            y = _contracted(_op_of(decision.contraction, self.execution), x, w, a, b, (x_flags, w_flags))
+        return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
+
+    def _in_integers(
+        self, decision: Decision, side: int, spec: QuantSpec, v: Any, dtype: Any, scope: Scope
+    ) -> tuple[Array, QArray, Array | None]:
+        """An operand with the gradient of its quantizer, in integers, and its NaN flags."""
+        contracted = decision.contracted[side]
+        with named_in_errors(decision.names[side], rule=decision.rules[side]):
+            if side == decision.weight:
+                held = _checked_held(v)
+                q = dataclasses.replace(_qarray(held), spec=spec, dtype=dtype)
+                real = held.floats.get("real")
+                return real_values(q, dtype) if real is None else real, q, held.of_groups.get("nan_flags")
+            (name,) = decision.keys[side]
+            key = self._key(spec, self._turn(decision, side))
+            at = id(v), spec, contracted, name
+            if key is None and at in scope.memo:
+                return scope.memo[at][1]
+            result = quantize_straight_through(v, spec, contracted, key, scope.qparams.get(name))
+            scope.memo[at] = v, result  # the value too: no other then gets its id
+            return result
+
+    def _turn(self, decision: Decision, side: int) -> int:
+        return 2 * list(self.decisions.of).index(decision.contraction.location) + side
+
+    def _in_float(self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope) -> Array:
+        """An operand of an op whose other one is in float: the value of its quantizer."""
+        with named_in_errors(decision.names[side], rule=decision.rules[side]):
+            if side == decision.weight:
+                return _value(_checked_held(v))
+            key = self._key(spec, self._turn(decision, side))
+            return _fake_quantized(v, spec, scope.qparams.get(decision.keys[side][0]), key)
+
+    def _in_view(self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope) -> Array:
+        """An operand as the function of the caller makes it."""
+        qparams = scope.qparams.get(decision.keys[side][0])
+        if side == decision.weight:
+            held = _checked_held(v)
+            qparams, v = QParams(**held.of_groups) if held.of_groups else None, held.floats["real"]
+        return self._given(self.decisions.plan[decision.names[side]]._replace(qparams=qparams), v)
+
+    def _given(self, info: Site, x: Array) -> Array:
+        assert self.site is not None
+        y = self.site(info, x)
+        if not checks.is_array(y) or y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(
+                f"`site` must return an array of the shape and dtype of x, {x.dtype}{list(x.shape)} at {info.name!r}, "
+                f"got {checks.kind(y)}. Convert the value back, or compute with it and return x."
+            )
+        return y
+
+
+class ReadInFloat(ValueError):
+    """Of parameters that something reads in float of which the walk does not know; they can be given if they are."""
+
+    def __init__(self, path: str, by: str | None, can_be_given: bool):
+        self.paths, self.can_be_given = path.split("+"), can_be_given
+        super().__init__(
+            f"At {path!r}: the parameter is also read in float, by {by!r}, which its integers cannot give. Let every "
+            "use see the quantized value, in training too, by Rule(..., everywhere=True)."
+        )
+
+
+def _of_rank(v: Array, ndim: int) -> Array:
+    return lax.reshape(v, [*[1] * (ndim - v.ndim), *v.shape])
+
+
+def _held(
+    path: str, q: QArray, spec: QuantSpec, floats: Mapping[str, Array], nan_flags: Array | None
+) -> QuantizedParam:
+    of_groups = {"scale": _of_rank(q.scale, q.ndim)}
+    if not spec.symmetric:
+        of_groups["zero_point"] = _of_rank(q.zero_point, q.ndim)
+    if nan_flags is not None:
+        of_groups["nan_flags"] = nan_flags
+    return QuantizedParam(q.values, floats, of_groups, path, spec, q.dtype)
+
+
+def _checked_held(v: Any) -> QuantizedParam:
+    if isinstance(v, QuantizedParam):
+        return v
+    raise NotImplementedError(
+        "a parameter reaches its op by a way on which its integers cannot follow. Report the program that does it; "
+        "until then quantize what the op meets by fake_quant_params."
+    )
+
+
+def _qarray(held: QuantizedParam) -> QArray:
+    scale = held.of_groups["scale"]
+    zero_point = held.of_groups.get("zero_point")
+    zero_point = jnp.zeros_like(scale, held.spec.dtype) if zero_point is None else zero_point
+    assert held.integers is not None
+    return QArray(held.integers, scale, zero_point, held.spec, held.dtype)
+
+
+def _value(held: QuantizedParam) -> Array:
+    """The real values of a quantized parameter, with the gradient of its quantizer."""
+    q, flags, real = _qarray(held), held.of_groups.get("nan_flags"), held.floats.get("real")
+    value = held.cast(_dequantized(q, flags))
+    return value if real is None else with_gradient_of(real, value)
+
+
+@jax.jit
+def _dequantized(q: QArray, nan_flags: Array | None) -> Array:
+    value = real_values(q, q.dtype)
+    return value if nan_flags is None else value + broadcast_groups(nan_flags, value.shape).astype(value.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="op")
+def _contracted(op: Any, x: Array, w: Array, a: Any, b: Any, flags: tuple[Array | None, Array | None]) -> Array:
+    return contract(op, x, w, a, b, flags)
+
+
+@functools.partial(jax.jit, static_argnames="spec")  # traced, and differentiated, once for each shape
+def _fake_quantized(x: Array, spec: QuantSpec, qparams: QParams | None, key: Any) -> Array:
+    return fake_quant(x, spec, qparams, key=key)
+
+
+def _like(y: Array, out: Any) -> Array:
+    """`y` with the sharding that the program says, on a mesh with explicit axes."""
+    wanted = out.sharding
+    return y if wanted.mesh.empty or jax.typeof(y).sharding == wanted else jax.sharding.reshard(y, wanted)
+
+
+def _op_of(contraction: Contraction, execution: str) -> Dot | Conv:
+    params = contraction.params
+    if contraction.op == "dot_general":
+        (ca, cb), (ba, bb) = params["dimension_numbers"]
+        return Dot((tuple(ca), tuple(cb)), (tuple(ba), tuple(bb)), execution)
+    return Conv(
+        tuple(params["window_strides"]), tuple((low, high) for low, high in params["padding"]),
+        tuple(params["lhs_dilation"]), tuple(params["rhs_dilation"]), params["dimension_numbers"],
+        params["feature_group_count"], params["batch_group_count"], execution,
+    )  # fmt: skip

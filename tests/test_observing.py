@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""q.observe: the ranges of what the operands are, wherever they are, and of several batches at once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from uses import X, normal, together
+
+from jaxquant import (
+    PerChannel,
+    Range,
+    Rule,
+    activation_spec,
+    ema_ranges,
+    fake_quant,
+    histogram,
+    merge_ranges,
+    observe,
+    qparams_from_range,
+    quantize_fn,
+    range_from_histogram,
+    weight_spec,
+)
+
+W, A = weight_spec(8), activation_spec(8)
+RULES = [Rule("**", W, A)]
+
+
+def same(got, want):
+    assert got.keys() == want.keys()
+    for key, one in want.items():
+        assert type(got[key]) is type(one)
+        for a, b in zip(got[key], one, strict=True):
+            assert_same_bits(a, b, key)
+
+
+def stack(ranges):
+    return jax.tree.map(lambda *ends: jnp.stack(ends), *ranges)
+
+
+def scanned(p, x):
+    layer = lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"], None)
+    return lax.scan(jax.checkpoint(layer), x, p)[0]
+
+
+P3 = {"up": normal(1, 3, 8, 16), "down": normal(2, 3, 16, 8)}
+
+
+def layers_by_hand(x):
+    seen = {"up:input": [], "down:input": []}
+    for i in range(3):
+        h = jnp.tanh(x @ P3["up"][i])
+        seen["up:input"].append(observe(x, A))
+        seen["down:input"].append(observe(h, A))
+        x = x + h @ P3["down"][i]
+    return {key: stack(ranges) for key, ranges in seen.items()}
+
+
+def near(got, want):
+    """Of loops that are compiled: their dots are not those of eager calls."""
+    assert got.keys() == want.keys()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+def test_layers_have_a_range_each():
+    near(quantize_fn(scanned, RULES).observe(P3, X), layers_by_hand(X))
+
+
+def test_an_operand_has_the_range_that_it_has_by_hand():
+    f = lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"]
+    p = {"w": normal(1, 8, 16), "v": normal(2, 16, 4)}
+    rules = [Rule("w", W, activation_spec(8, granularity=PerChannel(-1)), op="dot_general"), Rule("v", None, A)]
+    q = quantize_fn(f, [rules[1]])
+    h = jax.jit(lambda p, x: jnp.tanh(x @ p["w"]))(p, X)
+    same(q.observe(p, X), {"v:input": observe(h, A)})
+    same(q.observe(p, X, histogram=True), {"v:input": histogram(h, A)})
+    same(q.observe(p, X.at[0, 0].set(jnp.nan)), {"v:input": observe(jax.jit(f_of(p))(X.at[0, 0].set(jnp.nan)), A)})
+
+
+def f_of(p):
+    return lambda x: jnp.tanh(x @ p["w"])
+
+
+def test_loops_merge_their_turns_and_a_branch_not_taken_saw_nothing():
+    def f(p, x):
+        over_time = lax.scan(lambda c, x: (c, x @ p["t"]), 0, x.reshape(2, 3, 8))[1]
+        _, y = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, (c[1] @ p["w"]) * 1.5), (0, x))
+        return over_time, lax.cond(x[0, 0] > 1e9, lambda y: y @ p["a"], lambda y: y @ p["b"], y)
+
+    p = {name: normal(i, 8, 8) for i, name in enumerate("twab")}
+    turns = [X]
+    for _ in range(3):
+        turns.append(jax.jit(lambda x: (x @ p["w"]) * 1.5)(turns[-1]))
+    got = quantize_fn(f, RULES).observe(p, X)
+    want = {
+        "t:input": observe(X, A),
+        "w:input": functools.reduce(merge_ranges, [observe(x, A) for x in turns[:3]]),
+        "a:input": Range(jnp.float32(jnp.inf), jnp.float32(-jnp.inf)),
+        "b:input": observe(turns[3], A),
+    }
+    near(got, want)
+    counted = quantize_fn(f, RULES).observe(p, X, histogram=True)
+    assert {key: int(h.counts.sum()) for key, h in counted.items()} == {
+        "t:input": X.size, "w:input": 3 * X.size, "a:input": 0, "b:input": X.size
+    }  # fmt: skip
+    near(
+        range_from_histogram({"t:input": counted["t:input"]}, 90.0),
+        {"t:input": range_from_histogram(histogram(X, A), 90.0)},
+    )
+
+
+def test_batches_merge_to_the_range_of_all():
+    f, p, rules = together(("plain", "one value in several ops", "over time"))
+    q = quantize_fn(f, rules)
+    observed = jax.jit(q.observe)
+    whole = {key: r for key, r in observed(p, X).items() if "over time" not in key}
+    halves = {
+        key: merge_ranges(a, b) for (key, a), b in zip(observed(p, X).items(), observed(p, X).values(), strict=True)
+    }
+    same({key: halves[key] for key in whole}, whole)
+    average = ema_ranges(observed(p, X), observed(p, 2 * X), 0.5)
+    assert set(average) == set(halves)
+
+
+@functools.cache
+def mlp():
+    q = quantize_fn(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"], RULES)
+    p = {"w": normal(1, 8, 16), "v": normal(2, 16, 4)}
+    return q, p, q.init_qparams(p, X)
+
+
+def test_the_value_comes_with_the_ranges_and_is_differentiated():
+    q, p, s = mlp()
+    value, ranges = q.observe(p, X, with_value=True)
+    assert_same_bits(value, jax.jit(q.__wrapped__)(p, X))
+    same(ranges, q.observe(p, X))
+    value, ranges = q.observe(p, X, with_value=True, qparams=s)
+    assert_same_bits(value, q(p, X, qparams=s))
+    assert not np.array_equal(ranges["v:input"].x_max, q.observe(p, X)["v:input"].x_max)
+    loss = lambda f: lambda p, s: (lambda value, seen: (jnp.sum(value**2), seen))(*f(p, s))
+    with_ranges = lambda p, s: q.observe(p, X, with_value=True, qparams=s)
+    got, seen = jax.jit(jax.grad(loss(with_ranges), (0, 1), has_aux=True))(p, s)
+    want, _ = jax.jit(jax.grad(loss(lambda p, s: (q(p, X, qparams=s), None)), (0, 1), has_aux=True))(p, s)
+    jax.tree.map(assert_same_bits, got, want)
+    same(seen, ranges)
+
+
+def test_observed_in_a_kept_derivative_and_beside_it():
+    f, p, rules = together(("kept", "inlined"))
+    q = quantize_fn(f, rules)
+    _, ranges = q.observe(p, X, with_value=True, qparams=q.init_qparams(p, X))
+    assert set(ranges) == {"kept/w:input", "kept/v:input", "inlined/v:input"}
+    gradient = jax.grad(lambda p: sum(map(jnp.sum, jax.tree.leaves(q.observe(p, X, with_value=True)[0]))))(p)
+    assert all(np.any(g) for g in jax.tree.leaves(gradient))
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs devices")
+def test_devices_have_one_range():
+    q, p, _ = mlp()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    x = normal(5, 8, 8)
+    want = q.observe(p, x)
+    near(jax.jit(q.observe)(p, jax.device_put(x, NamedSharding(mesh, P("data")))), want)
+    of_rows = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    inside = quantize_fn(of_rows(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"]), RULES)
+    near(inside.observe(p, x), want)
+    s = inside.init_qparams(p, x)
+    frozen = inside.freeze(p, x, qparams=s)
+    assert_same_bits(inside(frozen, x, qparams=s), inside(p, x, qparams=s))
+    assert_same_bits(inside(p, x, qparams=s), q(p, x, qparams=s))
+    assert_same_bits(inside(inside.freeze(p, x), x), inside(p, x))
+
+
+# What is learned
+
+
+def test_gradients_to_qparams_are_those_of_fake_quant_on_layers_by_hand():
+    """Of powers of two they are equal: sums of them are exact."""
+    w4, a4 = weight_spec(4), activation_spec(4)
+    p, x = P3, X
+    q = quantize_fn(scanned, [Rule("*", w4, a4)])
+    s = q.init_qparams(p, x, method="mse")
+    columns = weight_spec(4, channel_axis=-1)
+
+    def by_hand(p, s, x):
+        at = lambda key, i: jax.tree.map(lambda v: v[i], s[key])
+        dot = lambda x, w, i: fake_quant(x, a4, at(f"{w}:input", i)) @ fake_quant(p[w][i], columns, at(w, i))
+        for i in range(3):
+            x = x + dot(jnp.tanh(dot(x, "up", i)), "down", i)
+        return x
+
+    weights = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+    gradient = lambda f: jax.jit(jax.grad(lambda p, s: (f(p, s) * weights).sum(), (0, 1)))(p, s)
+    got, want = gradient(lambda p, s: q(p, x, qparams=s)), gradient(lambda p, s: by_hand(p, s, x))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(np.abs(b).max(), 1e-9), err_msg=str(path))
+    assert all(np.any(got[1][key].scale) for key in s)
+
+
+def test_gradients_of_powers_of_two_are_exact():
+    a, w = activation_spec(4), weight_spec(4)
+    x, p = jnp.array([[0.5, -4.0, 2.0], [1.0, 8.0, -0.5]]), {"w": jnp.array([[1.0, -4.0], [0.5, 2.0], [8.0, 0.25]])}
+    q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", w, a)])
+    s = {"w:input": qparams_from_range(Range(-3.75, 3.75), a), "w": q.init_qparams(p, x)["w"]}
+    s = jax.tree.map(lambda v: jnp.exp2(jnp.round(jnp.log2(jnp.abs(v) + 1e-9))), s)
+    hand = lambda p, s: fake_quant(x, a, s["w:input"]) @ fake_quant(p["w"], weight_spec(4, channel_axis=1), s["w"])
+    g = jnp.array([[1.0, -2.0], [0.5, 4.0]])
+    gradient = lambda f: jax.jit(jax.grad(lambda p, s: (f(p, s) * g).sum(), (0, 1)))(p, s)
+    jax.tree.map(assert_same_bits, gradient(lambda p, s: q(p, x, qparams=s)), gradient(hand))
+
+
+def test_lsq_gradient_divides_by_what_shares_a_scale():
+    q, p, s = mlp()
+    gradient = lambda **kw: jax.grad(lambda s: jnp.sum(q(p, X, qparams=s, **kw)))(s)
+    plain, scaled = gradient(), gradient(lsq_gradient=True)
+    ratio = lambda key: np.asarray(scaled[key].scale / plain[key].scale).ravel()[0]
+    np.testing.assert_allclose(ratio("w:input"), 1 / np.sqrt(X.size * 127), rtol=1e-5)
+    np.testing.assert_allclose(ratio("w"), 1 / np.sqrt(8 * 127), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"`lsq_gradient`.*qparams=None"):
+        q(p, X, lsq_gradient=True)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was trained is what is served, to the bit: q(q.freeze(params)) == q(params), whatever stands around."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+from uses import USES, X, normal, together
+
+from jaxquant import QArray, dequantize, merge_ranges, quantize_fn, quantize_params, weight_spec
+
+# One program of several uses, which compiles faster than one for each.
+SOME = (
+    "plain", "contracted and sliced", "cond", "over layers in blocks", "over time", "bfloat16", "kept",
+    "tied embedding", "gathered by data", "concatenated",
+)  # fmt: skip
+ALL = tuple(USES)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+each = pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), slow(ALL, id="all")])
+
+
+@functools.cache
+def q(names, execution="auto"):
+    f, _, rules = together(names)
+    return quantize_fn(f, rules, execution=execution)
+
+
+def params_of(names):
+    return together(names)[1]
+
+
+@functools.cache
+def qparams(names):
+    """Of two batches, one in each branch."""
+    observe = jax.jit(lambda x: q(names).observe(params_of(names), x))
+    return q(names).init_qparams(params_of(names), X, ranges=merge_ranges(observe(X), observe(-X)), method="mse")
+
+
+@functools.cache
+def frozen(names, is_static=True):
+    return q(names).freeze(params_of(names), X, qparams=qparams(names) if is_static else None)
+
+
+def same(got, want):
+    assert got.keys() == want.keys()
+    for name, y in want.items():
+        assert_same_bits(got[name], y, name)
+
+
+@functools.cache
+def trained(names, is_static):
+    return q(names)(params_of(names), X, qparams=qparams(names) if is_static else None)
+
+
+@each
+@pytest.mark.parametrize("is_static", [True, slow(False)])
+@pytest.mark.parametrize("execution", ["auto", slow("float32")])
+def test_what_was_trained_is_what_is_served(names, is_static, execution):
+    s = qparams(names) if is_static else None
+    want = trained(names, is_static)
+    same(q(names, execution)(frozen(names, is_static), X, qparams=s), want)
+    assert all(np.isfinite(np.float32(y)).all() and np.any(y) for y in want.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_static", [True, False])
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
+def test_nor_does_it_change_under_a_transform(transform, is_static):
+    f = transform(lambda params, s: q(ALL)(params, X, qparams=s))
+    s = qparams(ALL) if is_static else None
+    same(f(frozen(ALL, is_static), s), trained(ALL, is_static))
+    same(f(params_of(ALL), s), trained(ALL, is_static))
+
+
+# A gather of two indices, and a convolution, of each example are other ops than of a batch; so are loops.
+SIMPLE = "plain", "sliced", "over layers", "kept", "tied embedding", "gathered by data"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_static", [True, False])
+def test_examples_of_a_batch_are_served_alike(is_static):
+    f, params, rules = together(SIMPLE)
+    q = quantize_fn(f, rules)
+    s = q.init_qparams(params, X) if is_static else None
+    batch = jnp.stack([X, 2 * X, -X])
+    served = jax.vmap(lambda p, x: q(p, x, qparams=s), (None, 0))
+    got, want = served(q.freeze(params, X, qparams=s), batch), served(params, batch)
+    same(got, want)
+    for i, x in enumerate(batch):
+        same(jax.tree.map(lambda y, i=i: y[i], got), q(params, x, qparams=s))
+
+
+def paths(tree):
+    named, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda v: isinstance(v, QArray))
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): v for path, v in named}
+
+
+@each
+def test_frozen_is_what_quantize_params_makes_with_the_specs_of_the_plan(names):
+    plan = q(names).plan(params_of(names), X)
+    specs = {key: site.entry_spec for site in plan if site.spec for key in site.entry.split(", ")}
+    values, s = paths(params_of(names)), qparams(names)
+    for path, got in paths(frozen(names)).items():
+        if path not in specs:
+            assert got is values[path]
+            continue
+        one = quantize_params({"w": values[path]}, [("w", specs[path])], {"w": s[path]})["w"]
+        assert got.spec == one.spec
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(one), strict=True):
+            assert_same_bits(a, b, path)
+    in_float = {path for path, v in paths(frozen(names)).items() if not isinstance(v, QArray)}
+    assert in_float == {
+        path for path in ("derived/w", "derived/a", "derived/b", "activation alone/w") if path in values
+    }
+
+
+def test_it_holds_after_training():
+    """60 steps of Adam on parameters and qparams, of a scan over layers and a tied embedding."""
+    f, params, rules = together(("over layers in blocks", "tied embedding"))
+    q = quantize_fn(f, rules)
+    state = params, q.init_qparams(params, X)
+    targets = jax.tree.map(lambda y: normal(9, *y.shape), f(params, X))
+    loss = lambda state: sum(
+        jnp.mean((y - t) ** 2)
+        for y, t in zip(jax.tree.leaves(q(state[0], X, qparams=state[1])), jax.tree.leaves(targets), strict=True)
+    )
+
+    @jax.jit
+    def step(i, state, m, v):
+        value, g = jax.value_and_grad(loss)(state)
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, g)
+        v = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g**2, v, g)
+        update = lambda w, m, v: w - 3e-3 * (m / (1 - 0.9**i)) / (jnp.sqrt(v / (1 - 0.99**i)) + 1e-8)
+        return value, jax.tree.map(update, state, m, v), m, v
+
+    first, moments = loss(state), jax.tree.map(jnp.zeros_like, (state, state))
+    for i in range(1, 61):
+        _, state, *moments = step(jnp.float32(i), state, *moments)
+    params, s = state
+    assert loss(state) < 0.8 * first
+    before = q.init_qparams(together(("over layers in blocks", "tied embedding"))[1], X)
+    assert jnp.any(s["tied embedding/e:input"].scale != before["tied embedding/e:input"].scale)
+    same(q(q.freeze(params, X, qparams=s), X, qparams=s), q(params, X, qparams=s))
+
+
+def test_integers_from_elsewhere_are_used_as_they_are():
+    """Under no rule: their real values, weight-only."""
+    f = lambda p, x: jnp.tanh(x @ p["v"]) @ p["w"]
+    params = USES["plain"].params
+    integers = quantize_params(params, [("*", weight_spec(8, channel_axis=0))])
+    got = quantize_fn(f, [])(integers, X)
+    assert_same_bits(got, jax.jit(f)(jax.tree.map(dequantize, integers, is_leaf=lambda v: isinstance(v, QArray)), X))
+    text = str(quantize_fn(f, []).plan(integers, X)["v"].why)
+    assert "integers" in text
