@@ -62,7 +62,8 @@ def test_what_no_axes_say_raises_with_both_shapes(shape, make, granularity):
 def walked(f, *shapes):
     jaxpr, _ = traced(lambda args: jax.tree.leaves(f(*args)), [jnp.ones(shape) for shape in shapes])
     walk = Walk()
-    walk.program(jaxpr, [parameter("w", len(shapes[0])), *(DATA._replace(value=i) for i in range(1, len(shapes)))])
+    args = [parameter("w", len(shapes[0])), *(DATA._replace(value=i) for i in range(1, len(shapes)))]
+    walk.read(walk.program(jaxpr, args), "the result")
     return walk
 
 

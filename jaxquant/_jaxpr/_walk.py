@@ -225,7 +225,7 @@ class Walk:
         if name in _JOINING:
             return [_joined(eqn, ins)]
         if name not in CONTRACTIONS:
-            self.read(ins, name)
+            self.read(ins[1:] if name == "gather" else ins, name)
         mixed = computed(ins)
         if name == "gather" and ins[0].parts:
             axes = _gathered_axes(eqn, ins[0].axes)
@@ -237,9 +237,10 @@ class Walk:
         return [mixed] * len(eqn.outvars)
 
     def read(self, origins: Sequence[Origin], by: str) -> None:
-        """Notes the parameters that are read in float."""
-        for path in [path for origin in origins for path in origin.parts]:
-            self.reads.setdefault(path, set()).add(by)
+        """Notes the parameters that are read in float; of what was gathered that is done by the gather."""
+        for origin in origins:
+            for path in origin.parts:
+                self.reads.setdefault(path, set()).add("gather" if origin.gathered else by)
 
     def _note(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> None:
         operands = tuple(

@@ -180,8 +180,8 @@ def _with_entries(op: Op, decision: Decision, entries: Entries, reads: dict[str,
         if spec is not None and rule is not None:
             entries.add(op.contraction, side, name, spec, rule, is_weight, decision.contracted[side])
         if spec is None or not is_weight:
-            for path in operand.origin.held:
-                reads.setdefault(path, set()).add(name)
+            for path in operand.origin.parts:
+                reads.setdefault(path, set()).add("gather" if operand.origin.gathered else name)
     return decision._replace(keys=entries.keys.get(op.contraction.location, ((), ())))
 
 
@@ -463,6 +463,8 @@ def _unused(i: int, rule: Rule, matcher: Matcher, ops: list[Op]) -> str:
         path, kind = elsewhere[0]
         said = f": Rule(..., kind={kind!r})" if kind in KINDS else ""
         message += f" It matches the parameter {path!r}, which is in an op of kind {kind!r}{said}."
+        if any(path in origin.parts for op in ops for origin in op.origins if origin.gathered):
+            message += " Rule(..., everywhere=True) quantizes what is gathered of it."
     elif parameters and rule.kind == "weight":
         message += f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is. "
         message += "Rule(..., everywhere=True) quantizes it where it is gathered or computed with, too."

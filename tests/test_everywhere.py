@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of a function: their keys and states, what every use of a parameter sees, and every slip told."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+from jax import lax
+from uses import POINT, TOKENS, X, normal, together
+
+from jaxquant import (
+    PerBlock,
+    PerChannel,
+    QArray,
+    QParams,
+    QuantSpec,
+    Range,
+    Rule,
+    activation_spec,
+    conv_general_dilated,
+    dequantize,
+    dot_general,
+    fake_quant,
+    histogram,
+    merge_ranges,
+    quantize,
+    quantize_fn,
+    quantize_params,
+    weight_spec,
+)
+
+W, A = weight_spec(8), activation_spec(8)
+RULES = [Rule("*", W, A)]
+P2 = {"v": normal(1, 8, 16), "w": normal(2, 16, 4)}
+
+
+def mlp(p, x):
+    return jnp.tanh(x @ p["v"]) @ p["w"]
+
+
+def qkv(p, x):
+    return (x @ p["q"]) * (x @ p["k"]) + jnp.tanh(x) @ p["q"]
+
+
+# Entries
+
+
+def test_inputs_used_alike_are_one_entry_and_parameters_have_their_path():
+    params = {"q": normal(1, 8, 8), "k": normal(2, 8, 8)}
+    plan = quantize_fn(qkv, RULES).plan(params, X)
+    assert {site.name: (site.entry, site.state) for site in plan} == {
+        "q:input": ("q:input", "dynamic"), "q": ("q", "dynamic"), "k:input": ("q:input", "dynamic"),
+        "k": ("k", "dynamic"), "q:input#2": ("q:input#2", "dynamic"), "q#2": ("q", "dynamic"),
+    }  # fmt: skip
+    s = quantize_fn(qkv, RULES).init_qparams(params, X)
+    assert set(s) == {"q:input", "q", "k", "q:input#2"}
+
+
+def test_a_plan_says_static_dynamic_or_frozen_and_counts_the_spec_on_the_parameter():
+    f = lambda p, x: lax.scan(lambda x, w: (jnp.tanh(x @ w.T), None), x, p["w"])[0]
+    q, params = quantize_fn(f, RULES), {"w": normal(1, 3, 8, 8)}
+    s = q.init_qparams(params, X)
+    assert jax.tree.map(jnp.shape, s) == {"w": QParams((3, 8, 1), (3, 8, 1)), "w:input": QParams((3,), (3,))}
+    site = q.plan(params, X, qparams=s)["w"]
+    assert (site.spec.granularity, site.entry_spec.granularity, site.state) == (
+        PerChannel(1),
+        PerChannel((0, 1)),
+        "static",
+    )
+    assert "channel (0, 1)" in str(q.plan(params, X))
+    frozen = q.freeze(params, X, qparams=s)
+    states = {site.name: site.state for site in q.plan(frozen, X, qparams=s | {"w:input": None})}
+    assert states == {"w": "frozen", "w:input": "dynamic"}
+
+
+def test_none_makes_an_entry_dynamic():
+    q = quantize_fn(mlp, RULES)
+    s = q.init_qparams(P2, X)
+    assert_same_bits(q(P2, X, qparams=dict.fromkeys(s)), q(P2, X))
+    jax.tree.map(assert_same_bits, q.init_qparams(P2, X, ranges={}), s | {"v:input": None, "w:input": None})
+    only = q.init_qparams(P2, X, ranges=q.observe(P2, X) | {"w:input": None})
+    assert only["w:input"] is None
+    assert only["v:input"] is not None
+    shapes = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert q.init_qparams(P2, shapes, ranges={})["v:input"] is None
+    per_token = quantize_fn(mlp, [Rule("*", W, activation_spec(8, granularity=PerChannel(None)))])
+    assert per_token.observe(P2, X) == {}
+    assert per_token.init_qparams(P2, X)["v:input"] is None
+
+
+def test_what_is_static_ignores_the_batch():
+    q = quantize_fn(mlp, RULES)
+    s = q.init_qparams(P2, X)
+    broken = X.at[3, 2].set(1e9)
+    rows = jnp.array([0, 1, 2, 4, 5])
+    assert_same_bits(q(P2, broken, qparams=s)[rows], q(P2, X, qparams=s)[rows])
+    assert not np.array_equal(q(P2, broken)[rows], q(P2, X)[rows])
+
+
+def test_a_nan_reaches_the_results_that_it_enters_and_no_others():
+    q = quantize_fn(mlp, RULES)
+    s = q.init_qparams(P2, X)
+    y = q(P2, X.at[3, 2].set(jnp.nan), qparams=s)
+    assert np.isnan(y[3]).all()
+    assert np.isfinite(np.delete(y, 3, 0)).all()
+    params = P2 | {"w": P2["w"].at[0, 1].set(jnp.nan)}
+    y = q(params, X, qparams=s)
+    assert np.isnan(y[:, 1]).all()
+    assert np.isfinite(np.delete(y, 1, 1)).all()
+
+
+def refused(f, match, kind=ValueError):
+    with pytest.raises(kind, match=match):
+        f()
+
+
+def test_slips_in_qparams_and_ranges_are_told():
+    q = quantize_fn(mlp, RULES)
+    s, ranges = q.init_qparams(P2, X), q.observe(P2, X)
+    without = lambda of, key: {k: v for k, v in of.items() if k != key}
+    call = lambda s: lambda: q(P2, X, qparams=s)
+    refused(call(without(s, "w:input")), r"got none for 'w:input'; the nearest.*'v:input'.*None as the value")
+    refused(call(s | {"w:imput": s["w"]}), r"'w:imput', which is no entry.*'w:input'")
+    refused(call(s | {"w": s["v"]}), r"At 'w'.*must have shape \(1, 4\), got \(1, 16\).*a parameter of shape \(16, 4\)")
+    refused(call([]), "must be a dict from entry", TypeError)
+    refused(call(s | {"w": Range(0.0, 1.0)}), "At 'w'.*must be QParams or None", TypeError)
+    init = lambda ranges: lambda: q.init_qparams(P2, X, ranges=ranges)
+    refused(init(without(ranges, "v:input")), "`ranges`.*none for 'v:input'")
+    refused(init(ranges | {"x": ranges["v:input"]}), "'x', which is no entry")
+    refused(init(ranges | {"v:input": histogram(X, A)}), "At 'v:input'.*range_from_histogram", TypeError)
+    refused(init(ranges | {"v:input": Range(jnp.zeros(2), jnp.ones(2))}), r"At 'v:input'.*shape")
+    refused(init(ranges | {"v:input": Range(jnp.inf, -jnp.inf)}), "At 'v:input'.*no batch has reached")
+    refused(init(3), "`ranges` must be a dict", TypeError)
+    per_token = quantize_fn(mlp, [Rule("*", W, activation_spec(8, granularity=PerChannel(None)))])
+    refused(lambda: per_token(P2, X, qparams=s), "At 'v:input'.*dynamic always")
+    own = quantize_fn(lambda p, x, qparams=None: mlp(p, x), RULES)
+    refused(lambda: own.freeze(P2, X, qparams=s), "`qparams` is an argument of the function")
+    assert_same_bits(own(P2, X, qparams=1.0), q(P2, X))
+
+
+def test_a_qarray_must_be_what_its_rule_says():
+    q = quantize_fn(mlp, RULES)
+    other = quantize_params(P2, [("v", weight_spec(4, channel_axis=1)), ("w", weight_spec(8, channel_axis=0))])
+    refused(lambda: q(other, X), r"At 'v', chosen by the rule '\*'.*bits=4.*the rule makes")
+    rows = P2 | {"w": other["w"]}
+    refused(lambda: q(rows, X), r"At 'w'.*PerChannel\(0\).*PerChannel\(1\)")
+    negative = quantize_params(P2, [("*", weight_spec(8, channel_axis=-1))])
+    assert_same_bits(q(negative, X), q(q.freeze(P2, X), X))
+    refused(lambda: q(negative, X, qparams=q.init_qparams(P2, X) | {"v": QParams(1.0, 0.0)}), "At 'v'.*shape")
+
+
+def test_two_ways_are_refused_with_both():
+    tied = lambda p, x: jax.nn.relu(x @ p["w"]) @ p["w"].T
+    message = r"At 'w#2'.*in two ways.*PerChannel\(1\)\) at 'w', and as.*PerChannel\(0\)\) at 'w#2'.*channel_axis"
+    refused(lambda: quantize_fn(tied, RULES)({"w": P2["v"]}, X), message)
+    refused(lambda: quantize_fn(tied, RULES).plan({"w": P2["v"]}, X), message)
+
+
+# Every use
+
+
+def tied(p, tokens):
+    h = p["e"][tokens] * 2
+    return h @ p["e"].T
+
+
+EVERYWHERE = [Rule("*", W, A, everywhere=True)]
+
+
+def test_a_tied_embedding_is_quantized_in_both_uses():
+    params = {"e": normal(1, 8, 24)}
+    q = quantize_fn(tied, EVERYWHERE)
+    rows = weight_spec(8, channel_axis=0)
+    e = fake_quant(params["e"], rows)
+    h = e[TOKENS] * 2
+    by_hand = quantize_fn(lambda p, h: h @ p["e"].T, RULES)
+    assert_same_bits(q(params, TOKENS), by_hand(params, h))
+    sites = [(site.name, site.op, site.entry, site.shape) for site in q.plan(params, TOKENS) if site.spec]
+    assert sites == [
+        ("e:input", "dot_general", "e:input", (2, 3, 24)),
+        ("e", "dot_general", "e", (24, 8)),
+        ("e#2", "gather", "e", (8, 24)),
+    ]
+    half = quantize_fn(tied, RULES)
+    assert_same_bits(half(params, TOKENS), by_hand(params, params["e"][TOKENS] * 2))
+    refused(
+        lambda: half.freeze(params, TOKENS),
+        r"At 'e'.*quantized at 'e' and also read in float, by 'gather'.*everywhere=True",
+    )
+    refused(lambda: half(q.freeze(params, TOKENS), TOKENS), r"read in float.*given as a QArray")
+
+
+def test_gradients_of_a_tied_embedding_come_from_both_uses():
+    params = {"e": normal(1, 8, 24)}
+    s = (q := quantize_fn(tied, EVERYWHERE)).init_qparams(params, TOKENS, method="mse")
+    rows = weight_spec(8, channel_axis=0)
+
+    def by_hand(p, s):
+        e = fake_quant(p["e"], rows, s["e"])
+        return fake_quant(e[TOKENS] * 2, A, s["e:input"]) @ e.T
+
+    gradient = lambda f: jax.grad(lambda p, s: jnp.sum(jnp.sin(f(p, s))), (0, 1))(params, s)
+    got, want = gradient(lambda p, s: q(p, TOKENS, qparams=s)), gradient(by_hand)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+    jax.tree.map(close, got, want)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_an_index_out_of_range_gives_what_the_float_gather_gives(is_frozen):
+    params, tokens = {"e": normal(1, 8, 24)}, jnp.array([1, 9, -1, -9])
+    for mode in ("fill", "clip", None):
+        f = lambda p, t, mode=mode: p["e"].at[t].get(mode=mode)
+        q = quantize_fn(f, [Rule("e", weight_spec(8, channel_axis=0), everywhere=True)])
+        got = q(q.freeze(params, tokens) if is_frozen else params, tokens)
+        want = f({"e": dequantize(quantize(params["e"], weight_spec(8, channel_axis=0)))}, tokens)
+        assert_same_bits(got, want)
+        assert np.isnan(want).any() == (mode == "fill")
+
+
+@pytest.mark.parametrize("granularity", [PerChannel(None), QuantSpec().granularity, PerBlock(None, 4)])
+def test_a_dot_of_gathered_parameters_is_a_site(granularity):
+    """Experts that data choose: the scale of each is gathered with it."""
+    params, spec = {"w": normal(1, 4, 8, 5)}, QuantSpec(granularity=granularity)
+    f = lambda p, x: jnp.einsum("bd,bdf->bf", x, p["w"][POINT])
+    q = quantize_fn(f, [Rule("w", spec, A, everywhere=True)])
+    (site,) = [site for site in q.plan(params, X) if site.name == "w"]
+    separate = {PerChannel(None): PerChannel((0, 2)), PerBlock(None, 4): PerBlock(1, 4)}
+    assert site.entry_spec.granularity == separate.get(granularity, PerChannel(0))
+    s = q.init_qparams(params, X)
+    one = lambda x, w: quantize_fn(lambda p, x: x @ p["w"], [Rule("w", spec, A)])({"w": w}, x, qparams=None)
+    frozen = q.freeze(params, X, qparams=s)
+    assert_same_bits(q(frozen, X, qparams=s), q(params, X, qparams=s))
+    x = fake_quant(X, A, s["w:input"])
+    w = dequantize(frozen["w"])[POINT]
+    np.testing.assert_allclose(q(params, X, qparams=s), jnp.einsum("bd,bdf->bf", x, w), rtol=1e-4, atol=1e-5)
+    assert one(X[:1], params["w"][2]).shape == (1, 5)
+    refused(
+        lambda: quantize_fn(f, [Rule("w", spec, A)])(params, X),
+        "of kind 'derived'.*everywhere=True. quantizes what is gathered",
+    )
+
+
+def test_without_a_dot_the_axis_is_named():
+    f, params = lambda p, t: p["e"][t], {"e": normal(1, 8, 24)}
+    refused(lambda: quantize_fn(f, EVERYWHERE)(params, TOKENS), "At 'e'.*no dot uses it.*channel_axis")
+    q = quantize_fn(f, [Rule("e", weight_spec(8, channel_axis=-1), everywhere=True)])
+    assert_same_bits(q(params, TOKENS), fake_quant(params["e"], weight_spec(8, channel_axis=1))[TOKENS])
+    refused(lambda: quantize_fn(f, [("e", W)])(params, TOKENS), "matched no site.*everywhere=True")
+    refused(lambda: Rule("e", activation=A, kind="act_act", everywhere=True), "`everywhere` is of parameters")
+    refused(lambda: quantize_params(params, EVERYWHERE[:1]), "everywhere=True, which a function")
+
+
+def test_what_is_returned_or_carried_is_read_in_float():
+    """A parameter that leaves the ways on which integers follow has its own values, and cannot be frozen."""
+    f = lambda p, x: (x @ p["w"], p["w"])
+    q, params = quantize_fn(f, RULES), {"w": P2["v"]}
+    assert_same_bits(q(params, X)[1], params["w"])
+    refused(lambda: q.freeze(params, X), "the result of the function")
+    both = quantize_fn(f, EVERYWHERE)
+    assert_same_bits(both(params, X)[1], dequantize(both.freeze(params, X)["w"]))
+    rolled = lambda p, x: lax.fori_loop(0, 2, lambda i, c: (jnp.roll(c[0], 1, 0), c[1] @ c[0]), (p["w"], x))[1]
+    refused(lambda: quantize_fn(rolled, RULES)({"w": normal(1, 8, 8)}, X), "'w', which is in an op of kind 'derived'")
+
+
+# Another function at each site
+
+
+def test_the_function_can_be_rebuilt_with_fake_quant_at_its_sites():
+    f, params, rules = together(
+        (
+            "plain",
+            "one value in several ops",
+            "over layers in blocks",
+            "cond",
+            "tied embedding",
+            "gathered by data",
+            "kept",
+        )
+    )
+    q = quantize_fn(f, rules)
+    s = q.init_qparams(params, X, ranges=merge_ranges(q.observe(params, X), q.observe(params, -X)))
+    called = []
+    view = q.at_sites(lambda info, x: (called.append(info.name), fake_quant(x, info.spec, info.qparams))[1])
+    for values in (params, q.freeze(params, X, qparams=s)):
+        called.clear()
+        got = jax.jit(lambda p, x: view(p, x, qparams=s))(values, X)
+        assert sorted(called) == sorted(site.name for site in q.plan(params, X) if site.spec)
+        want = q(params, X, qparams=s)
+        for name, y in want.items():
+            np.testing.assert_allclose(got[name], y, rtol=0, atol=2e-2 * np.abs(y).max(), err_msg=name)
+            assert np.median(np.abs(got[name] - y)) < 1e-5 * np.abs(y).max(), name
+    identity = q.at_sites(lambda info, x: x)
+    for name, y in jax.jit(identity)(params, X).items():
+        assert_same_bits(y, jax.jit(f)(params, X)[name], name)
+
+
+def test_a_site_is_given_what_the_plan_says():
+    q = quantize_fn(mlp, RULES)
+    seen = {}
+    q.at_sites(lambda info, x: (seen.update({info.name: (info, x.shape)}), x)[1])(P2, X)
+    assert {name: info for name, (info, _) in seen.items()} == {site.name: site for site in q.plan(P2, X)}
+    assert all(info.shape == shape for info, shape in seen.values())
+    s = q.init_qparams(P2, X)
+    q.at_sites(lambda info, x: (seen.update({info.name: info.qparams}), x)[1])(P2, X, qparams=s)
+    jax.tree.map(assert_same_bits, {name: QParams(*v) for name, v in seen.items()}, s)
+    refused(lambda: q.at_sites(3), "`site` must be a function", TypeError)
+    refused(lambda: q.at_sites(lambda info, x: x[:1])(P2, X), r"`site` must return.*\[6, 8\] at 'v:input'")
+
+
+# The same by hand
+
+
+def test_a_forward_pass_by_hand_on_the_integer_ops_is_the_frozen_function():
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def f(p, x):
+        h = lax.conv_general_dilated(x, p["c"], (1, 1), "SAME", dimension_numbers=numbers)
+        return jax.nn.relu(h).reshape(2, -1) @ p["w"]
+
+    params, x = {"c": normal(1, 3, 3, 1, 4), "w": normal(2, 96, 5)}, normal(3, 2, 3, 8, 1)
+    q = quantize_fn(f, RULES)
+    s = q.init_qparams(params, x)
+    frozen = q.freeze(params, x, qparams=s)
+    assert isinstance(frozen["c"], QArray)
+
+    @jax.jit
+    def by_hand(frozen, s, x):
+        x = quantize(x, A, s["c:input"])
+        h = conv_general_dilated(x, frozen["c"], (1, 1), "SAME", dimension_numbers=numbers)
+        h = quantize(jax.nn.relu(h).reshape(2, -1), A, s["w:input"])
+        return dot_general(h, frozen["w"], (((1,), (0,)), ((), ())))
+
+    assert_same_bits(q(frozen, x, qparams=s), by_hand(frozen, s, x))
+
+
+def test_a_frozen_function_is_differentiated_with_respect_to_its_input():
+    q = quantize_fn(mlp, RULES)
+    s = q.init_qparams(P2, X)
+    gradient = lambda params: jax.grad(lambda x: jnp.sum(jnp.sin(q(params, x, qparams=s))))(X)
+    np.testing.assert_allclose(gradient(q.freeze(P2, X, qparams=s)), gradient(P2), rtol=1e-6)
