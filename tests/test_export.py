@@ -2,6 +2,7 @@
 """jax.export of the ops and of quantized functions: symbolic sizes, integers as arguments, the same bits."""
 
 import itertools
+import re
 import subprocess
 import sys
 
@@ -28,6 +29,7 @@ from jaxquant import (
     fake_quant,
     quantize,
     quantize_fn,
+    save,
     weight_spec,
 )
 
@@ -136,6 +138,51 @@ def test_integers_go_into_and_come_out_of_an_exported_program(spec):
     assert isinstance(got[0]["q"], QArray)
     assert got[0]["q"].spec == spec
     jax.tree.map(assert_same_bits, got, want)
+
+
+FUNCTION_SERVER = """
+import sys, jax.export, numpy as np
+import jaxquant
+program = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+served = jaxquant.load(sys.argv[2])
+np.save(sys.argv[3], program.call(served["params"], np.load(sys.argv[4]), served["qparams"]))
+"""
+
+
+def test_a_new_process_serves_a_frozen_function_from_two_files(tmp_path):
+    """Layers in a scan, a tied embedding and an input that stays dynamic, of a batch of any size."""
+
+    def f(p, tokens):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)
+        x, _ = lax.scan(layer, p["embedding"][tokens], p["layers"])
+        return x @ p["embedding"].T
+
+    params = {
+        "embedding": normal(32, 16),
+        "layers": {"up": normal(3, 16, 24), "down": normal(3, 24, 16)},
+    }
+    tokens = np.arange(5) * 7 % 32
+    eight, four = weight_spec(8), weight_spec(4, block_size=8)
+    rules = [Rule("embedding", eight, activation_spec(8), everywhere=True), Rule("layers/up", eight, SYMMETRIC)]
+    q = quantize_fn(f, [*rules, Rule("layers/down", four, activation_spec(8))])
+    qparams = q.init_qparams(params, tokens, ranges=q.observe(params, tokens) | {"layers/down:input": None})
+    frozen = q.freeze(params, tokens, qparams=qparams)
+    save(tmp_path / "model.npz", {"params": frozen, "qparams": qparams})
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b"), tokens.dtype)
+    exported = jax.export.export(jax.jit(lambda p, x, s: q(p, x, qparams=s)))(frozen, shape, qparams)
+    module = exported.mlir_module()
+    dots = re.findall(
+        r"stablehlo.dot_general.*: \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\) -> tensor<[^>]*x(\w+)>", module
+    )
+    assert len(dots) >= 3
+    assert {dot for dot in dots if dot[:2] != ("i8", "i8")} == set()
+    assert {dot[2] for dot in dots} == {"i32"}
+    assert not re.search(r"stablehlo.constant dense<\\?\"0x.*xi8>", module)
+    (tmp_path / "program").write_bytes(exported.serialize())
+    np.save(tmp_path / "x.npy", tokens)
+    paths = [str(tmp_path / name) for name in ("program", "model.npz", "y.npy", "x.npy")]
+    subprocess.run([sys.executable, "-c", FUNCTION_SERVER, *paths], check=True, timeout=120)
+    assert_same_bits(np.load(paths[2]), q(params, tokens, qparams=qparams))
 
 
 def test_a_new_process_serves_an_exported_program_from_integers(tmp_path):

@@ -35,6 +35,7 @@ FLOORS = {
     "_jaxpr/_moves": 5.1,
     "_jaxpr/_walk": 5.1,
     "_jaxpr/_evaluate": 5.2,
+    "_transform/_call": 6,
     "_transform/_plan": 6,
     "_transform/_match": 6.1,
     "_transform/_entries": 6.1,

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import cases
 
-from jaxquant import PerChannel, Rule, activation_spec, quantize_fn, weight_spec
+from jaxquant import PerChannel, QArray, Rule, activation_spec, quantize_fn, weight_spec
 
 W, A = weight_spec(8), activation_spec(8)
 CHANNEL, WHOLE, TOKEN = Grid(), Grid(affine=True, whole=True), Grid(affine=True)
@@ -396,6 +396,22 @@ def test_without_jit_the_results_are_the_same(case):
 @on_models([])
 def test_the_executions_have_the_same_bits(case):
     same(case.model.gradients(quantize_fn(case.model.f, case.model.rules, execution="float32")), case.results)
+
+
+@on_models([])
+@pytest.mark.parametrize("is_static", [True, False])
+def test_what_was_trained_is_what_is_served(case, is_static):
+    """Models that pass their state are frozen with it; what a model reads in float stays so."""
+    q, (params, args) = case.q, (case.model.params, case.model.args)
+    qparams = q.init_qparams(params, *args) if is_static else None
+    frozen = q.freeze(params, *args, qparams=qparams)
+    served, trained = (case.model.jit(functools.partial(q, qparams=qparams))(p, *args) for p in (frozen, params))
+    same(served, trained)
+    weights = {
+        site.entry for site in q.plan(params, *args) if site.state and site.op and not site.name.endswith(":input")
+    }
+    integers = [v for v in jax.tree.leaves(frozen, is_leaf=lambda v: isinstance(v, QArray)) if isinstance(v, QArray)]
+    assert len(integers) == len([key for key in weights if key in by_path(params)])
 
 
 # What the peers fail at, a row of the table in PEERS.md each. (A plain function, equinox and haiku are above.)

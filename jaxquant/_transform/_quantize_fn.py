@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A function with the dots and convolutions that the rules choose quantized."""
 
-import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -25,44 +23,11 @@ from .._qarray import QArray
 from .._ranges._fit import fit_qparams
 from .._ranges._range import QParams, Range, qparams_from_range
 from .._tree import Rules, checked_rules, named_in_errors, with_lsq_gradient, with_paths
+from ._call import Call, Static, is_qarray, is_traced, paths_of, refuse_lost_changes, with_own
 from ._decide import Decisions, decide
 from ._entries import Entries, Entry, check_freezing
 from ._plan import Plan, Site, pattern_in_words
 from ._sites import HISTOGRAMS, RANGES, ReadInFloat, Sites, is_observed
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A leaf that is no array, known by its type and value, or of floats their text: 1 == True, 0.0 == -0.0."""
-
-    kind: type
-    known_by: Any
-    value: Any = dataclasses.field(compare=False)
-
-    @classmethod
-    def of(cls, leaf: Any) -> "_Static":
-        return cls(type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf, leaf)
-
-
-def _is_traced(leaf: Any) -> bool:
-    """Whether a leaf is an argument of the program: arrays. Numbers of Python stay what they are, as in f itself."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind not in "OSU"
-    return isinstance(leaf, Array | jax.ShapeDtypeStruct | QArray)
-
-
-class _Call(NamedTuple):
-    """What is static of the arguments of one call."""
-
-    structure: Any
-    leaves: tuple[_Static | None, ...]  # None where an array is
-    params: tuple[int, int]  # which of the leaves are those of the params
-
-    def arguments(self, arrays: Sequence[Any]) -> tuple[tuple, dict]:
-        """`args` and `kwargs` again."""
-        values = iter(arrays)
-        return jax.tree.unflatten(self.structure, [next(values) if s is None else s.value for s in self.leaves])
 
 
 class _How(NamedTuple):
@@ -85,7 +50,7 @@ class _Program(NamedTuple):
     walk: Walk
     decisions: Decisions
     structure: Any
-    static: tuple[_Static | None, ...]  # of the results; None where an array is
+    static: tuple[Static | None, ...]  # of the results; None where an array is
 
 
 class QuantizedFunction:
@@ -103,6 +68,7 @@ class QuantizedFunction:
         self._f, self._rules, self._argnum = f, checked_rules(rules), params_argnum
         self._execution, self._strict = execution, strict
         try:
+            self.__signature__ = with_own(inspect.signature(f))
             self._names = frozenset(inspect.signature(f).parameters)
         except (TypeError, ValueError):
             self._names = frozenset()
@@ -243,7 +209,7 @@ class QuantizedFunction:
                     own = jax.random.fold_in(key, entry.turn) if rounds and key is not None else None
                     leaf = quantize(leaf, entry.spec, (qparams or {}).get(path), key=own)
             new.append(leaf)
-        return jax.tree.unflatten(jax.tree.structure(params, is_leaf=_is_qarray), new)
+        return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_qarray), new)
 
     def at_sites(self, site: Callable[[Site, Array], Array]) -> Callable:
         """The function with another function at each site, in the place of the quantizer: for reports and exporters.
@@ -279,7 +245,7 @@ class QuantizedFunction:
             call, arrays = self._call(args, kwargs)
             leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, site)
             return jax.tree.unflatten(
-                structure.value, [leaf.value if isinstance(leaf, _Static) else leaf for leaf in leaves]
+                structure.value, [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
             )
 
         return view
@@ -292,7 +258,7 @@ class QuantizedFunction:
             raise TypeError("An argument is a ShapeDtypeStruct, expected arrays. Shapes are for q.plan(...).")
         how = how._replace(lsq_gradient=lsq_gradient)
         leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams)
-        leaves = [leaf.value if isinstance(leaf, _Static) else leaf for leaf in leaves]
+        leaves = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
         return jax.tree.unflatten(structure.value, leaves), observed
 
     def _planned(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, Entries]:
@@ -333,58 +299,58 @@ class QuantizedFunction:
             )
         return {} if qparams is None else {"qparams": qparams}
 
-    def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
+    def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Call, list[Any]]:
         """What is static of the arguments, and the arrays; a QArray in the params counts as one."""
         if len(args) <= self._argnum:
             raise TypeError(
                 f"`params_argnum={self._argnum}` must be one of the positional arguments, got {len(args)} of them. "
                 "Pass the params by position."
             )
-        is_parameter = {id(v) for v in jax.tree.leaves(args[self._argnum], is_leaf=_is_qarray) if _is_qarray(v)}
+        is_parameter = {id(v) for v in jax.tree.leaves(args[self._argnum], is_leaf=is_qarray) if is_qarray(v)}
         leaves_of = functools.partial(jax.tree.flatten, is_leaf=lambda node: id(node) in is_parameter)
         leaves, structure = leaves_of((args, dict(kwargs)))
         start = len(leaves_of(args[: self._argnum])[0])
         params = start, start + len(leaves_of(args[self._argnum])[0])
-        static = tuple(None if _is_traced(leaf) else _Static.of(leaf) for leaf in leaves)
+        static = tuple(None if is_traced(leaf) else Static.of(leaf) for leaf in leaves)
         try:
             hash(static)
         except TypeError:
-            others = [leaf for leaf in leaves if not _is_traced(leaf)]
+            others = [leaf for leaf in leaves if not is_traced(leaf)]
             kinds = sorted({type(leaf).__name__ for leaf in others})
-            boxed = any(_is_traced(getattr(leaf, "value", None)) for leaf in others)
+            boxed = any(is_traced(getattr(leaf, "value", None)) for leaf in others)
             fix = "Pass the value of each variable: {v.path: v.value for v in model.variables}. " if boxed else ""
             raise TypeError(
                 f"An argument must have leaves that are arrays or have a hash, got leaves of types {kinds}. {fix}"
                 "Register the one without a hash as a pytree, or close over it."
             ) from None
         arrays = [leaf for leaf, s in zip(leaves, static, strict=True) if s is None]
-        return _Call(structure, static, params), arrays
+        return Call(structure, static, params), arrays
 
-    def _program(self, call: _Call, arrays: Sequence[Any], static: Set[str]) -> _Program:
+    def _program(self, call: Call, arrays: Sequence[Any], static: Set[str]) -> _Program:
         results = []
 
         def flat(arrays):
             args, kwargs = call.arguments(arrays)
-            before = _paths_of(arrays, args, kwargs)
+            before = paths_of(arrays, args, kwargs)
             leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
-            _refuse_lost_changes(before, _paths_of(leaves, args, kwargs))
-            is_array = [_is_traced(leaf) for leaf in leaves]
-            static = (None if a else _Static.of(v) for v, a in zip(leaves, is_array, strict=True))
+            refuse_lost_changes(before, paths_of(leaves, args, kwargs))
+            is_array = [is_traced(leaf) for leaf in leaves]
+            static = (None if a else Static.of(v) for v, a in zip(leaves, is_array, strict=True))
             results[:] = structure, tuple(static)
             return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
 
         # The function sees integers as what they stand for: an array of the shape, and the sharding, they have.
-        jaxpr, consts = traced(flat, [v.values.astype(v.dtype) if _is_qarray(v) else v for v in arrays])
+        jaxpr, consts = traced(flat, [v.values.astype(v.dtype) if is_qarray(v) else v for v in arrays])
         params, origins = self._origins(call, jaxpr.invars)
         paths = [origin.path for origin in origins]
         walk = Walk()
         walk.read(walk.program(jaxpr, origins), "the result of the function")
-        frozen = {path for path, v in zip(paths, arrays, strict=True) if path is not None and _is_qarray(v)}
+        frozen = {path for path, v in zip(paths, arrays, strict=True) if path is not None and is_qarray(v)}
         argnum = f"params_argnum={self._argnum}"
         decisions = decide(walk, self._rules, params, argnum, self._strict, static, frozen)
         return _Program(jaxpr, consts, paths, walk, decisions, *results)
 
-    def _origins(self, call: _Call, variables: Sequence[Any]) -> tuple[dict[str, Any], list[Origin]]:
+    def _origins(self, call: Call, variables: Sequence[Any]) -> tuple[dict[str, Any], list[Origin]]:
         """The parameters by their paths, and the origin of each argument of the program."""
         params, origins = {}, []
         values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
@@ -402,14 +368,14 @@ class QuantizedFunction:
         return params, origins
 
     def _evaluated(
-        self, call: _Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, site: Callable | None = None
-    ) -> tuple[list[Any], _Static, _Static, dict[str, Any]]:
+        self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, site: Callable | None = None
+    ) -> tuple[list[Any], Static, Static, dict[str, Any]]:
         """The results, without what is static of them; their structure; the plan; and what is observed."""
 
         known = qparams if isinstance(qparams, Mapping) else {}
         program = self._program(call, arrays, {name for name, v in known.items() if v is not None})
         plan, entries = program.decisions.plan, program.decisions.entries
-        frozen = {path: v for path, v in zip(program.paths, arrays, strict=True) if path is not None and _is_qarray(v)}
+        frozen = {path: v for path, v in zip(program.paths, arrays, strict=True) if path is not None and is_qarray(v)}
         rounds = any(site.spec is not None and site.spec.rounding == "stochastic" for site in plan)
         if rounds and "key" in self._names:
             raise ValueError(
@@ -426,7 +392,7 @@ class QuantizedFunction:
         outs, observed = self._outs(program, sites, arrays, of_entries)
         results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]
-        return leaves, _Static.of(program.structure), _Static(Plan, id(plan), (plan, entries)), observed
+        return leaves, Static.of(program.structure), Static(Plan, id(plan), (plan, entries)), observed
 
     def _outs(
         self, program: _Program, sites: Sites, arrays: Sequence[Any], qparams: Mapping[str, QParams | None]
@@ -451,10 +417,6 @@ class QuantizedFunction:
                 read.update(error.paths)
 
 
-def _is_qarray(node: Any) -> bool:
-    return isinstance(node, QArray)
-
-
 def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams:
     if isinstance(leaf, QArray):
         return QParams(leaf.scale, leaf.zero_point.astype(jnp.float32))
@@ -476,36 +438,6 @@ def _of_input(r: Any, entry: Entry) -> QParams | None:
             "turn. Observe batches that do; or make it dynamic by ranges[entry] = None, or static by a Range you know."
         )
     return qparams_from_range(r, entry.spec)
-
-
-def _paths_of(known: Sequence[Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
-    """Each array in the arguments by where it is, and whether it is one of those that are known."""
-    known_ids, found = {id(value) for value in known}, {}
-    for name, argument in (*enumerate(args), *kwargs.items()):
-        with contextlib.suppress(ValueError):  # a State of equinox is not read again after its update: a new one is
-            leaves = [(path, leaf) for path, leaf in with_paths(argument) if _is_traced(leaf)]
-            found |= {f"{path!r} of argument {name!r}": (leaf, id(leaf) in known_ids) for path, leaf in leaves}
-    return found
-
-
-def _refuse_lost_changes(before: Mapping[str, tuple[Any, bool]], after: Mapping[str, tuple[Any, bool]]) -> None:
-    """What the function has changed of its arguments, as modules of nnx do, is lost unless it is returned."""
-    # A pytree that makes its leaves anew whenever it is flattened has not changed.
-    kept = {id(leaf) for leaf, is_argument in before.values() if is_argument}
-    made = {path for path, (_, is_argument) in before.items() if not is_argument}
-    changed = [
-        path for path, (leaf, is_returned) in after.items()
-        if not is_returned and id(leaf) not in kept and path not in made
-    ]  # fmt: skip
-    if changed:
-        raise ValueError(
-            f"The function changes its arguments while it is traced, at {', '.join(changed[:3])}"
-            f"{' and others' if len(changed) > 3 else ''}, and the changes would be lost: running statistics and "
-            "dropout keys would never move. Return them; or, what is not meant to last, change in a copy. With nnx: "
-            "graphdef, params, state = nnx.split(model, nnx.Param, ...), and in the function model = nnx.merge("
-            "graphdef, params, state, copy=True); return model(x), nnx.state(model, nnx.Not(nnx.Param)). The page "
-            "docs/state.md has the whole recipe."
-        )
 
 
 def quantize_fn(

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a call: what is static of them, the arrays, and what becomes of those that a function changes."""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from .._qarray import QArray
+from .._tree import with_paths
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A leaf that is no array, known by its type and value, or of floats their text: 1 == True, 0.0 == -0.0."""
+
+    kind: type
+    known_by: Any
+    value: Any = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(cls, leaf: Any) -> "Static":
+        return cls(type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf, leaf)
+
+
+def is_traced(leaf: Any) -> bool:
+    """Whether a leaf is an argument of the program: arrays. Numbers of Python stay what they are, as in f itself."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSU"
+    return isinstance(leaf, Array | jax.ShapeDtypeStruct | QArray)
+
+
+class Call(NamedTuple):
+    """What is static of the arguments of one call."""
+
+    structure: Any
+    leaves: tuple[Static | None, ...]  # None where an array is
+    params: tuple[int, int]  # which of the leaves are those of the params
+
+    def arguments(self, arrays: Sequence[Any]) -> tuple[tuple, dict]:
+        """`args` and `kwargs` again."""
+        values = iter(arrays)
+        return jax.tree.unflatten(self.structure, [next(values) if s is None else s.value for s in self.leaves])
+
+
+def is_qarray(node: Any) -> bool:
+    return isinstance(node, QArray)
+
+
+def with_own(signature: inspect.Signature) -> inspect.Signature:
+    """The signature of a function, and the arguments that a call takes beside."""
+    defaults = {"qparams": None, "lsq_gradient": False, "key": None}
+    own = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in defaults.items()
+        if name not in signature.parameters
+    ]
+    last = lambda p: p.kind is inspect.Parameter.VAR_KEYWORD
+    parameters = list(signature.parameters.values())
+    new = [*(p for p in parameters if not last(p)), *own, *filter(last, parameters)]
+    return signature.replace(parameters=new)
+
+
+def paths_of(known: Sequence[Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
+    """Each array in the arguments by where it is, and whether it is one of those that are known."""
+    known_ids, found = {id(value) for value in known}, {}
+    for name, argument in (*enumerate(args), *kwargs.items()):
+        with contextlib.suppress(ValueError):  # a State of equinox is not read again after its update: a new one is
+            leaves = [(path, leaf) for path, leaf in with_paths(argument) if is_traced(leaf)]
+            found |= {f"{path!r} of argument {name!r}": (leaf, id(leaf) in known_ids) for path, leaf in leaves}
+    return found
+
+
+def refuse_lost_changes(before: Mapping[str, tuple[Any, bool]], after: Mapping[str, tuple[Any, bool]]) -> None:
+    """What the function has changed of its arguments, as modules of nnx do, is lost unless it is returned."""
+    # A pytree that makes its leaves anew whenever it is flattened has not changed.
+    kept = {id(leaf) for leaf, is_argument in before.values() if is_argument}
+    made = {path for path, (_, is_argument) in before.items() if not is_argument}
+    changed = [
+        path for path, (leaf, is_returned) in after.items()
+        if not is_returned and id(leaf) not in kept and path not in made
+    ]  # fmt: skip
+    if changed:
+        raise ValueError(
+            f"The function changes its arguments while it is traced, at {', '.join(changed[:3])}"
+            f"{' and others' if len(changed) > 3 else ''}, and the changes would be lost: running statistics and "
+            "dropout keys would never move. Return them; or, what is not meant to last, change in a copy. With nnx: "
+            "graphdef, params, state = nnx.split(model, nnx.Param, ...), and in the function model = nnx.merge("
+            "graphdef, params, state, copy=True); return model(x), nnx.state(model, nnx.Not(nnx.Param)). The page "
+            "docs/state.md has the whole recipe."
+        )
