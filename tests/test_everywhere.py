@@ -191,6 +191,7 @@ def test_a_tied_embedding_is_quantized_in_both_uses():
     refused(lambda: half(q.freeze(params, TOKENS), TOKENS), r"read in float.*given as a QArray")
 
 
+@pytest.mark.slow
 def test_gradients_of_a_tied_embedding_come_from_both_uses():
     params = {"e": normal(1, 8, 24)}
     s = (q := quantize_fn(tied, EVERYWHERE)).init_qparams(params, TOKENS, method="mse")
@@ -266,18 +267,14 @@ def test_what_is_returned_or_carried_is_read_in_float():
 # Another function at each site
 
 
-def test_the_function_can_be_rebuilt_with_fake_quant_at_its_sites():
-    f, params, rules = together(
-        (
-            "plain",
-            "one value in several ops",
-            "over layers in blocks",
-            "cond",
-            "tied embedding",
-            "gathered by data",
-            "kept",
-        )
-    )
+MORE = "one value in several ops", "over layers in blocks", "cond", "kept", "gathered by data"
+
+
+@pytest.mark.parametrize(
+    "names", [("plain", "tied embedding"), pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"]
+)
+def test_the_function_can_be_rebuilt_with_fake_quant_at_its_sites(names):
+    f, params, rules = together(names)
     q = quantize_fn(f, rules)
     s = q.init_qparams(params, X, ranges=merge_ranges(q.observe(params, X), q.observe(params, -X)))
     called = []

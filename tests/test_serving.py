@@ -13,10 +13,7 @@ from uses import USES, X, normal, together
 from jaxquant import QArray, dequantize, merge_ranges, quantize_fn, quantize_params, weight_spec
 
 # One program of several uses, which compiles faster than one for each.
-SOME = (
-    "plain", "contracted and sliced", "cond", "over layers in blocks", "over time", "bfloat16", "kept",
-    "tied embedding", "gathered by data", "concatenated",
-)  # fmt: skip
+SOME = "plain", "cond", "over layers in blocks", "kept", "tied embedding", "gathered by data"
 ALL = tuple(USES)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 each = pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), slow(ALL, id="all")])
@@ -117,6 +114,7 @@ def test_frozen_is_what_quantize_params_makes_with_the_specs_of_the_plan(names):
     }
 
 
+@pytest.mark.slow
 def test_it_holds_after_training():
     """60 steps of Adam on parameters and qparams, of a scan over layers and a tied embedding."""
     f, params, rules = together(("over layers in blocks", "tied embedding"))
