@@ -5,6 +5,8 @@ import contextlib
 import io
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -21,9 +23,11 @@ def run(code):
 
 
 @pytest.mark.slow
-def test_the_examples_run_and_learn():
-    *training, integers = re.findall(r"```python\n(.*?)```", README, re.S)
+def test_the_examples_run_and_learn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, served, *training, integers = re.findall(r"```python\n(.*?)```", README, re.S)
     run(integers)
+    training.insert(0, first)
     assert len(training) == 3
     for code in training:
         printed = io.StringIO()
@@ -31,6 +35,10 @@ def test_the_examples_run_and_learn():
             run(code)
         before, after = map(float, printed.getvalue().split())
         assert after < before / 4
+    printed = subprocess.run(
+        [sys.executable, "-c", f"{served}print(y.shape)"], check=True, capture_output=True, text=True
+    )
+    assert printed.stdout == "(1, 3)\n"
 
 
 def test_the_commands_are_one_line_each():
