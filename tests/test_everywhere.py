@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries of a function: their keys and states, what every use of a parameter sees, and every slip told."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from uses import POINT, TOKENS, X, normal, together
 
 from jaxquant import (
@@ -336,3 +339,39 @@ def test_a_frozen_function_is_differentiated_with_respect_to_its_input():
     s = q.init_qparams(P2, X)
     gradient = lambda params: jax.grad(lambda x: jnp.sum(jnp.sin(q(params, x, qparams=s))))(X)
     np.testing.assert_allclose(gradient(q.freeze(P2, X, qparams=s)), gradient(P2), rtol=1e-6)
+
+
+# What other bits than before part 7 have
+
+
+def test_pieces_and_casts_of_a_parameter_have_its_own_range_and_integers():
+    w = P2["v"].at[0].mul(10.0)  # the range is that of the first row
+    whole = quantize(w, weight_spec(8, channel_axis=1))
+    f = lambda p, x: x[:, :3] @ p["w"][3:6]
+    x, s = X[:, :3], weight_spec(8, channel_axis=1)
+    piece = QArray(whole.values[3:6], whole.scale, whole.zero_point, s, whole.dtype)
+    want = dot_general(quantize(x, A), piece, (((1,), (0,)), ((), ())))
+    assert_same_bits(quantize_fn(f, RULES)({"w": w}, X), want)
+    assert not np.array_equal(want, dot_general(quantize(x, A), quantize(w[3:6], s), (((1,), (0,)), ((), ()))))
+    half = lambda p, x: x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)
+    x = X.astype(jnp.bfloat16)
+    want = dot_general(quantize(x, A), whole, (((1,), (0,)), ((), ()))).astype(jnp.bfloat16)
+    assert_same_bits(quantize_fn(half, RULES)({"w": w}, X), want)
+    alone = quantize_fn(half, [("w", W)])({"w": w}, X)
+    assert_same_bits(alone, jax.jit(lambda x, w: x @ w)(x, dequantize(whole).astype(jnp.bfloat16)))
+
+
+def test_a_shard_of_a_parameter_has_its_range():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("model",))
+    cut = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("model"), P(None, "model")), out_specs=P())
+    f = lambda p, x: cut(lambda w, x: lax.psum(x @ w, "model"))(p["w"], x)
+    params = {"w": P2["v"].at[0].mul(10.0)}
+    for rules in ([("w", W)], [Rule("w", weight_spec(8, block_size=2))], RULES):
+        q = quantize_fn(f, rules)
+        s = q.init_qparams(params, X)
+        frozen = q.freeze(params, X, qparams=s)
+        assert_same_bits(q(frozen, X, qparams=s), q(params, X, qparams=s))
+        assert_same_bits(q(q.freeze(params, X), X), q(params, X))
+        whole = quantize_fn(lambda p, x: x @ p["w"], rules)
+        np.testing.assert_allclose(q(params, X, qparams=s), whole(params, X, qparams=s), rtol=1e-5, atol=1e-5)
+        assert jax.tree.map(jnp.shape, s) == jax.tree.map(jnp.shape, whole.init_qparams(params, X))
