@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a frozen function costs, to float32 and to the function that quantizes its weights in each call."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from runner import goals, kept, made, ratios
+
+from jaxquant import QParams, Rule, activation_spec, dot_general, quantize, quantize_fn, weight_spec
+
+RNG = np.random.default_rng(0)
+SYMMETRIC, AFFINE = activation_spec(8, symmetric=True), activation_spec(8)
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+def normal(*shape, size=1.0):
+    return jnp.asarray((RNG.normal(size=shape) * size).astype(np.float32))
+
+
+def mlp(params, x):
+    for w in params:
+        x = jax.nn.relu(x @ w)
+    return x
+
+
+PARAMS = [normal(2048, 2048, size=2048**-0.5) for _ in range(4)]
+GOALS = {1: 0.6, 8: 0.45, 128: 0.2}
+
+
+def serving_rows(rounds):
+    q = quantize_fn(mlp, [Rule("*", weight_spec(8), SYMMETRIC)])
+    weight_only = quantize_fn(mlp, [("*", weight_spec(8))])
+    for rows, goal in GOALS.items():
+        x = normal(rows, 2048)
+        s = q.init_qparams(PARAMS, x)
+        frozen = q.freeze(PARAMS, x, qparams=s)
+        static, only = (lambda p, x, s: q(p, x, qparams=s)), weight_only.freeze(PARAMS, x)
+        to = ratios(
+            {
+                "float": kept(mlp, PARAMS, x),
+                "frozen, static": kept(static, frozen, x, s),
+                "frozen, dynamic": kept(q, frozen, x),
+                "q(params, qparams=)": kept(static, PARAMS, x, s),
+                "q(params)": kept(q, PARAMS, x),
+                "weight-only, frozen": kept(weight_only, only, x),
+            },
+            "float",
+            rounds,
+        )
+        for name, ratio in to.items():
+            yield f"{rows} rows: {name}", ratio, goal if name == "frozen, static" else None
+
+
+def layout_rows(rounds):
+    """A weight at rest as (out, in) or (in, out): what one int8 product takes of the float32 one."""
+    for rows in GOALS:
+        x, w = normal(rows, 2048), PARAMS[0]
+        codes = quantize(x, SYMMETRIC, QParams(0.03, 0.0))
+        lying = quantize(w, weight_spec(8, channel_axis=1))
+        standing = quantize(w.T, weight_spec(8, channel_axis=0))
+        runs = {
+            "float": kept(lambda x, w: x @ w, x, w),
+            "(in, out)": kept(lambda x, w: dot_general(x, w, MATMUL), codes, lying),
+            "(out, in)": kept(lambda x, w: dot_general(x, w, (((1,), (1,)), ((), ()))), codes, standing),
+        }
+        for name, ratio in ratios(runs, "float", rounds).items():
+            yield f"{rows} rows: one int8 product of a weight {name}", ratio, None
+
+
+def step_rows(rounds):
+    """A training step, an evaluation and a trace with qparams, to those without."""
+    x, params = normal(256, 1024), [normal(1024, 1024, size=1 / 32) for _ in range(4)]
+    q = quantize_fn(mlp, [Rule("*", weight_spec(8), SYMMETRIC)])
+    s = q.init_qparams(params, x)
+    static = lambda p, x, s: q(p, x, qparams=s)
+    dynamic = {"q(params)": kept(q, params, x), "q(params, qparams=)": kept(static, params, x, s)}
+    yield (
+        "q(params, qparams=), 256 rows, to q(params)",
+        ratios(dynamic, "q(params)", rounds)["q(params, qparams=)"],
+        1.1,
+    )
+
+    def step(p, s, x):
+        moved = lambda v, g: v - 1e-6 * g
+        loss = (lambda t: jnp.sum(static(t[0], x, t[1]) ** 2)) if s else (lambda t: jnp.sum(q(t[0], x) ** 2))
+        return jax.tree.map(moved, (p, s), jax.grad(loss)((p, s)))
+
+    runs = {"dynamic": kept(step, params, {}, x), "with qparams": kept(step, params, s, x)}
+    yield "training step with qparams, to the dynamic one", ratios(runs, "dynamic", rounds)["with qparams"], 1.15
+    runs = {"evaluation": kept(mlp, params, x), "observe": kept(q.observe, params, x)}
+    yield "q.observe, to an evaluation in float", ratios(runs, "evaluation", rounds)["observe"], 1.3
+    without, with_ = (
+        np.median([made(f, *args)[0] for _ in range(7)]) for f, args in ((q, (params, x)), (static, (params, x, s)))
+    )
+    yield "tracing with qparams, to without", f"{with_ / without:.2f}", 1.3
+
+
+LAYERS, WIDTH, HEADS, CONTEXT = 4, 512, 8, 64
+
+
+def language_model(params, tokens, keys, values):
+    """One token for each of a batch, with the keys and values of those before."""
+
+    def layer(x, p):
+        w, keys, values = p
+        normed = lambda x: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        q, k, v = (y.reshape(-1, HEADS, WIDTH // HEADS) for y in jnp.split(normed(x) @ w["qkv"], 3, -1))
+        keys, values = (jnp.concatenate([old[:, 1:], new[:, None]], 1) for old, new in ((keys, k), (values, v)))
+        scores = jax.nn.softmax(jnp.einsum("bhk,bthk->bht", q, keys) * (WIDTH / HEADS) ** -0.5)
+        x = x + jnp.einsum("bht,bthk->bhk", scores, values).reshape(x.shape) @ w["out"]
+        return x + jax.nn.gelu(normed(x) @ w["up"]) @ w["down"], (keys, values)
+
+    x, (keys, values) = lax.scan(layer, params["embedding"][tokens], (params["layers"], keys, values))
+    return x @ params["embedding"].T, keys, values
+
+
+def language_rows(rounds):
+    size = WIDTH**-0.5
+    layers = {
+        "qkv": normal(LAYERS, WIDTH, 3 * WIDTH, size=size), "out": normal(LAYERS, WIDTH, WIDTH, size=size),
+        "up": normal(LAYERS, WIDTH, 4 * WIDTH, size=size), "down": normal(LAYERS, 4 * WIDTH, WIDTH, size=size / 2),
+    }  # fmt: skip
+    params = {"embedding": normal(8192, WIDTH, size=size), "layers": layers}
+    for batch in (1, 16):
+        tokens = jnp.asarray(RNG.integers(0, 8192, batch))
+        cache = [normal(LAYERS, batch, CONTEXT, HEADS, WIDTH // HEADS) for _ in range(2)]
+        runs = {"float": kept(language_model, params, tokens, *cache)}
+        for name, activation in (("w8a8", SYMMETRIC), ("w8, weight-only", None)):
+            rules = [
+                Rule("embedding", weight_spec(8), activation, everywhere=True),
+                Rule("layers/*", weight_spec(8), activation),
+            ]
+            q = quantize_fn(language_model, rules)
+            s = q.init_qparams(params, tokens, *cache)
+            frozen = q.freeze(params, tokens, *cache, qparams=s)
+            runs[name] = kept(
+                functools.partial(lambda q, p, s, *args: q(p, *args, qparams=s), q), frozen, s, tokens, *cache
+            )
+        for name, ratio in ratios(runs, "float", rounds).items():
+            goal = 1.0 if (name, batch) == ("w8a8", 16) else None
+            yield f"language model, one token for each of {batch}, {name}, frozen and static", ratio, goal
+
+
+PARTS = {
+    "serving": lambda: serving_rows(31),
+    "layouts": lambda: layout_rows(101),
+    "steps": lambda: step_rows(41),
+    "language": lambda: language_rows(61),
+}
+
+
+if __name__ == "__main__":
+    goals("serving", PARTS, sys.argv[1:], "ratio")
