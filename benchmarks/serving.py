@@ -91,8 +91,11 @@ def step_rows(rounds):
 
     runs = {"dynamic": kept(step, params, {}, x), "with qparams": kept(step, params, s, x)}
     yield "training step with qparams, to the dynamic one", ratios(runs, "dynamic", rounds)["with qparams"], 1.15
-    runs = {"evaluation": kept(mlp, params, x), "observe": kept(q.observe, params, x)}
-    yield "q.observe, to an evaluation in float", ratios(runs, "evaluation", rounds)["observe"], 1.3
+    runs = {
+        "evaluation": kept(mlp, params, x),
+        "observe": kept(functools.partial(q.observe, with_value=True), params, x),
+    }
+    yield "q.observe(with_value=True), to an evaluation in float", ratios(runs, "evaluation", rounds)["observe"], 1.3
     without, with_ = (
         np.median([made(f, *args)[0] for _ in range(7)]) for f, args in ((q, (params, x)), (static, (params, x, s)))
     )
