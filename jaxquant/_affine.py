@@ -396,7 +396,8 @@ def with_gradient_of(x: Array, value: Array) -> Array:
     return value
 
 
-with_gradient_of.defvjp(lambda x, value: (value, None), lambda _, g: (g, None))
+# The op itself, not its body: else a second derivative would not see x.
+with_gradient_of.defvjp(lambda x, value: (with_gradient_of(x, value), None), lambda _, g: (g, None))
 
 
 def dequantize(q: QArray) -> Array:

@@ -71,7 +71,7 @@ def test_what_is_made_of_the_integers_is_what_is_made_of_the_real_values(move, s
     q, f = quantize(x, spec), MOVES[move]
     full = lambda v: v.reshape((1,) * (3 - v.ndim) + v.shape)
     of_groups = {"scale": full(q.scale), "zero_point": full(q.zero_point)}
-    parts = evaluated(f, QuantizedParam(q.values, {"real": dequantize(q)}, of_groups, "w", spec, q.dtype))
+    parts = evaluated(f, QuantizedParam(q.values, {"real": dequantize(q)}, of_groups, ("w",), spec, q.dtype))
     for got, want in zip(parts, jax.tree.leaves(f(dequantize(q))), strict=True):
         assert_same_bits(got.floats["real"], want)
         over = lambda v, shape=want.shape: np.asarray(broadcast_groups(v, shape))

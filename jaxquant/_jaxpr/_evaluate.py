@@ -109,11 +109,13 @@ class Replacements:
             here, ins = (*location, i), [value(v) for v in eqn.invars]
             holds = any(isinstance(v, QuantizedParam) for v in ins)
             if here in self.contractions:
-                outs = [self.contractions[here](eqn, ins, scope)]
-            elif here in self.around or (holds and kind(eqn) in _CALLS):
+                with eqn.ctx.manager:  # such as another mesh
+                    outs = [self.contractions[here](eqn, ins, scope)]
+            elif here in self.around or (holds and kind(eqn) in _EVALUATIONS):
                 outs = _EVALUATIONS[kind(eqn)](self, eqn, ins, here, scope)
             elif holds and is_moved(eqn, ins):
-                outs = moved(eqn, ins)
+                with eqn.ctx.manager:
+                    outs = moved(eqn, ins)
             else:
                 outs = bound(eqn, self.floats(ins, kind(eqn)), jaxpr)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -207,12 +209,13 @@ def _untouched(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: L
     outs = _call(replace, eqn, ins, location, scope)
     if not any(isinstance(v, QuantizedParam) for v in outs):
         return bound(eqn, replace.floats(ins, kind(eqn)), programs(eqn)[0][0])
-    names = {name for v in ins if isinstance(v, QuantizedParam) for name in v.floats}
-    of = lambda name: [v.floats[name] if isinstance(v, QuantizedParam) else v for v in ins]
+    values = lambda v, name: v.floats[name] if name in v.floats else replace.read(v, None)
+    of = lambda name: [values(v, name) if isinstance(v, QuantizedParam) else v for v in ins]
+    names = {"real"} | {name for v in ins if isinstance(v, QuantizedParam) for name in v.floats}
     forms = {name: bound(eqn, of(name), programs(eqn)[0][0]) for name in names}
     return [
         dataclasses.replace(v, floats={name: forms[name][k] for name in v.floats})
-        if isinstance(v, QuantizedParam) else v
+        if isinstance(v, QuantizedParam) else forms["real"][k]
         for k, v in enumerate(outs)
     ]  # fmt: skip
 
@@ -308,7 +311,17 @@ def _cond(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Locati
         return all_seen
 
     qparams = replace.inputs.within(scope.qparams, location)
-    outs, observed = lax.switch(ins[0], list(map(branch, inner)), qparams, *ins[1:])
+    try:
+        outs, observed = lax.switch(ins[0], list(map(branch, inner)), qparams, *ins[1:])
+    except TypeError as error:
+        paths = {path for v in ins if isinstance(v, QuantizedParam) for path in v.paths}
+        if not any(holding):
+            raise
+        raise ValueError(
+            f"At {' and '.join(map(repr, sorted(paths)))}: the branches of a cond or switch return parts of the "
+            "parameter with scales of different shapes, or differently cast, so that no one op can take them. Cut "
+            "blocks whole, and cast after the branch."
+        ) from error
     scope.observed.update(observed)
     return outs
 
@@ -336,9 +349,6 @@ def _shard_map(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: L
     scope.observed.update(observed)
     return outs
 
-
-_CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-          HIGH, "cond")  # fmt: skip
 
 _EVALUATIONS: dict[str, Callable[[Replacements, JaxprEqn, list[Any], Location, Scope], Sequence[Any]]] = {
     **dict.fromkeys(("jit", "pjit"), _jit),

@@ -15,13 +15,17 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from .. import _groups as groups
+from .. import _numerics as num
+from .._affine import real_values
+from .._qarray import QArray
+from .._spec import PerTensor
 from ._program import avals, param
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["integers", "floats", "of_groups"],
-    meta_fields=["path", "spec", "dtype", "casts"],
+    meta_fields=["paths", "spec", "dtype", "casts"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedParam:
@@ -31,7 +35,7 @@ class QuantizedParam:
       integers: its integers, which no cast changes; None where no op reads them.
       floats: its real values in the forms that ops read, by name; casts round them.
       of_groups: values for its groups, of its rank, such as the scale, by name.
-      path: of the parameter; of several that were concatenated, joined by "+".
+      paths: of the parameter; of several that were concatenated, all.
       spec: of the parameter; of a part the granularity is another, and of_groups has the shape of that.
       dtype: of the parameter.
       casts: what casts it has been through: the primitives and their parameters.
@@ -40,7 +44,7 @@ class QuantizedParam:
     integers: Array | None
     floats: Mapping[str, Array]
     of_groups: Mapping[str, Array]
-    path: str
+    paths: tuple[str, ...]
     spec: Any
     dtype: Any
     casts: tuple[tuple[Any, tuple[tuple[str, Any], ...]], ...] = ()
@@ -55,7 +59,9 @@ class QuantizedParam:
 # To floats alone.
 _CASTS = ("convert_element_type", "reduce_precision")
 # To all, in any shape.
-_PASSING = ("name", "copy", "optimization_barrier", "stop_gradient", "device_put", "pvary", "pcast", "ppermute")
+_PASSING = ("name", "copy", "stop_gradient", "pvary", "pcast", "ppermute")
+# To any number of values at once.
+_TOGETHER = ("optimization_barrier", "device_put")
 # To what has the shape of the parameter, or to its groups with the axes of size 1 whole.
 _SHARDING = ("sharding_constraint", "reshard", "mesh_cast")
 
@@ -118,10 +124,12 @@ def _gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[An
 
 
 def _all_gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
-    if param(eqn, "tiled"):  # each device has groups of its own
-        axis = param(eqn, "all_gather_dimension")
-        v = groups.apart(v, axis, shape[axis])
-    return _results(eqn, v)
+    axis, is_tiled = param(eqn, "all_gather_dimension"), param(eqn, "tiled")
+    if is_tiled and v.shape[axis] == 1 < shape[axis]:  # of all devices
+        return [v]
+    if not is_tiled and all(n == 1 for n in v.shape):  # of all devices, too: each element along an axis has one else
+        return [lax.expand_dims(v, [axis])]
+    return _results(eqn, groups.apart(v, axis, shape[axis]) if is_tiled else v)  # each device has groups of its own
 
 
 _Move = Callable[[JaxprEqn, Array, tuple[int, ...], Sequence[Any]], list[Array]]
@@ -147,20 +155,48 @@ def is_moved(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
     """Whether an equation moves a quantized parameter, or several, and nothing else."""
     name = eqn.primitive.name
     if name in ("concatenate", "stack"):
-        return all(isinstance(v, QuantizedParam) for v in ins)
+        return all(isinstance(v, QuantizedParam) and _is_like(v, ins[0]) for v in ins)
+    if name in _TOGETHER:
+        return True
     moves = name in _OF_GROUPS or name in (*_PASSING, *_SHARDING) or _is_cast(eqn)
     return moves and isinstance(ins[0], QuantizedParam)
+
+
+def _is_like(a: QuantizedParam, b: QuantizedParam) -> bool:
+    """Whether the integers of two have one meaning, so that one array can hold them."""
+    plain = lambda held: (dataclasses.replace(held.spec, granularity=PerTensor()), set(held.of_groups) - {"nan_flags"})
+    return plain(a) == plain(b)
 
 
 def _is_cast(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _CASTS and jnp.issubdtype(avals(eqn.outvars)[0].dtype, jnp.floating)
 
 
-def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
+def _together(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
+    """Of a primitive that takes several values and gives them, each part of a parameter is one more."""
+    leaves, structure = jax.tree.flatten(list(ins))
+    of = [i for i, v in enumerate(ins) for _ in jax.tree.leaves(v)]  # which operand each leaf is part of
+    is_whole = [leaf.shape == avals(eqn.invars)[i].shape for leaf, i in zip(leaves, of, strict=True)]
+
+    def of_each(name: str, values: Any) -> Any:  # of device_put: where to, and how
+        if not isinstance(values, tuple | list):
+            return values
+        return tuple(values[i] if w else _NOWHERE.get(name, values[i]) for i, w in zip(of, is_whole, strict=True))
+
+    params = {name: of_each(name, values) for name, values in eqn.params.items()}
+    return jax.tree.unflatten(structure, eqn.primitive.bind(*leaves, **params))
+
+
+_NOWHERE = {"devices": None, "srcs": None}  # values for groups have not the shape that a sharding is of
+
+
+def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     """What becomes of a quantized parameter in an equation that moves it."""
     name, (held, *rest) = eqn.primitive.name, ins
     if name in ("concatenate", "stack"):
         return [_joined(eqn, ins)]
+    if name in _TOGETHER:
+        return _together(eqn, ins)
     shape = avals(eqn.invars)[0].shape
     whole = lambda v: _results(eqn, v, *rest)
     if name in _CASTS:
@@ -168,11 +204,15 @@ def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
     else:
         integers = [None] * len(eqn.outvars) if held.integers is None else whole(held.integers)
         of_groups = whole if name in _PASSING else functools.partial(_grouped, eqn, shape=shape, rest=rest)
+        if name in ("ppermute", "all_gather"):  # which want values that vary over the axis
+            like = next(iter(held.floats.values())) if held.integers is None else held.integers
+            of_varying = of_groups
+            of_groups = lambda v: of_varying(num.vary_together(v, like)[0])
     floats = {key: whole(v) for key, v in held.floats.items()}
     grouped = {key: of_groups(v) for key, v in held.of_groups.items()}
     at = lambda of, i: {key: outs[i] for key, outs in of.items()}
     cast = ((eqn.primitive, tuple(eqn.params.items())),) if name in _CASTS else ()
-    new = functools.partial(QuantizedParam, path=held.path, spec=held.spec, dtype=held.dtype, casts=held.casts + cast)
+    new = functools.partial(QuantizedParam, paths=held.paths, spec=held.spec, dtype=held.dtype, casts=held.casts + cast)
     return [new(v, at(floats, i), at(grouped, i)) for i, v in enumerate(integers)]
 
 
@@ -210,8 +250,27 @@ def _grouped(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any
     return _OF_GROUPS[eqn.primitive.name](eqn, v, shape, rest)
 
 
+def dequantized(held: QuantizedParam) -> Array:
+    """The real values of its integers, before any cast."""
+    return _dequantized(qarray(held), held.of_groups.get("nan_flags"))
+
+
+@jax.jit
+def _dequantized(q: QArray, nan_flags: Array | None) -> Array:
+    value = real_values(q, q.dtype)
+    return value if nan_flags is None else value + groups.broadcast_groups(nan_flags, value.shape).astype(value.dtype)
+
+
+def qarray(held: QuantizedParam) -> QArray:
+    """Its integers with their scales, wherever those are shared now."""
+    scale = held.of_groups["scale"]
+    zero_point = held.of_groups.get("zero_point")
+    zero_point = jnp.zeros_like(scale, held.spec.dtype) if zero_point is None else zero_point
+    assert held.integers is not None
+    return QArray(held.integers, scale, zero_point, held.spec, held.dtype)
+
+
 def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:
-    path = "+".join(dict.fromkeys(part.path for part in parts))
     is_new = eqn.primitive.name == "stack"
     axis = param(eqn, "dimension", "axis")
     shapes = [v.shape for v in avals(eqn.invars)]
@@ -222,9 +281,21 @@ def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:
         wide = [(*shape[:axis], 1, *shape[axis:]) for shape in shapes]
         return groups.joined([lax.expand_dims(v, [axis]) for v in values], wide, axis)
 
+    def real(part: QuantizedParam) -> Array:  # of integers among parameters that are trained
+        return part.floats["real"] if "real" in part.floats else part.cast(dequantized(part))
+
     whole = lambda values: _results(eqn, *values)[0]
-    each = lambda of: {key: [getattr(part, of)[key] for part in parts] for key in getattr(parts[0], of)}
-    integers = None if parts[0].integers is None else whole([part.integers for part in parts])
-    floats = {key: whole(values) for key, values in each("floats").items()}
-    grouped = {key: of_groups(v) for key, v in each("of_groups").items()}
-    return dataclasses.replace(parts[0], integers=integers, floats=floats, of_groups=grouped, path=path)
+    integers = None if any(part.integers is None for part in parts) else whole([part.integers for part in parts])
+    forms = {name for part in parts for name in part.floats}
+    common = {name for name in forms if name == "real" or all(name in part.floats for part in parts)}
+    floats = {name: whole([real(p) if name == "real" else p.floats[name] for p in parts]) for name in sorted(common)}
+    unflagged = lambda part: jnp.zeros([1] * len(shapes[0]), jnp.float32)
+    names = sorted({name for part in parts for name in part.of_groups})
+    grouped = {
+        name: of_groups([p.of_groups[name] if name in p.of_groups else unflagged(p) for p in parts]) for name in names
+    }
+    # Of parts that were cast differently the value is rounded once, to what they are now.
+    alike = all((part.dtype, part.casts) == (parts[0].dtype, parts[0].casts) for part in parts)
+    dtype, casts = (parts[0].dtype, parts[0].casts) if alike else (avals(eqn.outvars)[0].dtype, ())
+    paths = tuple(dict.fromkeys(path for part in parts for path in part.paths))
+    return QuantizedParam(integers, floats, grouped, paths, parts[0].spec, dtype, casts)

@@ -201,7 +201,7 @@ class Walk:
         """The origins of the results of a program, given those of its arguments."""
         consts = [CAPTURED._replace(value=(place.location, "constant", k)) for k in range(len(jaxpr.constvars))]
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
-        read = lambda v: LITERAL._replace(value=str(v)) if isinstance(v, Literal) else env[v]
+        read = lambda v: LITERAL._replace(value=(place.location, str(v))) if isinstance(v, Literal) else env[v]
         for i, eqn in enumerate(jaxpr.eqns):
             operands, here = [read(v) for v in eqn.invars], place.of(eqn, i)
             outs = self._equation(eqn, operands, here)

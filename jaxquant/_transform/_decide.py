@@ -61,12 +61,14 @@ def _length(contraction: Contraction) -> int:
     return math.prod(shape[i] for i in axes)
 
 
-def _on_operand(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], leaf: Any) -> QuantSpec:
+def _on_operand(
+    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], leaf: Any, is_weight: bool
+) -> QuantSpec:
     """The spec with its axes counted on the operand; those of a parameter are counted on the parameter."""
     kind, ndim = spec.granularity, len(operand.shape)
     with_ = lambda granularity: dataclasses.replace(spec, granularity=granularity)
     per_channel = lambda axes: with_(PerChannel(tuple(axes)) if axes else PerTensor())
-    picked = [i for i, along in enumerate(operand.origin.axes) if PICKED in along and operand.origin.held]
+    picked = [i for i, along in enumerate(operand.origin.axes) if PICKED in along and is_weight]
     if isinstance(kind, PerTensor):
         return per_channel(picked) if picked else spec
     if kind.axis is None:
@@ -306,7 +308,8 @@ def _decision(op: Op, names: list[str], matcher: Matcher, strict: bool) -> Decis
         spec = rule and (rule.weight if is_weight else rule.activation)
         if rule is not None and spec is not None:
             with named_in_errors(names[side], rule=rule):
-                spec = _of_operand(spec, operand, contracted[side], matcher, strict or _is_exact(rule))
+                exact = strict or _is_exact(rule)
+                spec = _of_operand(spec, operand, contracted[side], matcher, exact, is_weight)
         rules.append(rule)
         specs.append(spec)
     if None not in specs:
@@ -323,7 +326,7 @@ def _is_exact(rule: Rule) -> bool:
 
 
 def _of_operand(
-    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: Matcher, exact: bool
+    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: Matcher, exact: bool, is_weight: bool
 ) -> QuantSpec | None:
     """The spec with the axes of the operand; None for integers and the like that a glob only happens to match."""
     if not checks.is_float(operand.dtype):
@@ -334,7 +337,7 @@ def _of_operand(
             "before this one."
         )
     parts = operand.origin.held
-    spec = _on_operand(spec, operand, contracted, matcher.leaves[parts[0]] if parts else None)
+    spec = _on_operand(spec, operand, contracted, matcher.leaves[parts[0]] if parts else None, is_weight)
     qparams_shape(spec, operand.shape)
     if len(parts) > 1:
         _check_joined(spec, operand, contracted)

@@ -82,7 +82,7 @@ class Entries:
                 with named_in_errors(name, rule=rule):
                     self._add_weight(path, operand, name, spec, rule, contracted, turn)
             return
-        alike = operand.origin.value, spec, str(operand.dtype)
+        alike = operand.origin.value, spec, str(operand.dtype), contraction.stack
         key = self._of_value.setdefault(alike, name) if operand.origin.value is not None else name
         at[side] = (key,)
         if key in self.of:
@@ -135,7 +135,7 @@ class Entries:
                         "weight_spec(bits, channel_axis=...), counted on the parameter."
                     )
                 shared = _shared(spec, leaf.shape)
-            self.of[path] = Entry(path, spec, leaf.shape, leaf.dtype, True, rule, (), shared, turn=-1)
+            self.of[path] = Entry(path, spec, leaf.shape, leaf.dtype, True, rule, (), shared, turn=2**16 + len(self.of))
         entry = self.of[path]
         self.of[path] = entry._replace(sites=(*entry.sites, name))
         return entry

@@ -192,7 +192,7 @@ class QuantizedFunction:
 
         Raises:
           TypeError, ValueError: as a call; for a parameter that is also read in float, without Rule(..., everywhere=
-            True).
+            True); for one that holds NaN, which integers have not (under jit nothing can be raised for values).
 
         Source: as `quantize`.
         """
@@ -205,6 +205,8 @@ class QuantizedFunction:
             if entry is not None and not isinstance(leaf, QArray):
                 check_freezing(entry)
                 with named_in_errors(path, rule=entry.rule):
+                    if not isinstance(leaf, jax.core.Tracer) and np.isnan(np.asarray(jnp.sum(leaf))):
+                        _refuse_nan(leaf)
                     rounds = entry.spec.rounding == "stochastic"
                     own = jax.random.fold_in(key, entry.turn) if rounds and key is not None else None
                     leaf = quantize(leaf, entry.spec, (qparams or {}).get(path), key=own)
@@ -421,6 +423,15 @@ def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams:
     if isinstance(leaf, QArray):
         return QParams(leaf.scale, leaf.zero_point.astype(jnp.float32))
     return fit_qparams(leaf, entry.spec, method)
+
+
+def _refuse_nan(leaf: Any) -> None:
+    count = int(jnp.isnan(leaf).sum())
+    if count:
+        raise ValueError(
+            f"the parameter has {count} NaN, which integers have not: what it makes NaN of would be numbers when it is "
+            "served. Repair what made them."
+        )
 
 
 def _of_input(r: Any, entry: Entry) -> QParams | None:

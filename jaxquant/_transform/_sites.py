@@ -13,18 +13,18 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import fake_quant, quantize_straight_through, real_values, with_gradient_of
-from .._groups import broadcast_groups
+from .._groups import apart
 from .._integer._contract import contract
 from .._integer._conv import Conv
 from .._integer._dot import Dot
 from .._jaxpr._evaluate import Inputs, Replacements, Scope
-from .._jaxpr._moves import QuantizedParam
+from .._jaxpr._moves import QuantizedParam, dequantized, qarray
 from .._jaxpr._program import CONTRACTIONS, Location
 from .._jaxpr._walk import Contraction
 from .._qarray import QArray
 from .._ranges._histogram import Histogram, histogram, merge_histograms
 from .._ranges._range import QParams, Range, merge_ranges, observe
-from .._spec import QuantSpec
+from .._spec import PerChannel, QuantSpec, granularity_of, qparams_shape
 from .._tree import named_in_errors
 from ._decide import Decision, Decisions
 from ._entries import Entry
@@ -141,18 +141,18 @@ class Sites(NamedTuple):
             read = self._given(info._replace(qparams=qparams), value)
         of_groups = {} if qparams is None else {"scale": qparams.scale, "zero_point": qparams.zero_point}
         of_groups = {name: _of_rank(v, value.ndim) for name, v in of_groups.items()}
-        return QuantizedParam(None, {"real": value, "read": read}, of_groups, entry.key, entry.spec, value.dtype)
+        return QuantizedParam(None, {"real": value, "read": read}, of_groups, (entry.key,), entry.spec, value.dtype)
 
     def read(self, held: QuantizedParam, by: str | None) -> Array:
         """A parameter for what computes with it in float."""
         if self.site:
             return held.floats["read"]
-        entry = next((e for path in held.path.split("+") if (e := self.decisions.entries.of.get(path))), None)
+        entry = next((e for path in held.paths if (e := self.decisions.entries.of.get(path))), None)
         if entry is None or entry.rule.everywhere or (by is None and "real" not in held.floats):
             return _value(held)
         if "raw" in held.floats:
             return held.floats["raw"]
-        raise ReadInFloat(held.path, by, "real" in held.floats)
+        raise ReadInFloat(held.paths, by, "real" in held.floats)
 
     def _key(self, spec: QuantSpec, turn: int) -> Any:
         if self.key is None or spec.rounding != "stochastic":
@@ -199,7 +199,7 @@ class Sites(NamedTuple):
         with named_in_errors(decision.names[side], rule=decision.rules[side]):
             if side == decision.weight:
                 held = _checked_held(v)
-                q = dataclasses.replace(_qarray(held), spec=spec, dtype=dtype)
+                q = dataclasses.replace(qarray(held), spec=spec, dtype=dtype)
                 real = held.floats.get("real")
                 return real_values(q, dtype) if real is None else real, q, held.of_groups.get("nan_flags")
             (name,) = decision.keys[side]
@@ -228,7 +228,10 @@ class Sites(NamedTuple):
         if side == decision.weight:
             held = _checked_held(v)
             qparams, v = QParams(**held.of_groups) if held.of_groups else None, held.floats["real"]
-        return self._given(self.decisions.plan[decision.names[side]]._replace(qparams=qparams), v)
+        info = self.decisions.plan[decision.names[side]]
+        if side == decision.weight and qparams is not None:
+            info, qparams = _fitting(info, qparams, v.shape)
+        return self._given(info._replace(qparams=qparams), v)
 
     def _given(self, info: Site, x: Array) -> Array:
         assert self.site is not None
@@ -241,14 +244,29 @@ class Sites(NamedTuple):
         return y
 
 
+def _fitting(info: Site, qparams: QParams, shape: tuple[int, ...]) -> tuple[Site, QParams]:
+    """A site with the granularity that the qparams of a part of a parameter have, where it is finer than its spec."""
+    assert info.spec is not None
+    groups = qparams_shape(info.spec, shape) or (1,) * len(shape)
+    if qparams.scale.shape == groups:
+        return info, qparams
+    granularity = granularity_of(qparams.scale.shape, shape)
+    if granularity is None:
+        separate = tuple(i for i, n in enumerate(qparams.scale.shape) if n > 1)
+        for i in separate:
+            qparams = QParams(*(apart(v, i, shape[i]) for v in qparams))
+        granularity = PerChannel(separate)
+    return info._replace(spec=dataclasses.replace(info.spec, granularity=granularity)), qparams
+
+
 class ReadInFloat(ValueError):
     """Of parameters that something reads in float of which the walk does not know; they can be given if they are."""
 
-    def __init__(self, path: str, by: str | None, can_be_given: bool):
-        self.paths, self.can_be_given = path.split("+"), can_be_given
+    def __init__(self, paths: Sequence[str], by: str | None, can_be_given: bool):
+        self.paths, self.can_be_given = paths, can_be_given
         super().__init__(
-            f"At {path!r}: the parameter is also read in float, by {by!r}, which its integers cannot give. Let every "
-            "use see the quantized value, in training too, by Rule(..., everywhere=True)."
+            f"At {' and '.join(map(repr, paths))}: the parameter is also read in float, by {by!r}, which its integers "
+            "cannot give. Let every use see the quantized value, in training too, by Rule(..., everywhere=True)."
         )
 
 
@@ -264,7 +282,7 @@ def _held(
         of_groups["zero_point"] = _of_rank(q.zero_point, q.ndim)
     if nan_flags is not None:
         of_groups["nan_flags"] = nan_flags
-    return QuantizedParam(q.values, floats, of_groups, path, spec, q.dtype)
+    return QuantizedParam(q.values, floats, of_groups, (path,), spec, q.dtype)
 
 
 def _checked_held(v: Any) -> QuantizedParam:
@@ -276,25 +294,10 @@ def _checked_held(v: Any) -> QuantizedParam:
     )
 
 
-def _qarray(held: QuantizedParam) -> QArray:
-    scale = held.of_groups["scale"]
-    zero_point = held.of_groups.get("zero_point")
-    zero_point = jnp.zeros_like(scale, held.spec.dtype) if zero_point is None else zero_point
-    assert held.integers is not None
-    return QArray(held.integers, scale, zero_point, held.spec, held.dtype)
-
-
 def _value(held: QuantizedParam) -> Array:
     """The real values of a quantized parameter, with the gradient of its quantizer."""
-    q, flags, real = _qarray(held), held.of_groups.get("nan_flags"), held.floats.get("real")
-    value = held.cast(_dequantized(q, flags))
+    value, real = held.cast(dequantized(held)), held.floats.get("real")
     return value if real is None else with_gradient_of(real, value)
-
-
-@jax.jit
-def _dequantized(q: QArray, nan_flags: Array | None) -> Array:
-    value = real_values(q, q.dtype)
-    return value if nan_flags is None else value + broadcast_groups(nan_flags, value.shape).astype(value.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="op")
