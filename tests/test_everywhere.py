@@ -10,6 +10,7 @@ import pytest
 from exact import assert_same_bits
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from lanes import cases
 from uses import POINT, TOKENS, X, normal, together
 
 from jaxquant import (
@@ -222,7 +223,7 @@ def test_an_index_out_of_range_gives_what_the_float_gather_gives(is_frozen):
         assert np.isnan(want).any() == (mode == "fill")
 
 
-@pytest.mark.parametrize("granularity", [PerChannel(None), QuantSpec().granularity, PerBlock(None, 4)])
+@cases("granularity", [PerChannel(None), QuantSpec().granularity, PerBlock(None, 4)], [PerChannel(None)])
 def test_a_dot_of_gathered_parameters_is_a_site(granularity):
     """Experts that data choose: the scale of each is gathered with it."""
     params, spec = {"w": normal(1, 4, 8, 5)}, QuantSpec(granularity=granularity)

@@ -10,6 +10,7 @@ import pytest
 from exact import assert_same_bits
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from lanes import cases
 from uses import X, normal
 
 from jaxquant import (
@@ -63,7 +64,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@cases("way", WAYS, ["barrier with data", "author's, of two", "fsdp"])
 def test_what_goes_an_uncommon_way_is_served_as_trained(way):
     q = quantize_fn(WAYS[way], [Rule("w", W, A), Rule("v", W, A, optional=True)])
     s = q.init_qparams(BOTH, X)
@@ -96,13 +97,14 @@ PARTS = {"a": normal(1, 8, 3), "b": normal(2, 8, 5)}
 joined = lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1)
 
 
-@pytest.mark.parametrize("b", [QuantSpec(symmetric=False), QuantSpec(bits=16), weight_spec(4, channel_axis=1)])
+@cases("b", [QuantSpec(symmetric=False), QuantSpec(bits=16), weight_spec(4, channel_axis=1)], [QuantSpec(bits=16)])
 def test_integers_of_several_specs_are_joined_as_their_real_values(b):
     integers = quantize_params(PARTS, [("a", COLUMNS), ("b", b)])
     real = jax.tree.map(dequantize, integers, is_leaf=lambda v: isinstance(v, QArray))
     assert_same_bits(quantize_fn(joined, [])(integers, X), jax.jit(joined)(real, X))
 
 
+@pytest.mark.slow
 def test_parts_may_be_frozen_and_read_one_without_the_other():
     q = quantize_fn(joined, [Rule("*", W, A)])
     want, frozen = q(PARTS, X), q.freeze(PARTS, X)
