@@ -161,7 +161,7 @@ def test_a_new_process_serves_a_frozen_function_from_two_files(tmp_path):
         "embedding": normal(32, 16),
         "layers": {"up": normal(3, 16, 24), "down": normal(3, 24, 16)},
     }
-    tokens = np.arange(5) * 7 % 32
+    tokens = np.int32(np.arange(5) * 7 % 32)
     eight, four = weight_spec(8), weight_spec(4, block_size=8)
     rules = [Rule("embedding", eight, activation_spec(8), everywhere=True), Rule("layers/up", eight, SYMMETRIC)]
     q = quantize_fn(f, [*rules, Rule("layers/down", four, activation_spec(8))])
