@@ -117,16 +117,17 @@ def test_loops_merge_their_turns_and_a_branch_not_taken_saw_nothing():
 
 
 def test_batches_merge_to_the_range_of_all():
-    f, p, rules = together(("plain", "one value in several ops", "over time"))
+    f, p, rules = together(("plain", "one value in several ops"))
     q = quantize_fn(f, rules)
-    observed = jax.jit(q.observe)
-    whole = {key: r for key, r in observed(p, X).items() if "over time" not in key}
-    halves = {
-        key: merge_ranges(a, b) for (key, a), b in zip(observed(p, X).items(), observed(p, X).values(), strict=True)
-    }
-    same({key: halves[key] for key in whole}, whole)
-    average = ema_ranges(observed(p, X), observed(p, 2 * X), 0.5)
-    assert set(average) == set(halves)
+    whole, *halves = (q.observe(p, x) for x in (X, X[:2], X[2:]))
+    merged = merge_ranges(*halves)
+    near(merged, whole)  # of what a dot makes of fewer rows
+    for end in range(2):
+        assert_same_bits(merged["plain/v:input"][end], observe(X, A)[end])
+    assert any(not np.array_equal(half["plain/v:input"], observe(X, A)) for half in halves)
+    average = ema_ranges(*halves, 0.5)
+    want = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
+    near(average, want)
 
 
 @functools.cache
@@ -161,7 +162,6 @@ def test_observed_in_a_kept_derivative_and_beside_it():
     assert all(np.any(g) for g in jax.tree.leaves(gradient))
 
 
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs devices")
 def test_devices_have_one_range():
     q, p, _ = mlp()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))

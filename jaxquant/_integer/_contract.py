@@ -41,6 +41,7 @@ class Codes(NamedTuple):
 
 
 def centred(q: QArray, dtype: Any) -> Array:
+    """`values - zero_point`, in a dtype that holds it."""
     if q.spec.symmetric:
         return q.values.astype(dtype)
     zero = broadcast_groups(q.zero_point.astype(dtype), q.shape)
@@ -48,6 +49,7 @@ def centred(q: QArray, dtype: Any) -> Array:
 
 
 def codes(q: QArray, wide: bool) -> Codes:
+    """The values as an integer unit takes them; `wide` if one of the operands has more than 8 bits."""
     if wide:
         return Codes(centred(q, jnp.int32), None)
     zero = q.zero_point.astype(jnp.int32)
@@ -80,6 +82,7 @@ def in_output(name: str, v: Array, shape: tuple[int, ...], places: dict[int, int
 
 
 def scaled(acc: Array, a_scale: Array, b_scale: Array) -> Array:
+    """The real values of an accumulator."""
     return num.guard(acc.astype(jnp.float32) * (a_scale * b_scale))
 
 
@@ -92,6 +95,7 @@ def is_at_most(length: Any, limit: int) -> bool:
 
 
 def fits(length: Any, a: QuantSpec, b: QuantSpec, execution: str) -> None:
+    """Raises for a contraction of `length` products whose accumulator may not fit."""
     largest = bound(a) * bound(b)
     limit = (2**31 - 1) // largest
     if not is_at_most(length, limit):
@@ -154,6 +158,7 @@ contract.defvjp(lambda op, x, w, a, b, flags: (contract(op, x, w, a, b, flags), 
 
 @functools.partial(jax.jit, static_argnames="op")
 def contraction(a: QArray, b: QArray, op: Any) -> Array:
+    """`op` of two QArrays, differentiated with respect to their scales."""
     a, b = (dataclasses.replace(q, dtype=jnp.dtype(jnp.float32)) for q in (a, b))
     return contract(op, real_values(a, a.dtype), real_values(b, b.dtype), a, b)
 

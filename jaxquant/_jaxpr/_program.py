@@ -47,6 +47,7 @@ def expanded(eqn: JaxprEqn) -> Any:
 
 
 def params_of(eqn: JaxprEqn) -> Mapping[str, Any]:
+    """The parameters of an equation; a primitive of hijax has them in its object."""
     return _high(eqn).params if eqn.primitive.name == HIGH else eqn.params
 
 
@@ -70,6 +71,7 @@ def param(eqn: JaxprEqn, *names: str) -> Any:
 
 
 def avals(variables: Sequence[Any]) -> list[Any]:
+    """The shapes and dtypes of variables."""
     return [v.aval for v in variables]
 
 

@@ -50,6 +50,7 @@ class Call(NamedTuple):
 
 
 def is_qarray(node: Any) -> bool:
+    """Whether a node of a pytree is integers with their qparams."""
     return isinstance(node, QArray)
 
 

@@ -88,7 +88,7 @@ class Entries:
         if key in self.of:
             if self.of[key].is_weight:
                 raise ValueError(
-                    f"{key!r} is the path of a parameter and the name of an input. Rename the quant_point of that."
+                    f"{key!r} is the path of a parameter and the name of an input. Rename the quant_point."
                 )
             self.of[key] = self.of[key]._replace(sites=(*self.of[key].sites, name))
             return

@@ -37,7 +37,7 @@ class Observer(NamedTuple):
     Attributes:
       of: (x, spec) -> what is seen of it.
       merge: of what is seen of two.
-      neutral: (shape, dtype) of an array of it -> the value that is neutral.
+      neutral: the shape of an array of what is seen -> what is seen of nothing.
       across: (what is seen on one device, axes) -> what is seen on all.
     """
 
@@ -119,10 +119,8 @@ class Sites(NamedTuple):
         if isinstance(value, QArray):
             if self.is_float or self.site:
                 qparams, value = QParams(value.scale, value.zero_point), real_values(value, value.dtype)
-            elif entry is None:
-                return _held(path, value, value.spec, {}, None)
             else:
-                return _held(path, value, entry.spec, {}, None)
+                return _held(path, value, (entry or value).spec, {}, None)
         if entry is None or self.is_float:
             return value
         if self.site:
