@@ -169,7 +169,7 @@ def conv_general_dilated(
     Args:
       a: QArray, the input; its scale may differ from example to example.
       b: QArray, the kernel; its scale may differ between output features. One of the two may be a floating array: the
-        convolution, weight-only, is that of the real values then.
+        operation, weight-only, is then the convolution of the real values.
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count:
         static, as in `jax.lax.conv_general_dilated`.
       execution: static, as in `dot_general`; cannot change a bit.

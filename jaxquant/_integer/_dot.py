@@ -222,7 +222,7 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
         acc * (a.scale * b.scale),  acc = the contraction of (a.values - a.zero_point) and (b.values - b.zero_point)
 
     exactly, and rounded in the two products alone. With one operand in float, weight-only, it is `lax.dot_general` of
-    that and the dequantized other one. Where a scale changes along the contracted axis (PerBlock), that of
+    this operand and the dequantized other one. Where a scale changes along the contracted axis (PerBlock), that of
     each block, added in order.
 
     Args:

@@ -35,7 +35,7 @@ class Scope(NamedTuple):
     """What a program is evaluated with, beside its arguments.
 
     Attributes:
-      qparams: those of the inputs of the contractions in it, by entry.
+      qparams: of the inputs of the contractions in it, by entry.
       observed: what its contractions have seen of their inputs, by entry; filled while it is evaluated.
       memo: what they have computed and may use again.
     """

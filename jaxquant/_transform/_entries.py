@@ -28,7 +28,7 @@ class Entry(NamedTuple):
       sites: the names of those that use it.
       contracted: of a parameter, the axes along which all of its ops sum.
       reads: of a parameter, what else reads it, in float.
-      is_dynamic: whether its range is always that of the values at hand: the batch is in the shape of its scale.
+      is_dynamic: whether its range is always taken from the values at hand: the batch is in the shape of its scale.
       location: of the first op that uses it, and
       turn: which operand it is there, counted over all ops.
       stack: the scans over parameters around an input, and their lengths: each turn has a scale of its own.
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """The entries of a function, in the order of its program; `keys` are those of the operands at each location."""
+    """The entries of a function, in the order of its program; `keys` has the keys of both operands at each location."""
 
     def __init__(self, leaves: Mapping[str, Any]):
         self.leaves = leaves

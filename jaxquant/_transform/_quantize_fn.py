@@ -91,7 +91,7 @@ class QuantizedFunction:
         """The sites of the function for these arguments; raises what a call would raise.
 
         Args:
-          *args, **kwargs: those of a call, `qparams` too; `jax.ShapeDtypeStruct`s suffice for arrays. Traced once for
+          *args, **kwargs: as in a call, `qparams` too; `jax.ShapeDtypeStruct`s suffice for arrays. Traced once for
             the plan and the call.
 
         Returns:
@@ -105,8 +105,8 @@ class QuantizedFunction:
         """The ranges of the inputs of the quantized ops in one batch, of the function in float.
 
         Args:
-          *args, **kwargs: those of the function; where there are integers for parameters, their real values.
-          qparams: as in a call; with them the inputs are those of the quantized function.
+          *args, **kwargs: the arguments of the function; where there are integers for parameters, their real values.
+          qparams: as in a call; with them the ranges are of the quantized function.
           with_value: static bool. True gives (value, ranges), the value of the function, quantized with qparams: to
             be differentiated, with the ranges beside it (`has_aux`), for moving averages in a training step.
           histogram: static bool. True counts the values, for `range_from_histogram`.
@@ -115,9 +115,9 @@ class QuantizedFunction:
           A dict {entry: Range}, or {entry: Histogram}: of each input that is not dynamic always, as those per token
           are. Combine batches by `merge_ranges`, `ema_ranges` or `merge_histograms`. An input in a scan over parameters
           has one for each turn; in other loops one for all turns; in a branch that is not taken, or a loop without a
-          turn, that of nothing, Range(inf, -inf); under shard_map, and of sharded arrays, one for all devices.
+          turn, the range of nothing, Range(inf, -inf); under shard_map, and of sharded arrays, one for all devices.
 
-        Gradient: none to ranges; to the value that of the function, or of the call.
+        Gradient: none to ranges; the value has the gradient of the function, or of the call.
 
         Raises:
           TypeError, ValueError: as a call.
@@ -134,7 +134,7 @@ class QuantizedFunction:
         """The qparams of each entry of the plan, to be trained beside the parameters, or kept.
 
         Args:
-          *args, **kwargs: those of the function. With `ranges`, shapes suffice but for the parameters.
+          *args, **kwargs: the arguments of the function. With `ranges`, shapes suffice but for the parameters.
           ranges: dict {entry: Range or None} of the inputs, from `observe`, merged over batches; None, the value of an
             entry, makes that dynamic. None observes these arguments as one batch; {} makes every input dynamic.
           method: static, for parameters, as in `fit_qparams`.
@@ -181,8 +181,8 @@ class QuantizedFunction:
         parameter in a call.
 
         Args:
-          *args, **kwargs: those of the function; of all but the parameters shapes suffice.
-          qparams: as in a call; None fits those of the parameters by min-max, as a call without them does.
+          *args, **kwargs: the arguments of the function; of all but the parameters shapes suffice.
+          qparams: as in a call; None fits the parameters by min-max, as a call without them does.
 
         Returns:
           The same pytree as the parameters: what `quantize_params` gives with the specs of the plan on their paths.
@@ -222,7 +222,7 @@ class QuantizedFunction:
             whenever the function is traced, and may have effects.
 
         Returns:
-          A function with the arguments of a call, but `key` and `lsq_gradient`: the ops are those of the function, in
+          A function with the arguments of a call, but `key` and `lsq_gradient`: it computes the ops of the function, in
           float.
 
         Gradient: that of the function and of `site`.
@@ -445,7 +445,7 @@ def _of_input(r: Any, entry: Entry) -> QParams | None:
     unseen = not isinstance(r.x_min, jax.core.Tracer) and bool(np.any(np.asarray(r.x_min) > np.asarray(r.x_max)))
     if unseen:
         raise ValueError(
-            "no batch has reached this input, whose range is that of nothing: a branch not taken, or a loop without a "
+            "no batch has reached this input, whose range is Range(inf, -inf): a branch not taken, or a loop without a "
             "turn. Observe batches that do; or make it dynamic by ranges[entry] = None, or static by a Range you know."
         )
     return qparams_from_range(r, entry.spec)

@@ -96,7 +96,7 @@ class Sites(NamedTuple):
       execution: of integer contractions.
       key: PRNG key for stochastic rounding, or None.
       observer: of inputs, or None.
-      is_float: whether the contractions are those of the function itself.
+      is_float: whether the contractions are left in float, to be observed alone.
       site: the function of the caller that takes the place of our arithmetic, or None.
     """
 
