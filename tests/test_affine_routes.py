@@ -318,7 +318,9 @@ CONSTANT = {
 
 
 @cases(
-    ("after", "symmetric"), itertools.product(CONSTANT, [True, False]), in_turn([(n,) for n in CONSTANT], [True, False])
+    ("after", "symmetric"),
+    itertools.product(CONSTANT, [True, False]),
+    in_turn([(n,) for n in list(CONSTANT)[::2]], [True, False]),
 )
 def test_the_sum_with_a_constant_behind_an_op_is_not_contracted(after, symmetric):
     """LLVM moves the addition of a constant into a select, and past it to a product."""

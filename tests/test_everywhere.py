@@ -333,6 +333,7 @@ def test_a_forward_pass_by_hand_on_the_integer_ops_is_the_frozen_function():
     assert_same_bits(q(frozen, x, qparams=s), by_hand(frozen, s, x))
 
 
+@pytest.mark.slow
 def test_a_frozen_function_is_differentiated_with_respect_to_its_input():
     q = quantize_fn(mlp, RULES)
     s = q.init_qparams(P2, X)
@@ -360,6 +361,7 @@ def test_pieces_and_casts_of_a_parameter_have_its_own_range_and_integers():
     assert_same_bits(alone, jax.jit(lambda x, w: x @ w)(x, dequantize(whole).astype(jnp.bfloat16)))
 
 
+@pytest.mark.slow
 def test_a_shard_of_a_parameter_has_its_range():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("model",))
     cut = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("model"), P(None, "model")), out_specs=P())

@@ -203,6 +203,7 @@ def count_differing(a, b):
     return sum(map(differing, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
+@pytest.mark.slow
 def test_quantization_starts_late():
     delayed, _ = history(12, float_until=5)
     floats, losses = history(12, float_until=NEVER)

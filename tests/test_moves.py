@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A quantized parameter is moved by every primitive as its real values are."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,19 +66,31 @@ def evaluated(f, held):
     return program(*traced(lambda args: jax.tree.leaves(f(*args)), [held.floats["real"]]), [held])
 
 
+@functools.cache
+def every_move(spec):
+    """What each move makes of an array: of its integers and groups, of the real values they travel with, and of these
+    alone. One program, because one for each move takes far longer to compile."""
+    q = quantize(np.random.default_rng(0).normal(size=SHAPE).astype(np.float32), spec)
+
+    def parts(f, q, real):
+        full = lambda v: v.reshape((1,) * (3 - v.ndim) + v.shape)
+        of_groups = {"scale": full(q.scale), "zero_point": full(q.zero_point)}
+        for part in evaluated(f, QuantizedParam(q.values, {"real": real}, of_groups, ("w",), spec, q.dtype)):
+            groups = {name: broadcast_groups(v, part.integers.shape) for name, v in part.of_groups.items()}
+            yield part.floats["real"], part.integers, groups["scale"], groups["zero_point"]
+
+    program = lambda q, real: {
+        name: list(zip(parts(f, q, real), jax.tree.leaves(f(real)), strict=True)) for name, f in MOVES.items()
+    }
+    return jax.tree.map(np.asarray, jax.jit(program)(q, dequantize(q)))
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("move", MOVES)
 def test_what_is_made_of_the_integers_is_what_is_made_of_the_real_values(move, spec):
-    x = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
-    q, f = quantize(x, spec), MOVES[move]
-    full = lambda v: v.reshape((1,) * (3 - v.ndim) + v.shape)
-    of_groups = {"scale": full(q.scale), "zero_point": full(q.zero_point)}
-    parts = evaluated(f, QuantizedParam(q.values, {"real": dequantize(q)}, of_groups, ("w",), spec, q.dtype))
-    for got, want in zip(parts, jax.tree.leaves(f(dequantize(q))), strict=True):
-        assert_same_bits(got.floats["real"], want)
-        over = lambda v, shape=want.shape: np.asarray(broadcast_groups(v, shape))
-        steps = np.float32(got.integers) - np.float32(over(got.of_groups["zero_point"]))
-        values = (steps * over(got.of_groups["scale"])).astype(want.dtype)
+    for (real, integers, scale, zero_point), want in every_move(spec)[move]:
+        assert_same_bits(real, want)
+        values = ((np.float32(integers) - np.float32(zero_point)) * scale).astype(want.dtype)
         assert_same_bits(
             np.where(values == 0, 0, values).astype(want.dtype), np.where(want == 0, 0, want).astype(want.dtype)
         )

@@ -153,6 +153,7 @@ def test_the_value_comes_with_the_ranges_and_is_differentiated():
     same(seen, ranges)
 
 
+@pytest.mark.slow
 def test_observed_in_a_kept_derivative_and_beside_it():
     f, p, rules = together(("kept", "inlined"))
     q = quantize_fn(f, rules)
@@ -162,6 +163,7 @@ def test_observed_in_a_kept_derivative_and_beside_it():
     assert all(np.any(g) for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_devices_have_one_range():
     q, p, _ = mlp()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
@@ -181,6 +183,7 @@ def test_devices_have_one_range():
 # What is learned
 
 
+@pytest.mark.slow
 def test_gradients_to_qparams_are_those_of_fake_quant_on_layers_by_hand():
     """Of powers of two they are equal: sums of them are exact."""
     w4, a4 = weight_spec(4), activation_spec(4)

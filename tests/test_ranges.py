@@ -91,7 +91,7 @@ def ranges(spec):
     return np.concatenate([low, pairs[:, 0]]), np.concatenate([high, pairs[:, 1]])
 
 
-@cases("spec", SPECS.values(), [SPECS[k] for k in ("symmetric unsigned", "affine 5 narrow")])
+@cases("spec", SPECS.values(), [SPECS["affine 5 narrow"]])
 def test_qparams_of_a_range_are_those_of_numpy_on_every_road(spec, compared):
     low, high = ranges(spec)
     want = numpy_qparams(low, high, spec)
@@ -117,7 +117,7 @@ def test_qparams_of_any_range_are_finite_and_have_zero_on_the_grid(spec):
     assert ((spec.qmin <= zero_point) & (zero_point <= spec.qmax)).all() or (spec.symmetric and (zero_point == 0).all())
 
 
-@cases("spec", SPECS.values(), [SPECS[k] for k in ("symmetric", "affine 5 narrow")])
+@cases("spec", SPECS.values(), [SPECS["affine 5 narrow"]])
 def test_traced_bits_are_those_of_a_narrower_spec(spec):
     low, high = ranges(spec)
     x = hard_values(np.random.default_rng(0), 256, -1, 2, 15)[:, None]
@@ -209,7 +209,7 @@ THREE_KINDS = PerTensor(), PerChannel(-1), PerBlock(1, 8)
 @cases(
     ("granularity", "method"),
     itertools.product(THREE_KINDS, METHODS),
-    [(PerChannel(-1), "minmax"), (PerBlock(1, 8), "percentile")],
+    [(PerBlock(1, 8), "percentile")],
 )
 def test_every_road_gives_the_same_qparams(granularity, method):
     spec = with_(SPECS["affine" if method == "minmax" else "symmetric"], granularity=granularity)
@@ -231,7 +231,7 @@ def mesh(kind):
 @cases(
     ("axis", "granularity", "method", "kind"),
     itertools.product([0, 2], THREE_KINDS, METHODS, ["Auto", "Explicit"]),
-    [(0, PerChannel(-1), "percentile", "Auto"), (0, PerBlock(1, 8), "minmax", "Explicit")],
+    [(0, PerBlock(1, 8), "minmax", "Explicit")],
 )
 def test_sharded_qparams_are_those_of_the_whole(axis, granularity, method, kind):
     spec = with_(SPECS["affine"], granularity=granularity)
@@ -250,7 +250,7 @@ TWO = SPECS["symmetric"], SPECS["affine"]
 @cases(
     ("spec", "method"),
     itertools.product(TWO, ALL_METHODS),
-    [(TWO[0], "percentile"), (TWO[1], "minmax"), (TWO[1], "lsq")],
+    [(TWO[0], "percentile"), (TWO[1], "minmax")],
 )
 def test_shard_map_gives_the_qparams_of_the_shard(spec, method):
     x = np.where(np.abs(data()) < 1e3, data(), F(np.nan))
@@ -283,7 +283,7 @@ def test_scales_are_float32_for_every_dtype_of_the_data(dtype, method):
 @cases(
     ("method", "dtype"),
     itertools.product(["minmax", "percentile", "mse", "lsq"], ["float16", "bfloat16"]),
-    [("minmax", "float16"), ("percentile", "bfloat16"), ("lsq", "float16")],
+    [("lsq", "float16")],
 )
 def test_small_channels_of_half_precision_keep_a_useful_scale(method, dtype):
     x = np.random.default_rng(0).normal(size=(128, 4)) * [1e-3, 3e-4, 1e-4, 1e-5]
@@ -406,7 +406,7 @@ def check_search(columns, spec, bits, traced):
     assert worse == {}
 
 
-@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [(3, THREE[2]), (8, THREE[2])])
+@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [(8, THREE[2])])
 def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
     columns = distributions(256)
     if not spec.signed:
@@ -460,7 +460,7 @@ def test_scales_follow_powers_of_two(spec, method):
 OF_LSQ = QuantSpec(bits=3), QuantSpec(signed=False), activation_spec(4)
 
 
-@cases("spec", OF_LSQ, [OF_LSQ[0], OF_LSQ[2]])
+@cases("spec", OF_LSQ, [OF_LSQ[2]])
 def test_lsq_is_its_formula(spec):
     x = np.stack(list(distributions(256).values()), -1).astype(F)
     x[::7] = np.nan

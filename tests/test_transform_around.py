@@ -371,7 +371,7 @@ def test_effects_happen_once_and_in_order(capsys):
     assert capsys.readouterr().out.split() == ["step", "0", "step", "1", "step", "2"]
 
 
-@pytest.mark.parametrize("around", [jax.grad, slow(jax.jit), slow(lambda g: lambda s: jax.vmap(g)(s[None])[0])])
+@pytest.mark.parametrize("around", [slow(jax.grad), jax.jit, slow(lambda g: lambda s: jax.vmap(g)(s[None])[0])])
 def test_f_may_close_over_what_an_outer_transform_traces(around):
     outer = lambda f: lambda s: f(lambda p, x: x * s).sum()
     q = outer(lambda scaled: quantize_fn(lambda p, x: model(p, scaled(p, x)), BOTH)(PARAMS, X))

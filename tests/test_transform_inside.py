@@ -193,7 +193,7 @@ def without_a_construct(plain, outputs):
 COTANGENTS = {False: G, True: normal(4, 3, 4, 6)}
 
 
-@cases("name", INSIDE, ["scan over layers", "cond, in both", "checkpoint in scan"])  # of one program without them
+@cases("name", INSIDE, ["scan over layers", "cond, in both"])  # of one program without them
 def test_values_and_gradients_are_those_of_the_program_without_the_construct(name):
     f, plain = INSIDE[name]
     outputs = name == "scan, outputs"
@@ -362,6 +362,7 @@ def test_a_derivative_of_its_own_is_kept_or_inlined_as_the_rule_says(kind):
     same(value_and_gradients(inline), value_and_gradients(lambda p, x: site(x, p["w"])))
 
 
+@pytest.mark.slow
 def test_a_kept_derivative_takes_integers_and_keys_as_they_are():
     @jax.custom_jvp
     def f(w, x, n, key):
@@ -399,6 +400,7 @@ def mesh(kind="Auto"):
     return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
+@pytest.mark.slow
 def test_shardings_of_a_jit_inside_are_kept():
     devices = mesh()
     rows, columns = NamedSharding(devices, P("data")), NamedSharding(devices, P(None, "data"))

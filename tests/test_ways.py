@@ -64,7 +64,7 @@ WAYS = {
 }
 
 
-@cases("way", WAYS, ["barrier with data", "author's, of two", "fsdp"])
+@cases("way", WAYS, ["author's, of two"])
 def test_what_goes_an_uncommon_way_is_served_as_trained(way):
     q = quantize_fn(WAYS[way], [Rule("w", W, A), Rule("v", W, A, optional=True)])
     s = q.init_qparams(BOTH, X)
