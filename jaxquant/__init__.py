@@ -24,6 +24,8 @@ from ._ranges._range import ema_ranges as ema_ranges
 from ._ranges._range import merge_ranges as merge_ranges
 from ._ranges._range import observe as observe
 from ._ranges._range import qparams_from_range as qparams_from_range
+from ._report import choose_bits as choose_bits
+from ._report import report as report
 from ._spec import PerBlock as PerBlock
 from ._spec import PerChannel as PerChannel
 from ._spec import PerTensor as PerTensor

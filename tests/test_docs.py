@@ -4,6 +4,7 @@
 import ast
 import contextlib
 import importlib.util
+import inspect
 import io
 import pathlib
 import re
@@ -12,6 +13,8 @@ import sys
 
 import jax
 import pytest
+
+import jaxquant
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -76,3 +79,27 @@ def test_links_exist():
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         links = re.findall(r"\]\(([^)#:]+)\)", path.read_text())
         assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_the_reference_has_every_public_name():
+    listed = set(re.findall(r"^::: jaxquant\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M))
+    public = {name for name in vars(jaxquant) if not name.startswith("_")} - {"tf"}
+    assert listed - {"tf"} == public
+    ops = re.search(r"members: \[(.*)\]\n*$", (ROOT / "docs" / "api.md").read_text())
+    assert set(ops[1].split(", ")) == {name for name, v in vars(jaxquant.tf).items() if inspect.isfunction(v)}
+
+
+def test_the_site_has_every_page():
+    pages = set(re.findall(r": ([\w/]+\.md)$", (ROOT / ".ci" / "mkdocs.yml").read_text(), re.M))
+    assert pages == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_figures_are_drawn_used_and_described():
+    drawn = set(re.findall(r"^def (\w+)\(\):", (ROOT / "docs" / "figures" / "make.py").read_text(), re.M))
+    files = {path.stem for path in (ROOT / "docs" / "figures").glob("*.svg")}
+    used = set()
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for text, name in re.findall(r"!\[([^\]]*)\]\([\w/]*figures/(\w+)\.svg\)", path.read_text()):
+            assert len(text) > 40, (path.name, name)
+            used.add(name)
+    assert files == used <= drawn

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._spec import PerBlock, PerTensor, QuantSpec
+from .._table import as_html, as_text
+
+_HEADER = "site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "why not"
 
 
 class Site(NamedTuple):
@@ -82,30 +85,34 @@ class Plan:
         raise KeyError(f"{name!r}; the nearest names: {nearest(name, [site.name for site in self.sites])}")
 
     def __str__(self) -> str:
-        header = ("site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "why not")
-        rows = [
+        return as_text(_HEADER, self._rows(), self._sums())
+
+    def _repr_html_(self) -> str:
+        return as_html(_HEADER, self._rows(), self._sums(), lambda row: row[4] == "-")
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
             (
                 site.name or "''",
                 site.op,
                 f"{site.dtype}[{','.join(map(str, site.shape))}]",
                 str(site.length),
-                _in_words(site.spec) if site.spec else "-",
+                in_words(site.spec) if site.spec else "-",
                 "-" if not site.spec else "same" if site.entry == site.name else site.entry,
-                "-" if not site.entry_spec else "same" if site.entry_spec == site.spec else _in_words(site.entry_spec),
+                "-" if not site.entry_spec else "same" if site.entry_spec == site.spec else in_words(site.entry_spec),
                 site.state or "-",
                 "-" if site.rule is None else pattern_in_words(site.rule),
                 site.why,
             )
             for site in self.sites
         ]
-        widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-        line = lambda row: "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+    def _sums(self) -> tuple[str, str]:
         quantized = sum(site.spec is not None for site in self.sites)
         parameters = "; ".join(
             f"{what} {n.parameters} ({n.numbers:,} numbers, {n.nbytes:,} bytes)" for what, n in self.counts.items()
         )
-        last = f"{quantized} of {len(rows)} sites are quantized", f"parameters: {parameters or 'none'}"
-        return "\n".join([line(header), *map(line, rows), *last])
+        return f"{quantized} of {len(self)} sites are quantized", f"parameters: {parameters or 'none'}"
 
 
 def pattern_in_words(pattern: Any) -> str:
@@ -115,7 +122,8 @@ def pattern_in_words(pattern: Any) -> str:
     return getattr(pattern, "pattern", None) or getattr(pattern, "__name__", type(pattern).__name__)
 
 
-def _in_words(spec: QuantSpec) -> str:
+def in_words(spec: QuantSpec) -> str:
+    """A spec in a cell of a table."""
     kind = spec.granularity
     per = "tensor" if isinstance(kind, PerTensor) else f"channel {kind.axis}"
     if isinstance(kind, PerBlock):

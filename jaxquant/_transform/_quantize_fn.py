@@ -22,23 +22,25 @@ from .._jaxpr._walk import DATA, POINT, Origin, Walk, parameter
 from .._qarray import QArray
 from .._ranges._fit import fit_qparams
 from .._ranges._range import QParams, Range, qparams_from_range
+from .._tally import Tally
 from .._tree import Rules, checked_rules, named_in_errors, with_lsq_gradient, with_paths
 from ._call import Call, Static, is_qarray, is_traced, paths_of, refuse_lost_changes, with_own
 from ._decide import Decisions, decide
 from ._entries import Entries, Entry, check_freezing
+from ._observers import HISTOGRAMS, RANGES, TALLIES, has_range
 from ._plan import Plan, Site, pattern_in_words
-from ._sites import HISTOGRAMS, RANGES, ReadInFloat, Sites, is_observed
+from ._sites import ReadInFloat, Sites
 
 
 class _How(NamedTuple):
     """What a call computes; static."""
 
-    observes: str | None = None  # "ranges" or "histograms" of inputs
+    observes: str | None = None  # "ranges", "histograms" or "tallies" of inputs
     is_float: bool = False
     lsq_gradient: bool = False
 
 
-_OBSERVERS = {None: None, "ranges": RANGES, "histograms": HISTOGRAMS}
+_OBSERVERS = {None: None, "ranges": RANGES, "histograms": HISTOGRAMS, "tallies": TALLIES}
 
 
 class _Program(NamedTuple):
@@ -130,6 +132,13 @@ class QuantizedFunction:
         value, observed = self._result(_How(observes, is_float=qparams is None), args, {**kwargs, **passed})
         return (value, observed) if with_value else observed
 
+    def tallies(self, *args: Any, qparams: Any = None, **kwargs: Any) -> tuple[dict[str, Entry], dict[str, Tally]]:
+        """For `jaxquant.report`: the entries, and what quantizing does to each input of the function in float."""
+        passed = self._passed(qparams)
+        _, entries = self._planned(args, {**kwargs, **passed})
+        _, found = self._result(_How("tallies", is_float=True), args, {**kwargs, **passed})
+        return entries.of, found
+
     def init_qparams(self, *args: Any, ranges: Any = None, method: str = "minmax", **kwargs: Any) -> dict[str, Any]:
         """The qparams of each entry of the plan, to be trained beside the parameters, or kept.
 
@@ -162,7 +171,7 @@ class QuantizedFunction:
         inputs = {key: entry for key, entry in entries.of.items() if not entry.is_weight}
         of_inputs = {} if dynamic else {key: ranges.get(key) for key in inputs}
         if not dynamic:
-            others = {key: None for key, entry in entries.of.items() if not is_observed(entry)}
+            others = {key: None for key, entry in entries.of.items() if not has_range(entry)}
             entries.same_keys("ranges", made_by, ranges, others)
         params = dict(with_paths(args[self._argnum]))
         found = {}
@@ -435,7 +444,7 @@ def _refuse_nan(leaf: Any) -> None:
 
 
 def _of_input(r: Any, entry: Entry) -> QParams | None:
-    if r is None or not is_observed(entry):
+    if r is None or not has_range(entry):
         return None
     if not isinstance(r, Range):
         raise TypeError(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
 from .. import _checks as checks
@@ -22,43 +21,13 @@ from .._jaxpr._moves import QuantizedParam, dequantized, qarray
 from .._jaxpr._program import CONTRACTIONS, Location
 from .._jaxpr._walk import Contraction
 from .._qarray import QArray
-from .._ranges._histogram import Histogram, histogram, merge_histograms
-from .._ranges._range import QParams, Range, merge_ranges, observe
+from .._ranges._range import QParams
 from .._spec import PerChannel, QuantSpec, granularity_of, qparams_shape
 from .._tree import named_in_errors
 from ._decide import Decision, Decisions
 from ._entries import Entry
+from ._observers import RANGES, Observer
 from ._plan import Site
-
-
-class Observer(NamedTuple):
-    """How inputs are observed.
-
-    Attributes:
-      of: (x, spec) -> what is seen of it.
-      merge: of what is seen of two.
-      neutral: the shape of an array of what is seen -> what is seen of nothing.
-      across: (what is seen on one device, axes) -> what is seen on all.
-    """
-
-    of: Callable[[Any, QuantSpec], Any]
-    merge: Callable[[Any, Any], Any]
-    neutral: Callable[[tuple[int, ...]], Any]
-    across: Callable[[Any, Collection[str]], Any]
-
-
-RANGES = Observer(
-    observe,
-    merge_ranges,
-    lambda shape: Range(jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf)),
-    lambda r, axes: Range(lax.pmin(r.x_min, tuple(axes)), lax.pmax(r.x_max, tuple(axes))),
-)
-HISTOGRAMS = Observer(
-    histogram,
-    merge_histograms,
-    lambda shape: Histogram(jnp.zeros(shape, jnp.uint32)),
-    lambda h, axes: Histogram(lax.psum(h.counts, tuple(axes))),
-)
 
 
 def inputs_of(decisions: Decisions, observer: Observer | None) -> Inputs:
@@ -69,23 +38,18 @@ def inputs_of(decisions: Decisions, observer: Observer | None) -> Inputs:
 
     def nothing(key: str, scans: Collection[Location]) -> Any:
         entry = entries[key]
-        one = jax.eval_shape(lambda x: how.of(x, entry.spec), jax.ShapeDtypeStruct(entry.shape, entry.dtype))
+        one = jax.eval_shape(lambda x: how.of(x, entry.spec, None), jax.ShapeDtypeStruct(entry.shape, entry.dtype))
         turns = tuple(n for location, n in entry.stack if location in scans)
-        return how.neutral((*turns, *jax.tree.leaves(one)[0].shape))
+        return how.neutral(jax.tree.map(lambda v: jax.ShapeDtypeStruct((*turns, *v.shape), v.dtype), one))
 
     return Inputs(
         {at: {key for keys in of.keys for key in keys if key in entries} for at, of in decisions.of.items()},
-        {key: entry.location for key, entry in entries.items() if observer and is_observed(entry)},
+        {key: entry.location for key, entry in entries.items() if observer and observer.sees(entry)},
         {key: [location for location, _ in entry.stack] for key, entry in entries.items()},
         nothing,
         how.merge,
         how.across,
     )
-
-
-def is_observed(entry: Entry) -> bool:
-    """Whether it can have a range that is the same for all batches."""
-    return not entry.is_weight and not entry.is_dynamic and entry.is_seen
 
 
 class Sites(NamedTuple):
@@ -167,7 +131,7 @@ class Sites(NamedTuple):
         for side, spec in enumerate(decision.specs):
             key = next(iter(decision.keys[side]), "")
             if spec is not None and inputs.first.get(key) == decision.contraction.location and self.observer:
-                scope.observed[key] = self.observer.of(values[side], spec)
+                scope.observed[key] = self.observer.of(values[side], spec, scope.qparams.get(key))
         if self.is_float:
             return eqn.primitive.bind(*values, **eqn.params)
         if self.site or None in decision.specs:

@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the figures of the docs. Needs the extra `notebooks`.
+
+.venv/bin/python docs/figures/make.py [NAME ...]
+"""
+
+import functools
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from jaxquant import (
+    QParams,
+    QuantSpec,
+    Range,
+    Rule,
+    activation_spec,
+    ema_ranges,
+    fake_quant,
+    histogram,
+    merge_histograms,
+    merge_ranges,
+    observe,
+    quantize_fn,
+    range_from_histogram,
+    report,
+    weight_spec,
+)
+
+FOLDER = pathlib.Path(__file__).parent
+GRAY, COLORS = "#808080", ["#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444"]
+
+
+def pipeline():
+    """From a float model to a served one, with the function at each arrow."""
+    boxes = (
+        "float model",
+        "quantized function",
+        "activation ranges",
+        "learned scales",
+        "integer weights",
+        "served model",
+    )
+    arrows = ["quantize_fn", "q.observe", "q.init_qparams", "q.freeze", "save, load\njax.export"]
+    figure, axis = plt.subplots(figsize=(11, 1.9))
+    axis.set(xlim=(-0.1, 6 * 2 - 0.75), ylim=(0, 1.75))
+    axis.axis("off")
+    for i, box in enumerate(boxes):
+        style = {"facecolor": "none", "edgecolor": COLORS[0 if i else 2], "linewidth": 1.8}
+        axis.add_patch(FancyBboxPatch((2 * i, 0.62), 1.05, 0.8, boxstyle="round,pad=0.05", **style))
+        axis.text(2 * i + 0.52, 1.02, box.replace(" ", "\n"), ha="center", va="center", fontsize=11)
+    for i, name in enumerate(arrows):
+        at = (2 * i + 1.12, 1.02), (2 * i + 1.93, 1.02)
+        axis.add_patch(FancyArrowPatch(*at, arrowstyle="-|>", mutation_scale=14, color=GRAY))
+        axis.text(2 * i + 1.52, 0.5, name, ha="center", va="top", fontsize=10, family="monospace", color=COLORS[1])
+    axis.text(7.6, 1.62, "train q(params, x, qparams=)", ha="center", fontsize=10, family="monospace", color=COLORS[1])
+    return figure
+
+
+def staircase():
+    """Fake quantization of 3 bits, and the gradient with respect to x: straight through inside the range."""
+    spec, qparams = QuantSpec(bits=3), QParams(1.0, 0.0)
+    x = jnp.linspace(-5, 5, 2001)
+    y = fake_quant(x, spec, qparams)
+    gradient = jax.vmap(jax.grad(lambda x: fake_quant(x, spec, qparams)))(x)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
+    axes[0].plot(x, x, color=GRAY, linewidth=1, linestyle="--", label="x")
+    axes[0].plot(x, y, label="fake_quant(x)")
+    axes[0].set(title="Forward: 7 levels, then clipping", xlabel="x")
+    axes[0].legend()
+    axes[1].plot(x, gradient, color=COLORS[1])
+    axes[1].set(title="Backward: straight-through estimator", xlabel="x", ylabel="gradient w.r.t. x", ylim=(-0.1, 1.3))
+    return figure
+
+
+def granularities():
+    """Which weights of a kernel share one scale."""
+    rows, columns = 6, 8
+    kinds = {
+        "per tensor\n1 scale": lambda r, c: 0,
+        "per channel\n8 scales": lambda r, c: c,
+        "per group of 3\n16 scales": lambda r, c: (r // 3) * columns + c,
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3))
+    colors = plt.get_cmap("tab20").colors
+    for axis, (title, group) in zip(axes, kinds.items(), strict=True):
+        for r in range(rows):
+            for c in range(columns):
+                color = colors[group(r, c) * 2 % 20 + (group(r, c) * 2 // 20) % 2]
+                axis.add_patch(Rectangle((c, -r), 0.9, -0.9, facecolor=color, alpha=0.8))
+        axis.set(xlim=(-0.1, columns), ylim=(-rows, 0.1), title=title, aspect="equal")
+        axis.axis("off")
+    axes[0].text(-0.25, -rows / 2, "inputs", rotation=90, va="center", ha="right")
+    axes[1].text(columns / 2, -rows - 0.3, "output channels", ha="center", va="top")
+    return figure
+
+
+def onto_the_grid():
+    """Float weights during QAT at 3 bits: many gather at the thresholds between two levels, where rounding flips."""
+    x = jax.random.normal(jax.random.key(0), (256, 16))
+    target = jnp.tanh(x @ jax.random.normal(jax.random.key(1), (16, 8)) / 3)
+    spec, qparams = weight_spec(3, channel_axis=-1), QParams(jnp.full((1, 8), 0.15), jnp.zeros((1, 8)))
+    loss = lambda w: jnp.mean((jnp.tanh(x @ fake_quant(w, spec, qparams)) - target) ** 2)
+    optimizer = optax.adam(optax.linear_schedule(2e-2, 0.0, 400))
+
+    def step(carry, _):
+        w, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(w), state)
+        return (optax.apply_updates(w, updates), state), w
+
+    w = jax.random.normal(jax.random.key(2), (16, 8)) * 0.15
+    _, history = jax.lax.scan(step, (w, optimizer.init(w)), None, 400)
+    figure, axis = plt.subplots(figsize=(9, 3.4))
+    for level in np.arange(-3, 4) * 0.15:
+        axis.axhline(level, color=GRAY, linewidth=0.8, linestyle="--")
+    axis.plot(
+        np.arange(0, 400, 4), np.asarray(history).reshape(400, -1)[::4, :40], linewidth=0.9, alpha=0.8, color=COLORS[0]
+    )
+    axis.set(title="Float weights during QAT at 3 bits; levels dashed", xlabel="step", ylabel="weight")
+    axis.set_ylim(-0.6, 0.6)
+    return figure
+
+
+def ranges():
+    """The upper end of an activation's range over batches, by three observers."""
+    spec, total, seen, counts = activation_spec(8), Range(np.inf, -np.inf), Range(np.inf, -np.inf), None
+    rows = {"this batch": [], "min-max, merge_ranges": [], "moving average, ema_ranges": [], "99.9 %, histogram": []}
+    for i in range(60):
+        x = jax.nn.relu(jax.random.normal(jax.random.key(i), (512,)) + 0.5)
+        x = x.at[0].set(9.0) if i == 20 else x
+        batch = observe(x, spec)
+        total, seen = merge_ranges(total, batch), ema_ranges(seen, batch, 0.9)
+        counts = histogram(x, spec) if counts is None else merge_histograms(counts, histogram(x, spec))
+        of_batch = batch, total, seen, range_from_histogram(counts, percentile=99.9)
+        for row, r in zip(rows.values(), of_batch, strict=True):
+            row.append(float(r.x_max))
+    figure, axis = plt.subplots(figsize=(9, 3.2))
+    for (name, row), color in zip(rows.items(), [GRAY, *COLORS], strict=False):
+        axis.plot(row, label=name, color=color, linewidth=1 if name == "this batch" else 2)
+    axis.set(title="One outlier in batch 20", xlabel="batch", ylabel="upper end of the range")
+    axis.legend()
+    return figure
+
+
+@functools.cache
+def network():
+    """A small network, trained on nothing: its report is about errors alone."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {f"layer{i}": jax.random.normal(k, (32, 32)) * 0.25 for i, k in enumerate(keys[:4])}
+    x = jax.random.normal(keys[4], (64, 32))
+
+    def f(p, x):
+        for i in range(4):
+            x = jax.nn.relu(x @ p[f"layer{i}"])
+        return x
+
+    return f, params, x
+
+
+def sqnr():
+    """Signal-to-quantization-noise ratio of each weight and input at 8 and at 4 bits."""
+    f, params, x = network()
+    figure, axis = plt.subplots(figsize=(9, 3.2))
+    for k, bits in enumerate((8, 4)):
+        found = report(quantize_fn(f, [Rule("*", weight_spec(bits), activation_spec(bits))]), params, x)
+        axis.bar(np.arange(len(found)) + 0.4 * k, [row.sqnr for row in found], 0.36, label=f"{bits} bits")
+    axis.set_xticks(np.arange(len(found)) + 0.2, [row.entry for row in found], rotation=20, ha="right")
+    axis.set(title="Error of each quantized operand", ylabel="SQNR, dB", ylim=(0, 60))
+    axis.legend(ncols=2, loc="upper right")
+    return figure
+
+
+FIGURES = (pipeline, staircase, granularities, onto_the_grid, ranges, sqnr)
+
+if __name__ == "__main__":
+    mpl.use("svg")
+    plt.style.use(FOLDER / "figures.mplstyle")
+    for draw in FIGURES:
+        if len(sys.argv) == 1 or draw.__name__ in sys.argv[1:]:
+            draw().savefig(FOLDER / f"{draw.__name__}.svg", metadata={"Date": None})
+            print(f"{draw.__name__}.svg")

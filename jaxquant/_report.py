@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What quantizing does to a model: errors, sizes, and what each parameter and input costs the loss."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from . import _checks as checks
+from ._affine import fake_quant
+from ._qarray import QArray
+from ._ranges._range import QParams
+from ._spec import QuantSpec, qparams_shape
+from ._table import as_html, as_text
+from ._tally import Tally, merge_tallies, sqnr, tally
+from ._transform._entries import Entry
+from ._transform._plan import Site, in_words, nearest
+from ._transform._quantize_fn import QuantizedFunction
+from ._tree import named_in_errors, with_paths
+
+
+class ReportRow(NamedTuple):
+    """What quantizing does to one parameter, or to one input of the ops that use it.
+
+    Attributes:
+      entry: the path of the parameter, or the name of the first site that uses the input.
+      sites: the names of all sites that use it.
+      spec: QuantSpec, counted on the parameter or on the operand.
+      size: how many values a parameter has; 0 of inputs.
+      groups: how many scales it has.
+      sqnr: the signal-to-quantization-noise ratio in decibels; NaN for zeros and for frozen parameters.
+      max_error: the largest error of a value.
+      clipped: the share of values more than half a step beyond the last level, in [0, 1].
+      used_levels, levels: how many levels some value has, and how many there are; None above 8 bits.
+      dead: how many groups of a parameter hold nothing but 0 once they are quantized; None of inputs.
+      bytes_before: of a parameter as it is; 0 of inputs, which are not stored.
+      bytes_after: of its integers and their qparams, as `save` writes them.
+      change: by how much the loss grows if this alone is quantized; None without a loss.
+      predicted: the same by the curvature of the loss, `g d + d H d / 2` for the error d; None without a loss.
+      by_bits: {bits: change} of a parameter at other widths, with ranges by min-max; empty without a loss.
+    """
+
+    entry: str
+    sites: tuple[str, ...]
+    spec: QuantSpec
+    size: int
+    groups: int
+    sqnr: float
+    max_error: float
+    clipped: float
+    used_levels: int | None
+    levels: int | None
+    dead: int | None
+    bytes_before: int
+    bytes_after: int
+    change: float | None = None
+    predicted: float | None = None
+    by_bits: Mapping[int, float] = {}
+
+    def nbytes(self, bits: int) -> int:
+        """The bytes of a parameter's integers of this width with their qparams, as `save` writes them."""
+        width = bits / 8 if bits <= 4 else 1 if bits <= 8 else 2
+        return math.ceil(self.size * width) + self.groups * (4 + (1 if bits <= 8 else 2))
+
+
+_HEADER = (
+    "entry", "quantized to", "SQNR, dB", "max error", "clipped", "levels used", "dead groups", "bytes", "float bytes",
+    "loss", "predicted",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `report` found: iterate over its rows, take one by its entry, or print the table; a notebook shows it.
+
+    Attributes:
+      rows: ReportRows, with a loss in the order of what they cost, else in the order of the program.
+      loss: of the function in float; None without one.
+      quantized_loss: of the quantized function; None without one.
+    """
+
+    rows: tuple[ReportRow, ...]
+    loss: float | None = None
+    quantized_loss: float | None = None
+
+    def __iter__(self) -> Iterator[ReportRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, entry: str) -> ReportRow:
+        for row in self.rows:
+            if row.entry == entry:
+                return row
+        raise KeyError(f"{entry!r}; the nearest entries: {nearest(entry, [row.entry for row in self.rows])}")
+
+    def __str__(self) -> str:
+        return as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return as_html(*self._table(), lambda row: False)
+
+    def _table(self) -> tuple[Sequence[str], list[tuple[str, ...]], list[str]]:
+        number = lambda v: "-" if v is None else f"{v:+.3g}"
+        rows = [
+            (
+                row.entry,
+                in_words(row.spec),
+                f"{row.sqnr:.1f}",
+                f"{row.max_error:.3g}",
+                f"{100 * row.clipped:.2g} %",
+                "-" if row.levels is None else f"{row.used_levels} of {row.levels}",
+                "-" if row.dead is None else f"{row.dead} of {row.groups}",
+                f"{row.bytes_after:,}" if row.size else "-",
+                f"{row.bytes_before:,}" if row.size else "-",
+                number(row.change),
+                number(row.predicted),
+            )
+            for row in self.rows
+        ]
+        before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
+        last = [f"quantized parameters: {after:,} bytes of {before:,}"]
+        if self.loss is not None:
+            last.append(f"loss: {self.loss:.5g} in float, {self.quantized_loss:.5g} quantized")
+        empty = [i for i in range(len(_HEADER)) if all(row[i] == "-" for row in rows)]
+        kept = lambda row: tuple(cell for i, cell in enumerate(row) if i not in empty)
+        return kept(_HEADER), [kept(row) for row in rows], last
+
+
+def report(
+    q: QuantizedFunction,
+    params: Any,
+    *batch: Any,
+    loss: Callable[[Any], Any] | None = None,
+    qparams: Any = None,
+    bits: Sequence[int] = (2, 3, 4, 8),
+    **kwargs: Any,
+) -> Report:
+    """What quantizing does to each parameter and each input of a quantized function, on one batch.
+
+    The function runs in float, and each parameter and input is compared with its quantized value. With a loss, each
+    alone is quantized in an otherwise float function: what that costs is measured, and predicted from the exact
+    curvature. All of it is one compiled program.
+
+    Args:
+      q: what `quantize_fn` returned, with the params as its first argument.
+      params: the parameters, in float; frozen ones are listed without errors.
+      *batch, **kwargs: the other arguments of the function.
+      loss: (value of the function) -> scalar, to be kept small; close over the targets. None: no costs.
+      qparams: as in a call of `q`; None takes the ranges of the values at hand.
+      bits: static integers in [2, 16], the widths at which each parameter's cost is measured, for `choose_bits`.
+
+    Returns:
+      Report.
+
+    Gradient: none; it returns numbers of Python.
+
+    Raises:
+      TypeError: for a `q` that is no quantized function, or a loss that gives no scalar.
+      ValueError: as a call of `q`, and for params that are not its first argument.
+
+    Source: the second-order expansion of Hassibi and Stork, 1993, with exact Hessian-vector products.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import Rule, activation_spec, quantize_fn, report, weight_spec
+    >>> q = quantize_fn(lambda params, x: x @ params["w"], [Rule("w", weight_spec(4), activation_spec(8))])
+    >>> params, x = {"w": jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)}, jnp.linspace(0.0, 1.0, 16).reshape(2, 8)
+    >>> found = report(q, params, x, loss=lambda y: jnp.mean(y**2))
+    >>> sorted(row.entry for row in found)
+    ['w', 'w:input']
+    >>> (found["w"].bytes_after, found["w"].bytes_before, round(found["w"].sqnr))
+    (36, 128, 23)
+    """
+    if not isinstance(q, QuantizedFunction):
+        raise TypeError(f"`q` must be what quantize_fn returned, got {checks.kind(q)}.")
+    entries, inputs = q.tallies(params, *batch, qparams=qparams, **kwargs)
+    leaves = dict(with_paths(params))
+    known = qparams or {}
+    rows = []
+    for key, entry in entries.items():
+        with named_in_errors(key, rule=entry.rule):
+            if entry.is_weight:
+                rows.append(_of_parameter(entry, leaves[key], known.get(key)))
+            elif key in inputs:
+                rows.append(_of_input(entry, inputs[key]))
+    if loss is None:
+        return Report(tuple(rows))
+    widths = tuple(checks.static_int_between("bits", b, 2, 16) for b in bits)
+    costs = _Costs(q, entries, qparams, loss, widths, kwargs)
+    found = jax.device_get(jax.jit(costs.all)(params, *batch))
+    for i, row in enumerate(rows):
+        change, predicted, by_bits = (found[name].get(row.entry) for name in ("change", "predicted", "by_bits"))
+        by_bits = {} if by_bits is None else dict(zip(widths, map(float, by_bits), strict=True))
+        rows[i] = row._replace(
+            change=None if change is None else float(change),
+            predicted=None if predicted is None else float(predicted),
+            by_bits=by_bits,
+        )
+    rows.sort(key=lambda row: -math.inf if row.change is None else row.change, reverse=True)
+    return Report(tuple(rows), float(found["loss"]), float(found["quantized_loss"]))
+
+
+def _shared_fields(entry: Entry, t: Tally) -> dict[str, Any]:
+    size = int(t.size)
+    return {
+        "entry": entry.key,
+        "sites": entry.sites,
+        "spec": entry.spec,
+        "groups": math.prod(entry.groups),
+        "sqnr": sqnr(t),
+        "max_error": float(t.max_error),
+        "clipped": int(t.clipped) / size if size else 0.0,
+        "used_levels": int((t.levels > 0).sum()) if t.levels.size else None,
+        "levels": entry.spec.qmax - entry.spec.qmin + 1 if t.levels.size else None,
+    }
+
+
+def _of_input(entry: Entry, t: Tally) -> ReportRow:
+    if entry.stack:  # a tally for each turn of a scan
+        turns = range(math.prod(n for _, n in entry.stack))
+        flat = [v.reshape(len(turns), *v.shape[len(entry.stack) :]) for v in t]
+        t = functools.reduce(merge_tallies, [Tally(*(v[i] for v in flat)) for i in turns])
+    fields = _shared_fields(entry, jax.device_get(t))
+    return ReportRow(**fields, size=0, dead=None, bytes_before=0, bytes_after=0)
+
+
+def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow:
+    size = math.prod(entry.shape)
+    if isinstance(leaf, QArray):
+        zero = jnp.zeros(())
+        nothing = Tally(zero, zero, zero, zero, zero, jnp.zeros(0))
+        fields = {**_shared_fields(entry, nothing), "max_error": math.nan}
+        row = ReportRow(**fields, size=size, dead=None, bytes_before=leaf.nbytes, bytes_after=0)
+    else:
+        fields = _shared_fields(entry, jax.device_get(tally(leaf, entry.spec, qparams)))
+        row = ReportRow(
+            **fields, size=size, dead=_dead(leaf, entry.spec, qparams), bytes_before=size * leaf.dtype.itemsize,
+            bytes_after=0,
+        )  # fmt: skip
+    return row._replace(bytes_after=row.nbytes(entry.spec.bits))
+
+
+def _dead(leaf: Array, spec: QuantSpec, qparams: QParams | None) -> int:
+    """How many groups are all 0 once they are quantized."""
+    spec = dataclasses.replace(spec, rounding="half_even")
+    shape = qparams_shape(spec, leaf.shape) or (1,) * leaf.ndim
+    parts = [(g, n // g) for n, g in zip(leaf.shape, shape, strict=True)]
+    alive = (fake_quant(leaf, spec, qparams) != 0).reshape([n for part in parts for n in part])
+    return int((~jnp.any(alive, tuple(range(1, 2 * leaf.ndim, 2)))).sum())
+
+
+class _Costs(NamedTuple):
+    """What each entry alone costs the loss."""
+
+    q: QuantizedFunction
+    entries: Mapping[str, Entry]
+    qparams: Any
+    loss: Callable[[Any], Any]
+    widths: tuple[int, ...]
+    kwargs: Mapping[str, Any]
+
+    def all(self, params: Any, *batch: Any) -> dict[str, Any]:
+        """Measured, predicted and at other widths, as one program."""
+        errors = {
+            path: self._errors(path, leaf)
+            for path, leaf in with_paths(params)
+            if path in self.entries and not isinstance(leaf, QArray)
+        }
+        keys = [key for key, entry in self.entries.items() if key in errors or not entry.is_weight]
+
+        def at(mask: Array, width: Any = 0) -> Array:
+            amounts = dict(zip(keys, mask, strict=True))
+            return self._loss(params, batch, amounts, {key: v[width] for key, v in errors.items()})
+
+        # Nothing, each entry alone, and each parameter at each width: one loop, so that the function stands in it once.
+        alone, others = np.eye(len(keys), dtype=np.float32), range(1, len(self.widths) + 1)
+        masks = [0 * alone[:1], alone, *(alone[[keys.index(key)] * len(others)] for key in errors)]
+        widths = [0] * (1 + len(keys)) + list(others) * len(errors)
+        measured = lax.map(lambda job: at(*job), (jnp.concatenate(masks), jnp.asarray(widths)))
+        loss = measured[0]
+        change = measured[1:] - loss
+        # The first derivative comes with each of the second.
+        derivatives = lambda one: jax.jvp(jax.grad(at), (jnp.zeros(len(keys)),), (one,))
+        gradients, curvatures = lax.map(derivatives, jnp.eye(len(keys)))
+        predicted = jnp.diagonal(gradients) + jnp.diagonal(curvatures) / 2
+        by_bits = change[len(keys) :].reshape(len(errors), len(self.widths))
+        return {
+            "loss": loss,
+            "quantized_loss": self._checked(self.q(params, *batch, qparams=self.qparams, **self.kwargs)),
+            "change": dict(zip(keys, change[: len(keys)], strict=True)),
+            "predicted": dict(zip(keys, predicted, strict=True)),
+            "by_bits": dict(zip(errors, by_bits, strict=True)),
+        }
+
+    def _errors(self, path: str, leaf: Array) -> Array:
+        """Of a parameter as its rule says, and at each of the widths by min-max, stacked."""
+        spec = dataclasses.replace(self.entries[path].spec, rounding="half_even")
+        own = fake_quant(leaf, spec, (self.qparams or {}).get(path)) - leaf
+        wide = dataclasses.replace(spec, bits=max(self.widths))
+        others = lax.map(lambda bits: fake_quant(leaf, wide, bits=bits) - leaf, jnp.asarray(self.widths, jnp.int32))
+        return jnp.concatenate([own[None], others])
+
+    def _loss(self, params: Any, batch: tuple, mask: Mapping[str, Array], errors: Mapping[str, Array]) -> Array:
+        """With a part of the error of each entry added to it; errors count as constants."""
+        leaves = [
+            leaf + mask[path].astype(leaf.dtype) * errors[path] if path in errors else leaf
+            for path, leaf in with_paths(params)
+        ]
+        params = jax.tree.unflatten(jax.tree.structure(params, is_leaf=lambda v: isinstance(v, QArray)), leaves)
+
+        def site(info: Site, x: Array) -> Array:
+            if info.entry not in mask or self.entries[info.entry].is_weight:
+                return x
+            assert info.spec is not None
+            spec, at = dataclasses.replace(info.spec, rounding="half_even"), lax.stop_gradient(x)
+            error = lax.stop_gradient(fake_quant(at, spec, info.qparams) - at)
+            return x + mask[info.entry].astype(x.dtype) * error
+
+        return self._checked(self.q.at_sites(site)(params, *batch, qparams=self.qparams, **self.kwargs))
+
+    def _checked(self, value: Any) -> Array:
+        loss = self.loss(value)
+        if not checks.is_array(loss) or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(f"`loss` must return a floating scalar, got {checks.kind(loss)}. Take its mean.")
+        return loss.astype(jnp.float32)
+
+
+def choose_bits(report: Report, budget_bytes: int) -> dict[str, int]:
+    """Widths for the parameters, so that their bytes fit a budget and the loss grows little: mixed precision.
+
+    From the widest of the report's `bits`, the parameter that loses least for each byte it saves becomes narrower,
+    until all fit. What one costs alone is added up, as if the others were in float.
+
+    Args:
+      report: what `report` returned, with a loss.
+      budget_bytes: integer, for the integers of all quantized parameters with their qparams, as `save` writes them.
+
+    Returns:
+      A dict {path: bits}, for rules: `[Rule(path, weight_spec(bits)) for path, bits in chosen.items()]`.
+
+    Gradient: none.
+
+    Raises:
+      TypeError: for anything but a Report.
+      ValueError: for a report without a loss, or a budget that the fewest bits exceed.
+
+    Source: the greedy choice by cost for each byte, as of Dong et al., 2020 (HAWQ-V2), with measured costs.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import choose_bits, quantize_fn, report, weight_spec
+    >>> f = lambda params, x: jnp.tanh(x @ params["a"]) @ params["b"]
+    >>> a, b = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8), jnp.linspace(-0.01, 0.01, 64).reshape(8, 8)
+    >>> q = quantize_fn(f, [("*", weight_spec(4))])
+    >>> x = jnp.linspace(0.0, 1.0, 16).reshape(2, 8)
+    >>> found = report(q, {"a": a, "b": b}, x, loss=lambda y: jnp.mean((y - 1) ** 2))
+    >>> chosen = choose_bits(found, 130)
+    >>> sum(found[path].nbytes(bits) for path, bits in chosen.items()) <= 130
+    True
+    """
+    if not isinstance(report, Report):
+        raise TypeError(f"`report` must be what jaxquant.report returned, got {checks.kind(report)}.")
+    rows = {row.entry: row for row in report if row.by_bits}
+    if not rows:
+        raise ValueError(
+            "`report` must have the costs of its parameters, got none. Make it with a loss: report(q, params, x, "
+            "loss=...)."
+        )
+    budget = checks.static_int_between("budget_bytes", budget_bytes, 0, 2**62)
+    least = sum(row.nbytes(min(row.by_bits)) for row in rows.values())
+    if budget < least:
+        raise ValueError(
+            f"`budget_bytes` must be at least {least}, which the fewest bits of the report need, got {budget}. "
+            "Raise it, or report at fewer bits."
+        )
+    chosen = {path: max(row.by_bits) for path, row in rows.items()}
+    while sum(rows[path].nbytes(bits) for path, bits in chosen.items()) > budget:
+        cost = {}
+        for path, bits in chosen.items():
+            row = rows[path]
+            for fewer in (b for b in row.by_bits if row.nbytes(b) < row.nbytes(bits)):
+                saved = row.nbytes(bits) - row.nbytes(fewer)
+                cost[path, fewer] = (row.by_bits[fewer] - row.by_bits[bits]) / saved
+        path, fewer = min(cost, key=lambda at: cost[at])
+        chosen[path] = fewer
+    return chosen

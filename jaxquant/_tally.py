@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What quantizing does to an array, in sums that merge over batches, layers and devices."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ._affine import quantize, real_values
+from ._groups import broadcast_groups
+from ._ranges._range import QParams
+from ._spec import QuantSpec
+
+_COUNTED_BITS = 8  # levels are counted up to here
+
+
+class Tally(NamedTuple):
+    """What quantizing does to an array. Values that are not finite are left out.
+
+    Attributes:
+      size: uint32, how many values there are.
+      signal: float32, the sum of their squares.
+      noise: float32, the sum of the squares of their errors.
+      max_error: float32, the largest error.
+      clipped: uint32, the values that lie more than half a step beyond the last level.
+      levels: uint32[2 ** bits], how many values have each level; of no size above 8 bits.
+    """
+
+    size: Array
+    signal: Array
+    noise: Array
+    max_error: Array
+    clipped: Array
+    levels: Array
+
+
+@functools.partial(jax.jit, static_argnames=("spec",))
+def tally(x: Array, spec: QuantSpec, qparams: QParams | None = None) -> Tally:
+    """Of one array, rounded to nearest."""
+    if spec.rounding == "stochastic":
+        spec = dataclasses.replace(spec, rounding="half_even")
+    q = quantize(x, spec, qparams)
+    x, real = x.astype(jnp.float32), real_values(q, jnp.dtype(jnp.float32))
+    finite = jnp.isfinite(x)
+    count = lambda mask: jnp.sum(mask, dtype=jnp.uint32)
+    error = jnp.where(finite, jnp.abs(real - x), 0)
+    last = (q.values == spec.qmin) | (q.values == spec.qmax)
+    half = broadcast_groups(q.scale, q.shape).astype(jnp.float32) * 0.5
+    levels = jnp.zeros(2**spec.bits if spec.bits <= _COUNTED_BITS else 0, jnp.uint32)
+    if levels.size:
+        lowest = -(2 ** (spec.bits - 1)) if spec.signed else 0
+        levels = levels.at[q.values.astype(jnp.int32) - lowest].add(finite.astype(jnp.uint32))
+    return Tally(
+        count(finite),
+        jnp.sum(jnp.where(finite, x * x, 0)),
+        jnp.sum(error * error),
+        jnp.max(error, initial=0.0),
+        count(finite & last & (error > half * (1 + 1e-5))),
+        levels,
+    )
+
+
+def merge_tallies(a: Tally, b: Tally) -> Tally:
+    """Of both."""
+    return Tally(*map(jnp.add, a, b))._replace(max_error=jnp.maximum(a.max_error, b.max_error))
+
+
+def tally_across(t: Tally, axes: Collection[str]) -> Tally:
+    """Of the devices along axes of a mesh."""
+    axes = tuple(axes)
+    return Tally(*(lax.psum(v, axes) for v in t))._replace(max_error=lax.pmax(t.max_error, axes))
+
+
+def sqnr(t: Tally) -> float:
+    """The signal-to-quantization-noise ratio in decibels; inf without noise, NaN without a signal."""
+    signal, noise = float(t.signal), float(t.noise)
+    if not signal:
+        return math.nan
+    return 10 * math.log10(signal / noise) if noise else math.inf

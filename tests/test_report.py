@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report says of each parameter and input what one computes by hand, alone and on the loss."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from uses import X, normal
+
+from jaxquant import (
+    PerChannel,
+    QuantSpec,
+    Rule,
+    activation_spec,
+    choose_bits,
+    dequantize,
+    fake_quant,
+    quantize,
+    quantize_fn,
+    report,
+    save,
+    weight_spec,
+)
+
+W4, A4 = weight_spec(4), activation_spec(4)
+PARAMS = {"v": normal(1, 8, 24).at[:, 3].set(0), "w": normal(2, 24, 5)}
+TARGETS = jax.nn.relu(X @ PARAMS["v"]) @ PARAMS["w"] + normal(3, 6, 5) / 10
+
+
+def mlp(p, x):
+    return jax.nn.relu(x @ p["v"]) @ p["w"]
+
+
+def loss(y):
+    return jnp.mean((y - TARGETS) ** 2)
+
+
+Q = quantize_fn(mlp, [Rule("*", W4, A4)])
+SPEC = weight_spec(4, channel_axis=1)
+
+
+@functools.cache
+def found():
+    return report(Q, PARAMS, X, loss=loss)
+
+
+def in_float64(x, spec, qparams=None):
+    q = quantize(x, spec, qparams)
+    return np.float64(x), np.float64(dequantize(q)), np.asarray(q.values)
+
+
+def test_errors_of_parameters_and_inputs_are_those_of_numpy():
+    operands = {"v": (PARAMS["v"], SPEC), "w": (PARAMS["w"], SPEC), "v:input": (X, A4)}
+    operands["w:input"] = jax.nn.relu(X @ PARAMS["v"]), A4
+    for entry, (x, spec) in operands.items():
+        row, (real, quantized, values) = found()[entry], in_float64(x, spec)
+        noise = ((quantized - real) ** 2).sum()
+        np.testing.assert_allclose(row.sqnr, 10 * np.log10((real**2).sum() / noise), rtol=1e-5)
+        np.testing.assert_allclose(row.max_error, np.abs(quantized - real).max(), rtol=1e-5)
+        assert (row.used_levels, row.levels) == (len(np.unique(values)), spec.qmax - spec.qmin + 1)
+        assert row.clipped == 0
+
+
+def test_a_channel_of_zeros_is_dead_and_sizes_are_those_of_the_file(tmp_path):
+    rows = found()
+    assert (rows["v"].dead, rows["v"].groups, rows["w"].dead) == (1, 24, 0)
+    assert (rows["v"].bytes_before, rows["v"].bytes_after) == (4 * 192, 96 + 24 * 5)
+    for bits in (4, 8, 16):
+        row = report(quantize_fn(mlp, [("v", weight_spec(bits))]), PARAMS, X)["v"]
+        path = tmp_path / f"{bits}.npz"
+        save(path, {"v": quantize(PARAMS["v"], weight_spec(bits, channel_axis=1))})
+        with np.load(path) as arrays:
+            assert row.nbytes(bits) == sum(arrays[name].nbytes for name in arrays if name.startswith("v"))
+    assert rows["v:input"].dead is None
+    assert rows["v:input"].bytes_after == 0
+
+
+def test_clipped_values_are_those_beyond_half_a_step():
+    x = jnp.array([[-20.0, -0.4, 0.2, 7.4, 7.6, jnp.nan]])
+    q, p = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", None, QuantSpec(bits=4))]), {"w": jnp.ones((6, 1))}
+    (row,) = report(q, p, x, qparams=q.init_qparams(p, jnp.full((1, 6), 7.0)))
+    assert row.clipped == 2 / 5
+
+
+def alone(entry):
+    """The loss with one entry quantized by hand."""
+    quantized = lambda name, x, spec: fake_quant(x, spec) if name == entry else x
+    v, w = (quantized(name, PARAMS[name], SPEC) for name in ("v", "w"))
+    h = jax.nn.relu(quantized("v:input", X, A4) @ v)
+    return loss(quantized("w:input", h, A4) @ w)
+
+
+@pytest.mark.parametrize("entry", ["v", "w", "v:input", "w:input"])
+def test_the_change_is_that_of_one_quantized_by_hand(entry):
+    np.testing.assert_allclose(found()[entry].change, alone(entry) - loss(mlp(PARAMS, X)), rtol=1e-4, atol=1e-7)
+
+
+def test_the_losses_are_those_of_the_function_and_the_quantized_one():
+    assert found().loss == pytest.approx(float(loss(mlp(PARAMS, X))), rel=1e-6)
+    assert found().quantized_loss == pytest.approx(float(loss(Q(PARAMS, X))), rel=1e-6)
+
+
+def test_the_prediction_is_exact_where_the_loss_is_quadratic():
+    """In the last weight, and nowhere else: ReLU bends the others."""
+    row = found()["w"]
+    assert row.predicted == pytest.approx(row.change, rel=1e-4)
+    d = fake_quant(PARAMS["v"], SPEC) - PARAMS["v"]
+    f = lambda v: loss(jax.nn.relu(X @ v) @ PARAMS["w"])
+    gradient, hessian = jax.grad(f)(PARAMS["v"]), jax.hessian(f)(PARAMS["v"])
+    want = jnp.sum(gradient * d) + jnp.einsum("ij,ijkl,kl", d, hessian, d) / 2
+    assert found()["v"].predicted == pytest.approx(float(want), rel=1e-4)
+
+
+def test_other_widths_are_those_of_a_rule_of_these_bits():
+    float_loss = loss(mlp(PARAMS, X))
+    assert set(found()["v"].by_bits) == {2, 3, 4, 8}
+    for bits in (2, 8):
+        v = fake_quant(PARAMS["v"], weight_spec(bits, channel_axis=1))
+        want = loss(jax.nn.relu(X @ v) @ PARAMS["w"]) - float_loss
+        assert found()["v"].by_bits[bits] == pytest.approx(float(want), rel=1e-4, abs=1e-7)
+    assert found()["v:input"].by_bits == {}
+
+
+def test_rows_are_in_the_order_of_their_cost():
+    changes = [row.change for row in found()]
+    assert changes == sorted(changes, reverse=True)
+
+
+def test_layers_in_a_scan_are_one_row_and_branches_not_taken_count_nothing():
+    def f(p, x):
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])
+        return lax.cond(x[0, 0] > 9, lambda x: x @ p["a"], lambda x: x @ p["b"], x)
+
+    p = {"w": normal(1, 3, 8, 8), "a": normal(2, 8, 8), "b": normal(3, 8, 8)}
+    rows = report(quantize_fn(f, [Rule("*", W4, A4)]), p, X)
+    noise = signal = 0.0
+    x = X
+    for w in p["w"]:
+        real, quantized, _ = in_float64(x, A4)
+        noise, signal = noise + ((quantized - real) ** 2).sum(), signal + (real**2).sum()
+        x = jnp.tanh(x @ w)
+    np.testing.assert_allclose(rows["w:input"].sqnr, 10 * np.log10(signal / noise), rtol=1e-5)
+    assert math.isnan(rows["a:input"].sqnr)
+    assert rows["b:input"].sqnr > 0
+    assert rows["w"].groups == 24
+
+
+def test_learned_qparams_and_frozen_parameters():
+    s = Q.init_qparams(PARAMS, X)
+    s["v"] = s["v"]._replace(scale=s["v"].scale * 2)
+    rows = report(Q, PARAMS, X, qparams=s)
+    real, quantized, _ = in_float64(PARAMS["v"], SPEC, s["v"])
+    np.testing.assert_allclose(rows["v"].max_error, np.abs(quantized - real).max(), rtol=1e-5)
+    assert rows["v"].sqnr < found()["v"].sqnr - 3
+    frozen = report(Q, Q.freeze(PARAMS, X, qparams=s), X, qparams=s, loss=loss)
+    assert math.isnan(frozen["v"].sqnr)
+    assert frozen["v"].change is None
+    assert frozen["w:input"].change is not None
+
+
+def test_per_token_and_stochastic_specs():
+    rules = [Rule("v", weight_spec(4, rounding="stochastic"), activation_spec(8, granularity=PerChannel(None)))]
+    rows = report(quantize_fn(mlp, rules), PARAMS, X)
+    assert rows["v:input"].sqnr > 40
+    assert rows["v"].sqnr == pytest.approx(found()["v"].sqnr)
+
+
+def test_it_prints_and_shows_a_table():
+    text, html = str(found()), found()._repr_html_()
+    assert text.splitlines()[0].split()[:2] == ["entry", "quantized"]
+    assert "loss: " in text.splitlines()[-1]
+    assert html.count("<tr>") == 5
+    assert "per channel 1" in html
+    assert "predicted" not in str(report(Q, PARAMS, X))
+    plan = Q.plan(PARAMS, X)._repr_html_()
+    assert plan.count("<tr>") == 5
+    assert "4 of 4 sites are quantized" in plan
+
+
+def test_long_tables_are_grouped_by_module_and_text_is_escaped():
+    params = {f"block{i}": {"<a>": {"w": jnp.ones((4, 4))}} for i in range(9)}
+
+    def f(p, x):
+        for i in range(9):
+            x = (x @ p[f"block{i}"]["<a>"]["w"] + x) @ jnp.ones((4, 4)) @ p[f"block{i}"]["<a>"]["w"]
+        return x
+
+    html = quantize_fn(f, [Rule("block1/**", W4)]).plan(params, jnp.ones((2, 4)))._repr_html_()
+    assert "<summary>block1/&lt;a&gt;: " in html
+    assert "<a>" not in html
+    assert html.count("<details>") >= 9
+
+
+def test_chosen_bits_fit_the_budget_and_are_near_the_best_choice():
+    rows = {name: found()[name] for name in ("v", "w")}
+    sizes = lambda bits: sum(rows[name].nbytes(b) for name, b in bits.items())
+    cost = lambda bits: sum(rows[name].by_bits[b] for name, b in bits.items())
+    every = [dict(zip(rows, bits, strict=True)) for bits in itertools.product((2, 3, 4, 8), repeat=2)]
+    for budget in sorted({sizes(bits) for bits in every}):
+        chosen = choose_bits(found(), budget)
+        assert sizes(chosen) <= budget
+        fitting = [bits for bits in every if sizes(bits) <= budget]
+        assert cost(chosen) <= min(map(cost, fitting)) + 0.1 * (max(map(cost, every)) - min(map(cost, every)))
+    assert choose_bits(found(), 10**6) == {"v": 8, "w": 8}
+
+
+def test_wrong_arguments_say_what_to_do():
+    with pytest.raises(TypeError, match=r"`q` must be what quantize_fn returned"):
+        report(mlp, PARAMS, X)
+    with pytest.raises(TypeError, match=r"`loss` must return a floating scalar"):
+        report(Q, PARAMS, X, loss=lambda y: y)
+    with pytest.raises(TypeError, match=r"`report` must be what jaxquant.report returned"):
+        choose_bits(Q, 100)
+    with pytest.raises(ValueError, match=r"Make it with a loss"):
+        choose_bits(report(Q, PARAMS, X), 10**6)
+    with pytest.raises(ValueError, match=r"`budget_bytes` must be at least"):
+        choose_bits(found(), 10)
+    with pytest.raises(KeyError, match="'v'"):
+        found()["vv"]
+    with pytest.raises(ValueError, match="`bits`"):
+        report(Q, PARAMS, X, loss=loss, bits=(1,))
+
+
+def linen_model():
+    linen = pytest.importorskip("flax.linen", reason="of the extra `frameworks`")
+    model = linen.Sequential([linen.Dense(16), linen.relu, linen.Dense(3)])
+    return model.apply, model.init(jax.random.key(0), X)
+
+
+def nnx_model():
+    nnx = pytest.importorskip("flax.nnx", reason="of the extra `frameworks`")
+    graph, state = nnx.split(nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu))
+    return lambda state, x: nnx.merge(graph, state)(x), state
+
+
+def equinox_model():
+    eqx = pytest.importorskip("equinox", reason="of the extra `frameworks`")
+    params, static = eqx.partition(eqx.nn.MLP(8, 3, 16, 1, key=jax.random.key(0)), eqx.is_array)
+    return lambda params, x: jax.vmap(eqx.combine(params, static))(x), params
+
+
+def haiku_model():
+    hk = pytest.importorskip("haiku", reason="of the extra `frameworks`")
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 3])(x)))
+    return model.apply, model.init(jax.random.key(0), X)
+
+
+def stateful_model():
+    """BatchNorm updates its statistics: the loss takes the first of two results."""
+    linen = pytest.importorskip("flax.linen", reason="of the extra `frameworks`")
+    model = linen.Sequential([linen.Dense(16), linen.BatchNorm(use_running_average=False), linen.Dense(3)])
+    variables = model.init(jax.random.key(0), X)
+    state = variables.pop("batch_stats")
+    apply = lambda params, x: model.apply({"params": params, "batch_stats": state}, x, mutable=["batch_stats"])
+    return apply, variables["params"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [linen_model, nnx_model, equinox_model, haiku_model, stateful_model])
+def test_of_every_framework(model):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        f, params = model()
+        of = lambda y: jnp.mean((y[0] if isinstance(y, tuple) else y) ** 2)
+        rows = report(quantize_fn(f, [Rule("**", W4, activation_spec(8))]), params, X, loss=of)
+    sites = quantize_fn(f, [Rule("**", W4, activation_spec(8))]).plan(params, X)
+    assert {row.entry for row in rows} == {site.entry for site in sites if site.spec}
+    for row in rows:
+        assert row.sqnr > 10
+        assert abs(row.predicted - row.change) < 0.5 * abs(row.change) + 1e-3
