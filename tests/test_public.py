@@ -90,8 +90,8 @@ def test_docstrings_of_ops_are_complete(module, name):
     source = "Source: TensorFlow 2.21" if module is tf else "Source: "
     for part in ("Args:", "Returns:", "Gradient:", "Raises:", source, ">>> "):
         assert part in text
-    described = re.findall(r"^  ((?:\w+,\s+)*\w+):", text.split("Args:")[1].split("Returns:")[0], re.M)
-    described = {parameter for line in described for parameter in re.split(r",\s+", line)}
+    described = re.findall(r"^  ((?:\**\w+,\s+)*\**\w+):", text.split("Args:")[1].split("Returns:")[0], re.M)
+    described = {parameter.strip("*") for line in described for parameter in re.split(r",\s+", line)}
     assert described == set(inspect.signature(getattr(module, name)).parameters)
 
 
