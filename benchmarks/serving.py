@@ -66,6 +66,7 @@ def layout_rows(rounds):
             "float": kept(lambda x, w: x @ w, x, w),
             "(in, out)": kept(lambda x, w: dot_general(x, w, MATMUL), codes, lying),
             "(out, in)": kept(lambda x, w: dot_general(x, w, (((1,), (1,)), ((), ()))), codes, standing),
+            "(out, in), through a transpose": kept(lambda x, w: dot_general(x, w.T, MATMUL), codes, standing),
         }
         for name, ratio in ratios(runs, "float", rounds).items():
             yield f"{rows} rows: one int8 product of a weight {name}", ratio, None
