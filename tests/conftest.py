@@ -16,9 +16,7 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-hypothesis.settings.register_profile("jaxquant", derandomize=True, deadline=None, max_examples=20)
-# Of .ci/run, by --hypothesis-profile=thorough.
-hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=100)
+hypothesis.settings.register_profile("jaxquant", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("jaxquant")
 
 collect_ignore = ["data"]  # scripts that need TensorFlow

@@ -68,7 +68,7 @@ def test_the_zero_point_has_the_dtype_of_the_values(spec):
     assert q.zero_point.dtype == q.values.dtype == spec.dtype
 
 
-@pytest.mark.parametrize("spec", [UINT8, INT8])
+@pytest.mark.parametrize("spec", [pytest.param(UINT8, marks=pytest.mark.slow), INT8])
 def test_comparing_with_the_zero_point_is_comparing_with_0(spec):
     """So relu is a maximum of integers."""
     x = jax.random.normal(jax.random.key(0), (1000,)) * 30

@@ -68,7 +68,7 @@ def test_clip_keeps_nan_and_the_sign_of_zero():
     assert_same_bits(num.clip(x, jnp.float32(-1), jnp.float32(0))[1:3], np.array([-0.0, 0.0], np.float32))
 
 
-@cases(("narrow", "num_bits"), itertools.product([False, True], [2, 8, 16]), [(False, 2), (True, 8), (False, 16)])
+@cases(("narrow", "num_bits"), itertools.product([False, True], [2, 8, 16]), [(True, 8)])
 def test_nudge_is_the_oracle(num_bits, narrow):
     low, high = hard_ranges(np.random.default_rng(num_bits), 400, 2**num_bits - 1 - narrow)
     nudge = lambda a, b: num.nudge(a, b, float(narrow), 2.0**num_bits - 1)

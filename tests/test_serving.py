@@ -13,7 +13,7 @@ from uses import USES, X, normal, together
 from jaxquant import QArray, dequantize, merge_ranges, quantize_fn, quantize_params, weight_spec
 
 # One program of several uses, which compiles faster than one for each.
-SOME = "cond", "over layers in blocks", "gathered by data"
+SOME = "over layers in blocks", "gathered by data"
 ALL = tuple(USES)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 each = pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), slow(ALL, id="all")])

@@ -115,6 +115,7 @@ def test_grad_and_value_and_grad_are_those_of_vjp():
     assert_same_bits(value, (y * G).sum())
 
 
+@pytest.mark.slow
 @every_rule
 def test_vmap_over_params_is_a_loop(rules):
     q = quantized(rules)
@@ -198,6 +199,7 @@ def test_sharded_params_give_the_bits_of_one_device(layout, rules):
         assert_same_bits(got, want)
 
 
+@pytest.mark.slow
 def test_an_explicit_mesh_gives_the_bits_of_one_device():
     whole, data = (NamedSharding(mesh("Explicit"), spec) for spec in (P(), P("data", None)))
     params = jax.device_put(PARAMS, whole)

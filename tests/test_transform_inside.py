@@ -264,6 +264,7 @@ def test_a_checkpoint_keeps_its_policy(policy, forwards):
     assert len(in_integers) == 2 * forwards
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="jax.experimental.hijax is younger")
 @cases("custom", ["keep", "inline"], ["keep"])
 def test_a_primitive_of_hijax_is_entered(custom):

@@ -85,6 +85,7 @@ def test_an_author_s_derivative_is_that_of_all_results():
     assert abs(want) > 10
 
 
+@pytest.mark.slow
 def test_a_second_derivative_sees_a_weight_whose_input_is_in_float():
     q = quantize_fn(lambda p, x: jnp.tanh(x @ p["w"]), [("w", W)])
     by_hand = lambda p, x: jnp.tanh(x @ fake_quant(p["w"], COLUMNS))
@@ -142,6 +143,7 @@ def test_integers_have_no_nan():
     assert isinstance(q.freeze({"w": BOTH["w"].at[0, 0].set(jnp.inf)}, X)["w"], QArray)
 
 
+@pytest.mark.slow
 def test_stochastic_rows_of_a_table():
     spec = weight_spec(8, channel_axis=0, rounding="stochastic")
     q = quantize_fn(lambda p, t: p["e"][t], [Rule("e", spec, everywhere=True)])
