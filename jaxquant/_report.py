@@ -282,7 +282,11 @@ class _Costs(NamedTuple):
 
         # Nothing, each entry alone, and each parameter at each width: one loop, so that the function stands in it once.
         alone, others = np.eye(len(keys), dtype=np.float32), range(1, len(self.widths) + 1)
-        masks = [0 * alone[:1], alone, *(alone[[keys.index(key)] * len(others)] for key in errors)]
+        masks = [
+            np.zeros((1, len(keys)), np.float32),
+            alone,
+            *(alone[[keys.index(key)] * len(others)] for key in errors),
+        ]
         widths = [0] * (1 + len(keys)) + list(others) * len(errors)
         measured = lax.map(lambda job: at(*job), (jnp.concatenate(masks), jnp.asarray(widths)))
         loss = measured[0]

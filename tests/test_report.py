@@ -163,6 +163,9 @@ def test_learned_qparams_and_frozen_parameters():
     assert math.isnan(frozen["v"].sqnr)
     assert frozen["v"].change is None
     assert frozen["w:input"].change is not None
+    weight_only = quantize_fn(mlp, [("*", W4)])
+    integers = report(weight_only, weight_only.freeze(PARAMS, X), X, loss=loss)
+    assert integers.loss == pytest.approx(integers.quantized_loss, rel=1e-5)
 
 
 def test_per_token_and_stochastic_specs():
@@ -228,6 +231,8 @@ def test_many_parameters_are_chosen_from_in_no_time():
 def test_wrong_arguments_say_what_to_do():
     with pytest.raises(TypeError, match=r"`q` must be what quantize_fn returned"):
         report(mlp, PARAMS, X)
+    with pytest.raises(ValueError, match=r"`q` must have its params as the first argument, got params_argnum=1"):
+        report(quantize_fn(lambda x, p: mlp(p, x), [("*", W4)], params_argnum=1), X, PARAMS)
     with pytest.raises(TypeError, match=r"`loss` must return a floating scalar"):
         report(Q, PARAMS, X, loss=lambda y: y)
     with pytest.raises(TypeError, match=r"`report` must be what jaxquant.report returned"):

@@ -134,6 +134,11 @@ class QuantizedFunction:
 
     def tallies(self, *args: Any, qparams: Any = None, **kwargs: Any) -> tuple[dict[str, Entry], dict[str, Tally]]:
         """For `jaxquant.report`: the entries, and what quantizing does to each input of the function in float."""
+        if self._argnum:
+            raise ValueError(
+                f"`q` must have its params as the first argument, got params_argnum={self._argnum}. Quantize a "
+                "function that takes them first: lambda params, x: f(x, params)."
+            )
         passed = self._passed(qparams)
         _, entries = self._planned(args, {**kwargs, **passed})
         _, found = self._result(_How("tallies", is_float=True), args, {**kwargs, **passed})
