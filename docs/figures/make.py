@@ -6,7 +6,9 @@
 """
 
 import functools
+import json
 import pathlib
+import re
 import sys
 
 import jax
@@ -62,6 +64,53 @@ def pipeline():
         axis.add_patch(FancyArrowPatch(*at, arrowstyle="-|>", mutation_scale=14, color=GRAY))
         axis.text(2 * i + 1.52, 0.5, name, ha="center", va="top", fontsize=10, family="monospace", color=COLORS[1])
     axis.text(7.6, 1.62, "train q(params, x, qparams=)", ha="center", fontsize=10, family="monospace", color=COLORS[1])
+    return figure
+
+
+def printed(notebook):
+    """What the cells of an executed notebook have printed."""
+    cells = json.loads((FOLDER.parents[1] / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
+    return ["".join(output.get("text", "")) for cell in cells for output in cell.get("outputs", [])]
+
+
+def accuracy():
+    """Test accuracy against bits, by the table that notebook 01 prints."""
+    (table,) = (text for text in printed("01_qat_digits") if text.startswith("Test accuracy"))
+    row = re.compile(r"^ +(\d+)" + r" +([\d.]+) \( *([\d.]+)\)" * 4, re.M)
+    bits, *columns = np.array(row.findall(table), float).T
+    figure, axis = plt.subplots(figsize=(9, 3.2))
+    for name, mean, color in zip(("float", "PTQ", None, "QAT"), columns[::2], (GRAY, *COLORS), strict=False):
+        if name:
+            style = "--" if name == "float" else "-"
+            axis.plot(range(len(bits)), mean, style, marker="o", label=name, color=color)
+    axis.set_xticks(range(len(bits)), [f"{b:.0f}" for b in bits])
+    axis.set(title="A small CNN on digits, weights and activations", xlabel="bits", ylabel="test accuracy, %")
+    axis.legend()
+    return figure
+
+
+def serving():
+    """Latency by the table of docs/benchmarks.md, size by the table that notebook 06 prints; both of float32."""
+    page = (FOLDER.parent / "benchmarks.md").read_text()
+    found = dict(re.findall(r"^\| (\d+ rows: [^|]*?) \| ([\d.]+) ", page, re.M))
+    names = {"frozen, static": "frozen, static", "frozen, dynamic": "frozen, dynamic", "q(params)": "not frozen"}
+    figure, (latency, size) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=(2, 1))
+    for k, (name, label) in enumerate(names.items()):
+        times = [float(found[f"{rows} rows: {name}"]) for rows in (1, 8, 128)]
+        bars = latency.bar(np.arange(3) + 0.28 * k, times, 0.25, label=label)
+        latency.bar_label(bars, fmt="%.2f", fontsize=9, color=GRAY)
+    latency.axhline(1, color=GRAY, linewidth=0.8, linestyle="--")
+    latency.set_xticks(np.arange(3) + 0.28, ["1 row", "8 rows", "128 rows"])
+    latency.set(title="Time of a call, 4 layers of 2048 x 2048, float32 = 1")
+    latency.legend()
+    (table,) = (text for text in printed("06_train_freeze_serve") if text.lstrip().startswith("bytes"))
+    sizes = dict(re.findall(r"^(\w[\w ]*?) +\d+ +([\d.]+) +\d+$", table, re.M))
+    bars = size.bar(
+        [name.replace(" in ", "\nin ") for name in sizes], [float(v) for v in sizes.values()], color=COLORS[2]
+    )
+    size.bar_label(bars, fmt="%.2f", fontsize=9, color=GRAY)
+    size.tick_params(axis="x", labelsize=8)
+    size.set(title="Bytes of the language model")
     return figure
 
 
@@ -178,7 +227,7 @@ def sqnr():
     return figure
 
 
-FIGURES = (pipeline, staircase, granularities, onto_the_grid, ranges, sqnr)
+FIGURES = (pipeline, accuracy, serving, staircase, granularities, onto_the_grid, ranges, sqnr)
 
 if __name__ == "__main__":
     mpl.use("svg")
