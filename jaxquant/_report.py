@@ -14,11 +14,12 @@ from jax import Array, lax
 
 from . import _checks as checks
 from ._affine import fake_quant
+from ._groups import reduce_groups
 from ._qarray import QArray
 from ._ranges._range import QParams
 from ._spec import QuantSpec, qparams_shape
 from ._table import as_html, as_text
-from ._tally import Tally, merge_tallies, sqnr, tally
+from ._tally import Tally, merge_tallies, sqnr, tally, to_nearest
 from ._transform._entries import Entry
 from ._transform._plan import Site, in_words, nearest
 from ._transform._quantize_fn import QuantizedFunction
@@ -250,11 +251,8 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
 
 def _dead(leaf: Array, spec: QuantSpec, qparams: QParams | None) -> int:
     """How many groups are all 0 once they are quantized."""
-    spec = dataclasses.replace(spec, rounding="half_even")
-    shape = qparams_shape(spec, leaf.shape) or (1,) * leaf.ndim
-    parts = [(g, n // g) for n, g in zip(leaf.shape, shape, strict=True)]
-    alive = (fake_quant(leaf, spec, qparams) != 0).reshape([n for part in parts for n in part])
-    return int((~jnp.any(alive, tuple(range(1, 2 * leaf.ndim, 2)))).sum())
+    alive = fake_quant(leaf, to_nearest(spec), qparams) != 0
+    return int((~reduce_groups(jnp.any, alive, qparams_shape(spec, leaf.shape))).sum())
 
 
 class _Costs(NamedTuple):
@@ -306,7 +304,7 @@ class _Costs(NamedTuple):
 
     def _errors(self, path: str, leaf: Array) -> Array:
         """Of a parameter as its rule says, and at each of the widths by min-max, stacked."""
-        spec = dataclasses.replace(self.entries[path].spec, rounding="half_even")
+        spec = to_nearest(self.entries[path].spec)
         own = fake_quant(leaf, spec, (self.qparams or {}).get(path)) - leaf
         wide = dataclasses.replace(spec, bits=max(self.widths))
         others = lax.map(lambda bits: fake_quant(leaf, wide, bits=bits) - leaf, jnp.asarray(self.widths, jnp.int32))
@@ -324,7 +322,7 @@ class _Costs(NamedTuple):
             if info.entry not in mask or self.entries[info.entry].is_weight:
                 return x
             assert info.spec is not None
-            spec, at = dataclasses.replace(info.spec, rounding="half_even"), lax.stop_gradient(x)
+            spec, at = to_nearest(info.spec), lax.stop_gradient(x)
             error = lax.stop_gradient(fake_quant(at, spec, info.qparams) - at)
             return x + mask[info.entry].astype(x.dtype) * error
 

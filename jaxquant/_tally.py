@@ -39,11 +39,15 @@ class Tally(NamedTuple):
     levels: Array
 
 
+def to_nearest(spec: QuantSpec) -> QuantSpec:
+    """The spec itself, or to nearest in place of stochastic rounding, whose error is another one in each step."""
+    return dataclasses.replace(spec, rounding="half_even") if spec.rounding == "stochastic" else spec
+
+
 @functools.partial(jax.jit, static_argnames=("spec",))
 def tally(x: Array, spec: QuantSpec, qparams: QParams | None = None) -> Tally:
     """Of one array, rounded to nearest."""
-    if spec.rounding == "stochastic":
-        spec = dataclasses.replace(spec, rounding="half_even")
+    spec = to_nearest(spec)
     q = quantize(x, spec, qparams)
     x, real = x.astype(jnp.float32), real_values(q, jnp.dtype(jnp.float32))
     finite = jnp.isfinite(x)

@@ -175,6 +175,13 @@ def test_per_token_and_stochastic_specs():
     assert rows["v"].sqnr == pytest.approx(found()["v"].sqnr)
 
 
+@pytest.mark.parametrize("rounding", ["half_even", "half_away"])
+def test_values_between_two_levels_are_rounded_as_the_rule_says(rounding):
+    w, spec = jnp.array([[0.5, 7.0], [0.5, -7.0]]), weight_spec(4, channel_axis=0, rounding=rounding)
+    rows = report(quantize_fn(lambda p, x: x @ p["w"], [("w", spec)]), {"w": w}, jnp.ones((1, 2)), loss=jnp.sum)
+    assert rows["w"].change == pytest.approx({"half_even": -1.0, "half_away": 1.0}[rounding])
+
+
 def test_it_prints_and_shows_a_table():
     text, html = str(found()), found()._repr_html_()
     assert text.splitlines()[0].split()[:2] == ["entry", "quantized"]

@@ -35,6 +35,7 @@ class Op(NamedTuple):
 
 
 def kind_of(contraction: Contraction) -> str:
+    """The kind of a contraction, as `Site` lists them."""
     if contraction.is_closed:
         return "closed"
     roles = {operand.origin.role for operand in contraction.operands}
@@ -154,10 +155,12 @@ class Matcher:
 
 
 def is_for(rule: Rule, contraction: Contraction) -> bool:
+    """Whether the op and the scope of a rule allow a contraction; its pattern is not asked."""
     return rule.op in (None, contraction.op) and rule.in_scope(contraction.scope)
 
 
 def is_wanted(rule: Rule | None) -> bool:
+    """Whether a rule quantizes an operand; None, or a rule without a spec, leaves both in float."""
     return rule is not None and (rule.weight or rule.activation) is not None
 
 
