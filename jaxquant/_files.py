@@ -211,6 +211,8 @@ def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
     arrays = {part: _numpy(_part(name, part), v) for part, v in fields.items() if part not in ("spec", "dtype")}
     if isinstance(leaf, QArray):
         said |= {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": spec_to_json(leaf.spec)}
+        if leaf.order:  # how it lies in memory; here values have the axes of the array
+            said["order"] = list(leaf.order)
         with named_in_errors(name):
             checked_qarray("the QArray", leaf)
             if leaf.spec.bits <= 4:
@@ -263,7 +265,8 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
     got = [parts["values"].shape, *(parts[part].dtype for part in ("values", "scale", "zero_point"))]
     if got != [shape, spec.dtype, jnp.float32, spec.dtype] or not checks.is_float(described["dtype"]):
         raise ValueError(f"the arrays of {name!r} are not those of {spec} and {dtype}")
-    return checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype))
+    order = tuple(described["order"]) if "order" in described else None
+    return checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype, order=order))
 
 
 def _digest(said: dict, arrays: dict[str, np.ndarray]) -> str:
@@ -305,7 +308,9 @@ def _signature(leaf: Any) -> str:
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    return vars(leaf) if isinstance(leaf, QArray) else leaf._asdict()
+    if not isinstance(leaf, QArray):
+        return leaf._asdict()
+    return {part: getattr(leaf, part) for part in ("values", "scale", "zero_point", "spec", "dtype")}
 
 
 def _container(path: Any) -> tuple[pathlib.Path, tuple[Callable, Callable]]:

@@ -2,10 +2,9 @@
 """Integers with their qparams, as a pytree."""
 
 import dataclasses
-import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +17,7 @@ from . import _groups as groups
 from ._spec import PerBlock, PerChannel, PerTensor, QuantSpec, granularity_of, spec_from_json, spec_to_json
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["values", "scale", "zero_point"],
-    meta_fields=["spec", "dtype"],
-)
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
 class QArray(checks.NotAnArray):
     """A quantized array: `real = (values - zero_point) * scale`. A pytree of three arrays.
 
@@ -34,6 +28,10 @@ class QArray(checks.NotAnArray):
         compare with 0: relu in integers is `jnp.maximum(values, zero_point)`.
       spec: QuantSpec, static.
       dtype: of the array that was quantized, static; `dequantize` returns it.
+      order: how values lie in memory, static: their last axes in another order, such as (-1, -2) for a matrix whose
+        columns lie one after the other, as `q.freeze` leaves weights that are contracted. The leaf of the pytree has
+        that shape, and nothing else: `values`, `shape` and what takes a QArray speak of the axes of the array. None:
+        as they are.
 
     Other integers with the same qparams: `dataclasses.replace(q, values=...)`.
 
@@ -42,31 +40,51 @@ class QArray(checks.NotAnArray):
     the granularity that they have then. It is no array: `dequantize` gives the real values, `dot_general` contracts.
     """
 
-    values: Array
+    # Of what is stored; a field too, which `dataclasses.replace` takes.
+    values: Any = property(lambda q: in_order(q.stored, q.order))  # noqa: RUF009
     scale: Array
     zero_point: Array
     spec: QuantSpec
     dtype: Any
+    order: tuple[int, ...] | None
+    stored: Array = dataclasses.field(init=False, repr=False)
+
+    def __init__(
+        self, values: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any,
+        order: tuple[int, ...] | None = None,
+    ):  # fmt: skip
+        stored = lax.transpose(values, permutation(order, values.ndim)) if order else values
+        vars(self).update(stored=stored, scale=scale, zero_point=zero_point, spec=spec, dtype=dtype, order=order)
+
+    @classmethod
+    def of_stored(
+        cls, stored: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any, order: tuple[int, ...] | None
+    ) -> "QArray":
+        """Of values that lie in `order`, which is the QArray as a pytree: of anything in the places of its arrays."""
+        self = object.__new__(cls)
+        vars(self).update(stored=stored, scale=scale, zero_point=zero_point, spec=spec, dtype=dtype, order=order)
+        return self
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        return self.values.shape
+        stored = self.stored.shape
+        return tuple(stored[i] for i in _back(self.order, len(stored))) if self.order else stored
 
     @property
     def ndim(self) -> int:
         """The rank of the array."""
-        return self.values.ndim
+        return self.stored.ndim
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self.values.size
+        return self.stored.size
 
     @property
     def nbytes(self) -> int:
         """Bytes of the three arrays; `pack` makes values of 4 bits and fewer smaller."""
-        return sum(math.prod(v.shape) * v.dtype.itemsize for v in (self.values, self.scale, self.zero_point))
+        return sum(math.prod(v.shape) * v.dtype.itemsize for v in (self.stored, self.scale, self.zero_point))
 
     @property
     def T(self) -> "QArray":
@@ -93,12 +111,16 @@ class QArray(checks.NotAnArray):
             raise IndexError(f"The index {i} is out of range for a QArray of shape {self.shape}.")
         at = lambda v: lax.dynamic_index_in_dim(v, index, 0, keepdims=False)
         of_groups = lambda v: at(groups.apart(v, 0, self.shape[0])) if v.shape[0] > 1 else lax.squeeze(v, [0])
-        return self._moved(at(self.values), of_groups)
+        if not self.order or len(self.order) == self.ndim:
+            return self._moved(at(self.values), of_groups)
+        stored = at(self.stored)  # of a stack, whose elements lie as before
+        part = self._moved(in_order(stored, self.order), of_groups)
+        return QArray.of_stored(stored, part.scale, part.zero_point, part.spec, part.dtype, self.order)
 
     def _moved(self, values: Array, of_groups: Callable[[Array], Array]) -> "QArray":
         """With the values elsewhere, and the qparams by what becomes of values for groups."""
         if self.scale.ndim == 0:
-            return dataclasses.replace(self, values=values)
+            return QArray(values, self.scale, self.zero_point, self.spec, self.dtype)
         padded = (1,) * (self.ndim - self.scale.ndim) + self.scale.shape
         scale, zero_point = (of_groups(lax.reshape(v, padded)) for v in (self.scale, self.zero_point))
         granularity = granularity_of(scale.shape, values.shape)
@@ -113,14 +135,43 @@ class QArray(checks.NotAnArray):
         return QArray(values, scale, zero_point, spec, self.dtype)
 
 
-def _static_to_bytes(static: tuple[QuantSpec, Any]) -> bytes:
-    spec, dtype = static
-    return json.dumps({"spec": spec_to_json(spec), "dtype": str(jnp.dtype(dtype))}).encode()
+def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], tuple[QuantSpec, Any, tuple[int, ...] | None]]:
+    arrays = {"values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
+    return [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()], (q.spec, q.dtype, q.order)
 
 
-def _static_from_bytes(data: bytes) -> tuple[QuantSpec, Any]:
+def _of_arrays(static: Any, arrays: Any) -> QArray:
+    return QArray.of_stored(*arrays, *static)
+
+
+jax.tree_util.register_pytree_with_keys(QArray, _with_keys, _of_arrays)
+
+
+def permutation(order: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """The axes of an array in the order in which they lie, where its last axes lie in `order`."""
+    order = order or ()
+    return *range(ndim - len(order)), *(ndim + axis for axis in order)
+
+
+def _back(order: Sequence[int], ndim: int) -> tuple[int, ...]:
+    there = permutation(order, ndim)
+    return tuple(map(there.index, range(ndim)))
+
+
+def in_order(values: Array, order: Sequence[int] | None) -> Array:
+    """Values that lie in an order, with the axes of their array."""
+    return lax.transpose(values, _back(order, values.ndim)) if order else values
+
+
+def _static_to_bytes(static: tuple[QuantSpec, Any, tuple[int, ...] | None]) -> bytes:
+    spec, dtype, order = static
+    return json.dumps({"spec": spec_to_json(spec), "dtype": str(jnp.dtype(dtype)), "order": order}).encode()
+
+
+def _static_from_bytes(data: bytes) -> tuple[QuantSpec, Any, tuple[int, ...] | None]:
     fields = json.loads(data)
-    return spec_from_json(fields["spec"]), jnp.dtype(fields["dtype"])
+    order = fields.get("order")
+    return spec_from_json(fields["spec"]), jnp.dtype(fields["dtype"]), order and tuple(order)
 
 
 # So that an exported program can take and return QArrays.

@@ -221,6 +221,18 @@ def test_integers_of_every_kind(tmp_path, suffix):
     assert all_bits(there_and_back(tmp_path / f"all{suffix}", QARRAYS)) == all_bits(QARRAYS)
 
 
+@pytest.mark.parametrize("bits_", [4, 8])
+def test_an_order_in_memory_comes_back_and_the_file_has_the_axes_of_the_array(tmp_path, bits_):
+    q = quantize(jnp.arange(24.0).reshape(4, 6), weight_spec(bits_, channel_axis=1))
+    lying = {"w": dataclasses.replace(q, order=(-1, -2))}
+    for suffix in SUFFIXES:
+        assert all_bits(there_and_back(tmp_path / f"own{suffix}", {"w": q})) == all_bits({"w": q})
+        got = there_and_back(tmp_path / f"lying{suffix}", lying)
+        assert all_bits(got) == all_bits(lying) == all_bits(load(tmp_path / f"lying{suffix}", like={"w": q}))
+    read = lambda name: safetensors.numpy.load_file(tmp_path / f"{name}.safetensors")["w/values"]
+    np.testing.assert_array_equal(read("lying"), read("own"))
+
+
 @both
 @pytest.mark.parametrize("name", ["channel", "blocks", "scalar", "bfloat16"])
 def test_integers_alone_have_no_path(tmp_path, suffix, name):

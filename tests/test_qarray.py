@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A QArray moves with its scales, or says why not; and what is no array says so itself."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,17 @@ import numpy as np
 import pytest
 from exact import assert_same_bits
 
-from jaxquant import PerBlock, PerChannel, PerTensor, QParams, QuantSpec, dequantize, quantize
+from jaxquant import (
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    QParams,
+    QuantSpec,
+    conv_general_dilated,
+    dequantize,
+    dot_general,
+    quantize,
+)
 
 SHAPE = 4, 6, 8
 X = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
@@ -54,6 +65,60 @@ def test_a_move_is_the_same_eagerly(move):
     got = MOVES[move](q)
     jax.tree.map(assert_same_bits, got, moved[move][0])
     assert got.spec == moved[move][0].spec
+
+
+def as_arrays(q):
+    return {part: getattr(q, part) for part in ("values", "scale", "zero_point")}
+
+
+ORDERS = (-1, -2), (-2, -1, -3), (-1, -3, -2)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_an_order_in_memory_is_seen_by_none(order):
+    q = quantized(PerChannel((0, -1)))
+    lying = dataclasses.replace(q, order=order)
+    assert lying.stored.shape == tuple(np.transpose(X, (0, *order) if len(order) == 2 else order).shape)
+    assert (lying.shape, lying.ndim, lying.size, lying.nbytes) == (q.shape, q.ndim, q.size, q.nbytes)
+    jax.tree.map(assert_same_bits, as_arrays(lying), as_arrays(q))
+    assert_same_bits(dequantize(lying), dequantize(q))
+    for move in MOVES.values():
+        got, want = move(lying), move(q)
+        jax.tree.map(assert_same_bits, as_arrays(got), as_arrays(want))
+        assert (got.spec, got.shape) == (want.spec, want.shape)
+    other = dataclasses.replace(lying, values=-lying.values)
+    assert other.order == order
+    assert_same_bits(other.values, -q.values)
+    jax.tree.map(assert_same_bits, dataclasses.replace(lying, order=None), q)
+
+
+def test_a_stack_keeps_the_order_of_its_elements():
+    """In an index, a scan and a vmap: their matrices lie as before."""
+    q = quantized(PerChannel((0, -1)))
+    lying = dataclasses.replace(q, order=(-1, -2))
+    assert (lying[1].order, lying[1].stored.shape, lying[1].shape) == ((-1, -2), (8, 6), (6, 8))
+    turns = lambda q: jax.lax.scan(lambda _, part: (None, dequantize(part)), None, q)[1]
+    assert_same_bits(turns(lying), dequantize(q))
+    assert_same_bits(jax.vmap(dequantize)(lying), dequantize(q))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("numbers", [(((1,), (1,)), ((), ())), (((2,), (2,)), ((0,), (0,)))], ids=["one", "batch"])
+def test_contractions_are_of_the_array_in_any_order(order, numbers):
+    a, b = (quantized(PerChannel(0)) for _ in range(2))
+    lying = dataclasses.replace(b, order=order)
+    want = dot_general(a, b, numbers)
+    assert_same_bits(dot_general(a, lying, numbers), want)
+    assert_same_bits(dot_general(lying, lying, numbers), want)
+
+
+def test_a_convolution_and_blocks_are_of_the_array_in_any_order():
+    x, w = quantize(X[:, :, :, None], QuantSpec()), quantize(X[:3, :2, None, :4], QuantSpec())
+    of = lambda w: conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    assert_same_bits(of(dataclasses.replace(w, order=(-1, -4, -3, -2))), of(w))
+    a, b = quantized(PerTensor(), symmetric=True), quantized(PerBlock(1, 3), symmetric=True)
+    numbers = (((1,), (1,)), ((), ()))
+    assert_same_bits(dot_general(a, dataclasses.replace(b, order=(-1, -2)), numbers), dot_general(a, b, numbers))
 
 
 def test_granularities_move_with_the_axes():

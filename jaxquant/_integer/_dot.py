@@ -14,7 +14,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
-from .._qarray import QArray, checked_qarray
+from .._qarray import QArray, checked_qarray, permutation
 from ._contract import (
     EXACT,
     bound,
@@ -55,7 +55,11 @@ class Dot(NamedTuple):
         """The scaled integer contraction, block by block where a scale changes along it."""
         blocks = [self._blocks(a, b, i, j) for i, j in zip(*self.contracted, strict=True)]
         if math.prod(blocks) == 1:
-            return self._block(a, b)
+            (a, *of_a), (b, *of_b) = (
+                _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
+            )
+            (ca, cb), (ba, bb) = zip(of_a, of_b, strict=True)
+            return self._replace(contracted=(ca, cb), batch=(ba, bb))._block(a, b)
         a, b = (
             _stacked(q, dict(zip(axes, blocks, strict=True))) for q, axes in zip((a, b), self.contracted, strict=True)
         )
@@ -172,6 +176,19 @@ class Dot(NamedTuple):
             sums = lax.reshape(sums, [*acc.shape[:outer], *[1] * len(free), *acc.shape[outer + len(free) :]])
             acc = acc - a_zero * (sums if b_zero is None else sums - length * b_zero)
         return acc
+
+
+def _as_stored(
+    q: QArray, contracted: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[QArray, tuple[int, ...], tuple[int, ...]]:
+    """With the axes as they lie in memory: XLA:CPU has no int8 kernel for a contraction of a transpose."""
+    there = permutation(q.order, q.ndim)
+    free = [i for i in there if i not in (*contracted, *batch)]
+    if not q.order or free != sorted(free):  # the free axes of the result are in the order of the array's
+        return q, contracted, batch
+    scale, zero_point = (lax.transpose(v, there) if v.ndim else v for v in (q.scale, q.zero_point))
+    at = lambda axes: tuple(there.index(i) for i in axes)
+    return QArray(q.stored, scale, zero_point, q.spec, q.dtype), at(contracted), at(batch)
 
 
 def _groups(q: QArray) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
 from .. import _numerics as num
-from ._moves import QuantizedParam, is_moved, moved, sharded, stacked
+from ._moves import QuantizedParam, is_moved, moved, ordered, sharded, stacked
 from ._program import (
     HIGH,
     Location,
@@ -306,6 +306,7 @@ def _cond(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Locati
     def branch(f: Callable) -> Callable:
         def all_seen(qparams, *args):
             outs, observed = f(qparams, *args)
+            outs = [ordered(v) if isinstance(v, QuantizedParam) else v for v in outs]  # all branches alike
             return outs, {k: replace.inputs.merge(v, observed[k]) if k in observed else v for k, v in nothing.items()}
 
         return all_seen

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from .. import _groups as groups
 from .. import _numerics as num
 from .._affine import real_values
-from .._qarray import QArray
+from .._qarray import QArray, in_order
 from .._spec import PerTensor
 from ._program import avals, param
 
@@ -25,7 +25,7 @@ from ._program import avals, param
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["integers", "floats", "of_groups"],
-    meta_fields=["paths", "spec", "dtype", "casts"],
+    meta_fields=["paths", "spec", "dtype", "casts", "order"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedParam:
@@ -39,6 +39,7 @@ class QuantizedParam:
       spec: of the parameter; of a part the granularity is another, and of_groups has the shape of that.
       dtype: of the parameter.
       casts: what casts it has been through: the primitives and their parameters.
+      order: in which the last axes of the integers lie, as in QArray, until something moves them.
     """
 
     integers: Array | None
@@ -48,6 +49,7 @@ class QuantizedParam:
     spec: Any
     dtype: Any
     casts: tuple[tuple[Any, tuple[tuple[str, Any], ...]], ...] = ()
+    order: tuple[int, ...] | None = None
 
     def cast(self, x: Array) -> Array:
         """Values of the parameter through the casts that it has been through."""
@@ -192,11 +194,14 @@ _NOWHERE = {"devices": None, "srcs": None}  # values for groups have not the sha
 
 def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     """What becomes of a quantized parameter in an equation that moves it."""
-    name, (held, *rest) = eqn.primitive.name, ins
+    name = eqn.primitive.name
+    if name not in (*_CASTS, *_PASSING):
+        ins = [ordered(v) if isinstance(v, QuantizedParam) else v for v in ins]
     if name in ("concatenate", "stack"):
         return [_joined(eqn, ins)]
     if name in _TOGETHER:
         return _together(eqn, ins)
+    held, *rest = ins
     shape = avals(eqn.invars)[0].shape
     whole = lambda v: _results(eqn, v, *rest)
     if name in _CASTS:
@@ -212,12 +217,21 @@ def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     grouped = {key: of_groups(v) for key, v in held.of_groups.items()}
     at = lambda of, i: {key: outs[i] for key, outs in of.items()}
     cast = ((eqn.primitive, tuple(eqn.params.items())),) if name in _CASTS else ()
-    new = functools.partial(QuantizedParam, paths=held.paths, spec=held.spec, dtype=held.dtype, casts=held.casts + cast)
-    return [new(v, at(floats, i), at(grouped, i)) for i, v in enumerate(integers)]
+    new = functools.partial(dataclasses.replace, held, casts=held.casts + cast)
+    return [new(integers=v, floats=at(floats, i), of_groups=at(grouped, i)) for i, v in enumerate(integers)]
+
+
+def ordered(held: QuantizedParam) -> QuantizedParam:
+    """With the axes of its integers in the order of the parameter: what moves them counts on it."""
+    if held.integers is None or not held.order:
+        return held
+    return dataclasses.replace(held, integers=in_order(held.integers, held.order), order=None)
 
 
 def stacked(held: QuantizedParam, n: int) -> QuantizedParam:
     """To be scanned along its first axis, of length `n`: with values for each element of that."""
+    if held.order and len(held.order) == next(iter(held.of_groups.values())).ndim:
+        held = ordered(held)
     return dataclasses.replace(held, of_groups={k: groups.apart(v, 0, n) for k, v in held.of_groups.items()})
 
 
@@ -235,7 +249,7 @@ def sharded(held: QuantizedParam, shape: tuple[int, ...], spec: P, mesh: Any) ->
                 v = groups.apart(v, i, n)
         return v
 
-    held = dataclasses.replace(held, of_groups={k: fitting(v) for k, v in held.of_groups.items()})
+    held = dataclasses.replace(ordered(held), of_groups={k: fitting(v) for k, v in held.of_groups.items()})
     of_groups = {
         k: P(*(s if n > 1 else None for n, s in zip(v.shape, spec, strict=True))) for k, v in held.of_groups.items()
     }
@@ -267,7 +281,7 @@ def qarray(held: QuantizedParam) -> QArray:
     zero_point = held.of_groups.get("zero_point")
     zero_point = jnp.zeros_like(scale, held.spec.dtype) if zero_point is None else zero_point
     assert held.integers is not None
-    return QArray(held.integers, scale, zero_point, held.spec, held.dtype)
+    return QArray.of_stored(held.integers, scale, zero_point, held.spec, held.dtype, held.order)
 
 
 def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:

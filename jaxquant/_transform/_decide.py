@@ -170,7 +170,8 @@ def decide(
         raise ValueError(left)
     for path, entry in entries.of.items():
         if entry.is_weight:
-            entries.of[path] = entry._replace(reads=tuple(sorted(reads.get(path, ()))))
+            read = tuple(sorted(reads.get(path, ())))
+            entries.of[path] = entry._replace(reads=read, order=None if read else entry.order)
     plan = Plan(tuple(_stated(site, entries, static, frozen) for site in sites), _counts(matcher, quantized))
     return Decisions(plan, decisions, custom, entries)
 

@@ -28,6 +28,7 @@ class Entry(NamedTuple):
       sites: the names of those that use it.
       contracted: of a parameter, the axes along which all of its ops sum.
       reads: of a parameter, what else reads it, in float.
+      order: of a parameter's last axes in memory, once it is frozen, as in QArray; None where it is read in float.
       is_dynamic: whether its range is always taken from the values at hand: the batch is in the shape of its scale.
       location: of the first op that uses it, and
       turn: which operand it is there, counted over all ops.
@@ -44,6 +45,7 @@ class Entry(NamedTuple):
     sites: tuple[str, ...]
     contracted: frozenset[int] = frozenset()
     reads: tuple[str, ...] = ()
+    order: tuple[int, ...] | None = None
     is_dynamic: bool = False
     location: Location = ()
     turn: int = 0
@@ -80,7 +82,7 @@ class Entries:
             at[side] = operand.origin.parts
             for path in operand.origin.parts:
                 with named_in_errors(name, rule=rule):
-                    self._add_weight(path, operand, name, spec, rule, contracted, turn)
+                    self._add_weight(path, contraction, side, name, spec, rule, contracted, turn)
             return
         alike = operand.origin.value, spec, str(operand.dtype), contraction.stack
         key = self._of_value.setdefault(alike, name) if operand.origin.value is not None else name
@@ -99,16 +101,26 @@ class Entries:
             location=contraction.location, turn=turn, stack=contraction.stack, is_seen=not contraction.in_condition,
         )  # fmt: skip
 
-    def _add_weight(self, path: str, operand: Operand, name: str, spec: QuantSpec, rule: Rule,
+    def _add_weight(self, path: str, contraction: Contraction, side: int, name: str, spec: QuantSpec, rule: Rule,
                     contracted: Sequence[int], turn: int) -> None:  # fmt: skip
-        leaf = self.leaves[path]
+        leaf, operand = self.leaves[path], contraction.operands[side]
         spec = on_parameter(spec, operand, path, leaf.shape)
         summed = _along(operand.origin, list(contracted))
         kept = _along(operand.origin, [i for i in range(len(operand.shape)) if i not in contracted])
+        order = _at_rest(contraction, side, spec, rule, leaf.shape)
         entry = self.of.get(path)
         if entry is None:
             self.of[path] = Entry(
-                path, spec, leaf.shape, leaf.dtype, True, rule, (name,), frozenset(summed - kept), turn=turn
+                path,
+                spec,
+                leaf.shape,
+                leaf.dtype,
+                True,
+                rule,
+                (name,),
+                frozenset(summed - kept),
+                order=order,
+                turn=turn,
             )
             return
         if entry.spec != spec:
@@ -120,7 +132,8 @@ class Entries:
             )
         # Of ops that sum along other axes a flag is for all that share a scale.
         common = entry.contracted & (summed - kept) or _shared(spec, leaf.shape)
-        self.of[path] = entry._replace(sites=(*entry.sites, name), contracted=common)
+        order = order if order == entry.order else None
+        self.of[path] = entry._replace(sites=(*entry.sites, name), contracted=common, order=order)
 
     def add_read(self, path: str, rule: Rule, name: str) -> Entry:
         """Notes a parameter that every use sees quantized; what reads it has no axes to say which share a scale."""
@@ -228,6 +241,29 @@ def _shared(spec: QuantSpec, shape: tuple[int, ...]) -> frozenset[int]:
 def _along(origin: Origin, axes: Sequence[int]) -> set[int]:
     """The axes of a parameter along which axes of an operand run."""
     return {a for i in axes for a in origin.axes[i] if a >= 0}
+
+
+def _at_rest(
+    contraction: Contraction, side: int, spec: QuantSpec, rule: Rule, shape: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The order in memory in which an integer product reads a matrix, or a stack of them, fastest: the sum runs last.
+
+    Of what the product takes whole, or a scan turn by turn: a slice would be moved in each call. Blocks are summed one
+    after the other; convolutions, and products of more axes, gain nothing.
+    """
+    if contraction.op != "dot_general" or rule.activation is None or isinstance(spec.granularity, PerBlock):
+        return None
+    operand, ndim = contraction.operands[side], len(shape)
+    before = ndim - len(operand.shape)
+    runs = [a for along in operand.origin.axes for a in sorted(along)]
+    is_whole = sorted(runs) == list(range(before, ndim)) and operand.shape == tuple(shape[a] for a in runs)
+    is_scanned = all(n in [turns for _, turns in contraction.stack] for n in shape[:before])
+    if not is_whole or not is_scanned or len(operand.origin.parts) > 1:
+        return None
+    contracted, batch = (of[side] for of in contraction.params["dimension_numbers"])
+    free = [a for i, a in enumerate(runs) if i not in (*contracted, *batch)]
+    is_lying = [runs[i] for i in contracted] == [ndim - 2] and free == [ndim - 1]
+    return (-1, -2) if is_lying else None
 
 
 def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int, ...]) -> QuantSpec:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A function with the dots and convolutions that the rules choose quantized."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -224,6 +225,7 @@ class QuantizedFunction:
                     rounds = entry.spec.rounding == "stochastic"
                     own = jax.random.fold_in(key, entry.turn) if rounds and key is not None else None
                     leaf = quantize(leaf, entry.spec, (qparams or {}).get(path), key=own)
+                leaf = dataclasses.replace(leaf, order=entry.order)
             new.append(leaf)
         return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_qarray), new)
 

@@ -146,6 +146,7 @@ class Sites(NamedTuple):
             if spec is not None
         ]
         if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
+            operands = [(real, dataclasses.replace(q, order=None), flags) for real, q, flags in operands]
             whole = lambda axes: lambda v: num.replicated(v, axes) if v.ndim else v
             operands = [jax.tree.map(whole(axes), of) for of, axes in zip(operands, decision.contracted, strict=True)]
         (x, a, x_flags), (w, b, w_flags) = operands
@@ -161,7 +162,7 @@ class Sites(NamedTuple):
         with named_in_errors(decision.names[side], rule=decision.rules[side]):
             if side == decision.weight:
                 held = _checked_held(v)
-                q = dataclasses.replace(qarray(held), spec=spec, dtype=dtype)
+                q = qarray(dataclasses.replace(held, spec=spec, dtype=dtype))
                 real = held.floats.get("real")
                 return real_values(q, dtype) if real is None else real, q, held.of_groups.get("nan_flags")
             (name,) = decision.keys[side]
@@ -244,7 +245,7 @@ def _held(
         of_groups["zero_point"] = _of_rank(q.zero_point, q.ndim)
     if nan_flags is not None:
         of_groups["nan_flags"] = nan_flags
-    return QuantizedParam(q.values, floats, of_groups, (path,), spec, q.dtype)
+    return QuantizedParam(q.stored, floats, of_groups, (path,), spec, q.dtype, order=q.order)
 
 
 def _checked_held(v: Any) -> QuantizedParam:
