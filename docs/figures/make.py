@@ -90,7 +90,7 @@ def accuracy():
 
 
 def serving():
-    """Latency by the table of docs/benchmarks.md, size by the table that notebook 06 prints; both of float32."""
+    """Latency by the table of docs/benchmarks.md, size by the table that notebook 05 prints; both of float32."""
     page = (FOLDER.parent / "benchmarks.md").read_text()
     found = dict(re.findall(r"^\| (\d+ rows: [^|]*?) \| ([\d.]+) ", page, re.M))
     names = {"frozen, static": "frozen, static", "frozen, dynamic": "frozen, dynamic", "q(params)": "not frozen"}
@@ -103,7 +103,7 @@ def serving():
     latency.set_xticks(np.arange(3) + 0.28, ["1 row", "8 rows", "128 rows"])
     latency.set(title="Time of a call, 4 layers of 2048 x 2048, float32 = 1")
     latency.legend()
-    (table,) = (text for text in printed("06_train_freeze_serve") if text.lstrip().startswith("bytes"))
+    (table,) = (text for text in printed("05_train_freeze_serve") if text.lstrip().startswith("bytes"))
     sizes = dict(re.findall(r"^(\w[\w ]*?) +\d+ +([\d.]+) +\d+$", table, re.M))
     bars = size.bar(
         [name.replace(" in ", "\nin ") for name in sizes], [float(v) for v in sizes.values()], color=COLORS[2]

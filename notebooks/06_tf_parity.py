@@ -245,8 +245,8 @@ right.plot(asked, got[0], color="C0", label="nudged min")
 right.plot(asked, got[1], color="C1", label="nudged max")
 right.set(title="2 bits, ranges [min, min + 1]", xlabel="min as passed", ylabel="end of the range")
 right.legend()
-figure.savefig(output / "02_nudging.png", dpi=150)
-print("saved", output / "02_nudging.png")
+figure.savefig(output / "06_nudging.png", dpi=150)
+print("saved", output / "06_nudging.png")
 
 contains_zero = (asked <= 0) & (asked >= -1)
 assert len(np.unique(np.round(got[0], 4))) == 4
@@ -464,8 +464,8 @@ for axes, (low, high) in zip(every, RANGES, strict=True):
     axes.set(title=f"[{low:g}, {high:g}]", xlabel="round trips", xticks=range(0, 21, 5))
 every[0].set(ylabel="mean error, steps")
 every[0].legend()
-figure.savefig(output / "02_drift.png", dpi=150)
-print("saved", output / "02_drift.png")
+figure.savefig(output / "06_drift.png", dpi=150)
+print("saved", output / "06_drift.png")
 
 # %% [markdown]
 # In 2.21's arithmetic MIN_COMBINED does not drift: the first trip moves a value to a level, and further trips leave it

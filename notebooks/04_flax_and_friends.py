@@ -274,9 +274,9 @@ for name, q in quantized.items():
     ranges = functools.reduce(lambda a, b: ema_ranges(a, b, 0.9), [observe(params, batch) for batch in batches])
     qparams = q.init_qparams(params, batches[0], ranges=ranges)
     frozen = {"params": q.freeze(params, batches[0], qparams=qparams), "qparams": qparams}
-    save(output / f"05_{name}.npz", frozen)
+    save(output / f"04_{name}.npz", frozen)
 
-    served = load(output / f"05_{name}.npz", like=frozen)
+    served = load(output / f"04_{name}.npz", like=frozen)
     logits = q(served["params"], x_test, qparams=served["qparams"])
     differences[name] = differing(logits, q(params, x_test, qparams=qparams))
     right = float(100 * (logits.argmax(-1) == y_test).mean())
@@ -286,7 +286,7 @@ for name, q in quantized.items():
 
 # %% [markdown]
 # Freezing, saving and loading change no bit. The accuracy that a row loses is the price of fixed ranges at 4 bits;
-# [notebook 06](06_train_freeze_serve.py) learns them.
+# [notebook 05](05_train_freeze_serve.py) learns them.
 
 # %%
 assert differences == dict.fromkeys(MODELS, 0)

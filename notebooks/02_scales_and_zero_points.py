@@ -98,7 +98,7 @@ for number, (axes, example, qparams) in enumerate(zip(every, EXAMPLES, four, str
     axes.set(ylim=(spec.qmin - 2, spec.qmin + 38))
     axes.legend(loc="upper left")
 every[0].set(ylabel="code, the lowest 38")
-save(figure, "03_four_ranges.png")
+save(figure, "02_four_ranges.png")
 
 # %% [markdown]
 # **Example 1.** A real value divided by the scale falls between two codes, and is rounded to one. 500 / scale is
@@ -135,7 +135,7 @@ assert differing(fake_quant(inside, affine_uint8, four[1]), fake_quant(inside, a
 # **Example 4.** The range is always extended to contain 0. 40 gets code 10, so the codes 0 to 9 are never used: 10 of
 # 255 steps, 3.92 %. The further the range is from 0, the worse: of [960, 1000] no more than 11 codes are left.
 #
-# (TensorFlow's fake quant does not extend this range but shifts it to [0, 960]; see notebook 02.)
+# (TensorFlow's fake quant does not extend this range but shifts it to [0, 960]; see notebook 06.)
 
 # %%
 print("range          codes used of 256")
@@ -318,7 +318,7 @@ for row, bits in zip(every, (3, 4), strict=True):
         axes.legend(loc="upper right")
 for axes in every[1]:
     axes.set(xlabel="value of the weight")
-save(figure, "03_grid.png")
+save(figure, "02_grid.png")
 for bits, (shared, alone) in hit.items():
     print(f"{bits} bits: channel {narrowest} uses {shared} of the tensor's {2**bits - 1} levels, {alone} of its own")
     assert shared < alone == 2**bits - 1
@@ -372,7 +372,7 @@ right.set(title="mse, with the scales counted in", xlabel="stored bits for each 
 for axes in (left, middle, right):
     axes.legend()
     axes.grid(alpha=0.3)
-save(figure, "03_error.png")
+save(figure, "02_error.png")
 print("bits for the float32 scales, for each weight:", {name: round(v, 3) for name, v in overhead.items()})
 
 # %% [markdown]
@@ -462,7 +462,7 @@ for row, name in zip(every, raw, strict=True):
         shown = axes.imshow(100 * share, origin="lower", aspect="auto", extent=extent, cmap="Blues", vmin=0, vmax=50)
         axes.set(title=f"{name}, {kind}", xlabel="feature", ylabel="code")
         figure.colorbar(shown, ax=axes, label="examples with this code, %", extend="max")
-save(figure, "03_standardised.png")
+save(figure, "02_standardised.png")
 
 # %% [markdown]
 # Standardised, a feature uses more of the codes and the features become alike: the worst one gains most. In the wine
@@ -561,7 +561,7 @@ best_end = float(fit_qparams(sample, QuantSpec(bits=2), "mse").scale)
 every[3].axvline(best_end, color="C3", linestyle=":", label="optimum")
 every[3].set(title="2 bits: gradient to the end", xlabel="end of the range", ylabel="gradient of the MSE")
 every[3].legend()
-save(figure, "03_range_gradient.png")
+save(figure, "02_range_gradient.png")
 
 # %% [markdown]
 # TensorFlow's gradient is never positive: it asks for a wider range, or for nothing. From min-max and above, where it
@@ -749,7 +749,7 @@ for axes in (left, right):
     axes.set(xlabel="K, products in each sum", xscale="log", xticks=LENGTHS, xticklabels=LENGTHS)
     axes.minorticks_off()
     axes.legend()
-save(figure, "03_integers.png")
+save(figure, "02_integers.png")
 
 # %% [markdown]
 # Chunked float32 has the bits of int8 at every K. In one go float32 is exact as long as the sums are below 2 ** 24, and

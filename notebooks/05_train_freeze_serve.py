@@ -214,7 +214,7 @@ whole.set(title="float32, three seeds", xlabel="step", ylabel="bits per characte
 apart.set(title="QAT, more than float32 on the same batches", xlabel="step of QAT", ylabel="bits per character")
 apart.axhline(0, color="gray", linewidth=0.5)
 apart.legend()
-figure.savefig(output / "06_curves.png", dpi=150)
+figure.savefig(output / "05_curves.png", dpi=150)
 plt.show()
 
 # %% [markdown]
@@ -234,10 +234,10 @@ from jaxquant import load, quantize_fn
 sys.path.insert(0, "output")
 from language_model import model
 
-all_rules, alphabet, tokens = pickle.load(open("output/06_rules.pickle", "rb"))
+all_rules, alphabet, tokens = pickle.load(open("output/05_rules.pickle", "rb"))
 for name, rules in all_rules.items():
-    q, served = quantize_fn(model, rules), load(f"output/06_{name}.npz")
-    np.save(f"output/06_{name}_logits.npy", q(served["params"], tokens, qparams=served["qparams"]))
+    q, served = quantize_fn(model, rules), load(f"output/05_{name}.npz")
+    np.save(f"output/05_{name}_logits.npy", q(served["params"], tokens, qparams=served["qparams"]))
 
 
 @jax.jit
@@ -256,14 +256,14 @@ tokens, trained, sizes = test_windows[:16, :-1], {}, {}
 sizes["float32"] = sum(v.nbytes for v in jax.tree.leaves(last["w8a8"][0]))
 for name, q in quantized.items():
     params, qparams = last[name]
-    save(output / f"06_{name}.npz", {"params": q.freeze(params, tokens, qparams=qparams), "qparams": qparams})
-    sizes[name] = (output / f"06_{name}.npz").stat().st_size
+    save(output / f"05_{name}.npz", {"params": q.freeze(params, tokens, qparams=qparams), "qparams": qparams})
+    sizes[name] = (output / f"05_{name}.npz").stat().st_size
     trained[name] = np.asarray(q(params, tokens, qparams=qparams))
-(output / "06_rules.pickle").write_bytes(pickle.dumps((RULES, alphabet, tokens)))
+(output / "05_rules.pickle").write_bytes(pickle.dumps((RULES, alphabet, tokens)))
 written = subprocess.run([sys.executable, "-c", SERVER], check=True, capture_output=True, text=True).stdout
 wrong = {}
 for name, logits in trained.items():
-    served = np.load(output / f"06_{name}_logits.npy")
+    served = np.load(output / f"05_{name}_logits.npy")
     wrong[name] = int((logits.view(np.uint32) != served.view(np.uint32)).sum())
     print(f"{name}: {wrong[name]} of {logits.size} logits differ in the new process")
 print(f"\nThe last of them writes:\n{written}")
@@ -291,7 +291,7 @@ def seconds(f, *args):
 print("                       bytes   of float32   tokens per second")
 rows = {"float32": (model, last["w8a8"][0])}
 for name, q in quantized.items():
-    served = load(output / f"06_{name}.npz")
+    served = load(output / f"05_{name}.npz")
     rows[name] = functools.partial(q, qparams=served["qparams"]), served["params"]
 for name, (f, params) in rows.items():
     speed = tokens.size / seconds(f, params, tokens)

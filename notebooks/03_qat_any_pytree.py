@@ -342,8 +342,8 @@ for axes, (name, rows) in zip(every, results.items(), strict=True):
     axes.set(title=f"{name}, {'-'.join(map(str, NETWORKS[name]))}", xlabel="test accuracy, %")
 every[0].set(yticks=range(len(shown)), yticklabels=shown, ylim=(len(shown) - 0.5, -0.5))
 figure.suptitle("QAT with 2-bit weights: dots for the seeds, bars for their mean")
-figure.savefig(output / "04_lsq.png", dpi=150)
-print("saved", output / "04_lsq.png")
+figure.savefig(output / "03_lsq.png", dpi=150)
+print("saved", output / "03_lsq.png")
 
 # %% [markdown]
 # On the narrow network LSQ is ahead of min-max for every seed, by more than 4 points in the mean. More than half of it
@@ -427,7 +427,7 @@ for name, tree in TREES.items():
     bits = 32 if name == "float32" else int(name.split()[0])
     sizes[name] = [n_weights * bits // 8]
     for suffix in SUFFIXES:
-        path = output / f"04_{name.replace(' ', '_')}{suffix}"
+        path = output / f"03_{name.replace(' ', '_')}{suffix}"
         save(path, tree)
         loaded = load(path)
         pairs = zip(jax.tree.leaves(loaded), jax.tree.leaves(tree), strict=True)
