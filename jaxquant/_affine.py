@@ -112,7 +112,7 @@ def _passed(g: Array, inside: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _gradient_of_fitted(g, x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
-    """To x, where the qparams are those of its own range."""
+    """To x, where the qparams are fitted to x itself."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
     grid = _grid_of(x, _on_grid(scale, zero_point, qmin, qmax, spec, fitted=True), qmin, qmax)
     if spec.symmetric and spec.narrow_range and spec.rounding in ("half_even", "half_away"):
@@ -409,7 +409,7 @@ def dequantize(q: QArray) -> Array:
     Returns:
       An array of the shape of `q` and the dtype that was quantized.
 
-    Gradient: to the scale, that of the product; none to integers.
+    Gradient: with respect to the scale; none to integers.
 
     Raises:
       TypeError: for anything but a QArray.

@@ -57,7 +57,7 @@ def argument_names(function: str, given: Iterable[str], names: Sequence[str]) ->
 
 
 class NotAnArray:
-    """What stands where an array does in a pytree, and is none: it says so itself where JAX or NumPy convert it."""
+    """A leaf of a pytree that is no array, and says so where JAX or NumPy convert it."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError(

@@ -43,8 +43,8 @@ def save(path: Any, tree: Any) -> None:
       path: str or path that ends in ".npz", which NumPy reads too, or ".safetensors", which needs the package
         safetensors (the extra of that name). A file there is replaced, at once and whole.
       tree: any pytree of arrays, QArrays, QParams and Ranges: params, what `quantize_params` returns, what
-        `init_qparams` does, or a dict of both. Arrays must be on this process's devices; for those of several processes
-        use orbax.
+        `init_qparams` does, or a dict of both. Arrays must be on this process's devices; with several
+        processes use orbax.
 
     Gradient: none; arrays are read.
 
@@ -94,7 +94,7 @@ def load(path: Any, like: Any = None) -> Any:
     """Reads what `save` wrote: the same bits, or an error.
 
     Nothing in the file is executed, and nothing is allocated that the file itself is not as large as. A file that was
-    changed since is refused by its digest; that is no signature, and says nothing about who wrote it.
+    changed since raises, by its digest, which is no signature and says nothing about who wrote it.
 
     Args:
       path: str or path of the file.
@@ -108,8 +108,8 @@ def load(path: Any, like: Any = None) -> Any:
     Gradient: none.
 
     Raises:
-      ValueError: for a file that is no such file, is damaged or of another schema; or whose leaves are not those of
-        like, with the paths.
+      ValueError: for a file that is no such file, is damaged or of another schema; or whose leaves differ from like,
+        with the paths.
       FileNotFoundError: for no file.
       ImportError: for ".safetensors" without that package.
 
@@ -204,7 +204,7 @@ def _part(name: str, part: str) -> str:
 
 
 def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
-    """What a leaf is, and its arrays: those of a QArray by name, that of an array by no name."""
+    """What a leaf is, and its arrays: of a QArray by name, of an array by no name."""
     kinds = (kind for kind, of in {"QArray": QArray, **_PAIRS}.items() if isinstance(leaf, of))
     said: dict[str, Any] = {"kind": next(kinds, "array")}
     fields = _fields(leaf) if _is_group(leaf) else {"": leaf}
@@ -264,7 +264,7 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
         parts["values"] = unpack(parts["values"], spec.bits, shape, spec.dtype)
     got = [parts["values"].shape, *(parts[part].dtype for part in ("values", "scale", "zero_point"))]
     if got != [shape, spec.dtype, jnp.float32, spec.dtype] or not checks.is_float(described["dtype"]):
-        raise ValueError(f"the arrays of {name!r} are not those of {spec} and {dtype}")
+        raise ValueError(f"the arrays of {name!r} do not fit {spec} and {dtype}")
     order = tuple(described["order"]) if "order" in described else None
     return checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype, order=order))
 

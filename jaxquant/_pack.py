@@ -24,7 +24,7 @@ def pack(values: Any, bits: int) -> Array:
     """Integers of 2 to 4 bits side by side in bytes, the first in the lowest bits of the first byte.
 
     Args:
-      values: int8 or uint8 array of any shape, such as those of a QArray; each must fit `bits` bits.
+      values: int8 or uint8 array of any shape, such as the values of a QArray; each must fit `bits` bits.
       bits: static int, 2 to 4.
 
     Returns:
@@ -75,7 +75,7 @@ def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8
       packed: uint8 of shape (ceil(size * bits / 8),).
       bits: static int, 2 to 4.
       shape: static, of the array that was packed.
-      dtype: static, int8 or uint8: that of the array that was packed.
+      dtype: static, int8 or uint8: the dtype that was packed.
 
     Returns:
       An array of that shape and dtype.
@@ -96,10 +96,10 @@ def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8
     bits = checks.static_int_between("bits", bits, 2, 4)
     packed = checks.integer_array("packed", packed, ("uint8",))
     if dtype is None or np.dtype(dtype) not in (np.int8, np.uint8):
-        raise ValueError(f"`dtype` must be int8 or uint8, got {dtype}. Pass that of the array that was packed.")
+        raise ValueError(f"`dtype` must be int8 or uint8, got {dtype}. Pass the one of the array that was packed.")
     shape = checks.static_ints("shape", shape)
     if any(n < 0 for n in shape):
-        raise ValueError(f"`shape` must have no negative size, got {shape}. Pass that of the array that was packed.")
+        raise ValueError(f"`shape` must have no negative size, got {shape}. Pass the one of the array that was packed.")
     expected = -(-math.prod(shape) * bits // 8)
     checks.shape("packed", packed, (expected,), f"{bits} bits for each of the values of shape {shape}")
     return _unpack(packed, bits, shape, np.dtype(dtype))

@@ -60,7 +60,7 @@ class QArray(checks.NotAnArray):
     def of_stored(
         cls, stored: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any, order: tuple[int, ...] | None
     ) -> "QArray":
-        """Of values that lie in `order`, which is the QArray as a pytree: of anything in the places of its arrays."""
+        """Of values that lie in `order`, which is the QArray as a pytree: of any leaves."""
         self = object.__new__(cls)
         vars(self).update(stored=stored, scale=scale, zero_point=zero_point, spec=spec, dtype=dtype, order=order)
         return self
@@ -195,7 +195,7 @@ def checked_qarray(name: str, q: Any) -> QArray:
     if not whole or q.zero_point.shape != q.scale.shape:
         raise ValueError(
             f"`{name}` has values of shape {q.shape}, a scale of shape {q.scale.shape} and a zero point of shape "
-            f"{q.zero_point.shape}, which are not those of {q.spec}. A stack of QArrays made by vmap or scan is used "
+            f"{q.zero_point.shape}, which do not fit {q.spec}. A stack of QArrays made by vmap or scan is used "
             "under vmap or scan; one used whole keeps the axis of the stack: PerChannel((0, -1))."
         )
     return q

@@ -44,15 +44,15 @@ class Rule:
 
       kind: which ops the rule is for, and what its pattern matches. "weight": a parameter with something else, by the
         path of the parameter. "act_act": two operands that depend on data; the pattern is matched with the name of the
-        op in the plan, or with what `quant_point` calls an operand, and `activation` is the spec of both. "derived": an
-        operand computed from parameters alone, by the name of the op or the path of one of them. "captured": an
+        op in the plan, or with what `quant_point` calls an operand, and `activation` is the spec for both. "derived":
+        an operand computed from parameters alone, by the name of the op or the path of one of them. "captured": an
         operand that the function closes over, by the name of the op. "gradient": the backward pass of a function that
         differentiates, by the name of the op.
       op: "dot_general" or "conv_general_dilated"; None takes both.
       scope: a path glob of the op's scope, which `jax.named_scope` and the modules of flax and haiku make.
-      custom: what to do where the op is inside a function with a derivative of its own (custom_jvp, custom_vjp).
-        "keep": the derivative that its author wrote, at the unquantized values. "inline": that of the quantized ops.
-        None raises.
+      custom: what to do where the op is inside a function with a custom derivative (custom_jvp, custom_vjp).
+        "keep": the derivative that its author wrote, at the unquantized values. "inline": the derivative of the
+        quantized ops. None raises.
       everywhere: static bool. True lets every use of the parameter see its quantized value: a gather, such as of the
         rows of an embedding, and whatever computes with it in float. Needed to freeze what is tied. A spec whose axis
         is None means the output channels of the parameter's dot; without a dot name the axis.
@@ -126,7 +126,7 @@ class Rule:
         if self.kind == "act_act" and self.weight:
             raise ValueError(
                 f'`weight` of a Rule must be None where kind="act_act", got {self.weight}: no operand is one. Pass '
-                "activation=, the spec of both."
+                "activation=, the spec for both."
             )
 
     def of_quantize_fn(self) -> str:
@@ -263,7 +263,7 @@ def _unused(i: int, rule: Rule, first: dict[str, Rule], paths: list[str]) -> str
     nearest = difflib.get_close_matches(pattern.replace("*", ""), paths, 5, 0.0)
     return (
         f"`rules[{i}]`, {rule.pattern!r}, matches no parameter, of {len(paths)}. The nearest paths: "
-        f"{', '.join(map(repr, nearest)) or 'none'}. Repair the pattern ('**/' also stands for no segment), or pass "
+        f"{', '.join(map(repr, nearest)) or 'none'}. Fix the pattern ('**/' also matches zero segments), or pass "
         "Rule(..., optional=True)."
     )
 
@@ -336,7 +336,7 @@ def match_rules(params: Any, rules: Rules) -> Any:
         Rule(pattern, spec).
 
     Returns:
-      The pytree of params with a QuantSpec in the place of each leaf that is quantized and None in the other places.
+      The pytree of params with a QuantSpec for each leaf that is quantized and None for each other leaf.
 
     Gradient: none; the plan is static.
 
@@ -392,7 +392,7 @@ def fake_quant_params(
     Returns:
       The same pytree; a leaf without a spec is the same object.
 
-    Gradient: that of `fake_quant`: to the parameters straight through, to the qparams the LSQ form. None to qparams
+    Gradient: as `fake_quant`: to the parameters straight through, to the qparams the LSQ form. None to qparams
     that are fitted here.
 
     Raises:
@@ -472,13 +472,13 @@ def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | 
       key: PRNG key, for stochastic rounding alone.
 
     Returns:
-      The same pytree with a QArray in the place of each parameter that is quantized; a leaf without a spec is the same
+      The same pytree with a QArray for each parameter that is quantized; a leaf without a spec is the same
       object.
 
     Gradient: none to parameters; integers have none.
 
     Raises:
-      TypeError, ValueError: as `match_rules`, and as `quantize` with the path; for qparams whose paths are not those of
+      TypeError, ValueError: as `match_rules`, and as `quantize` with the path; for qparams whose paths differ from
         the parameters quantized.
 
     Source: ONNX QuantizeLinear, as `quantize`.
@@ -501,7 +501,7 @@ def dequantize_params(params: Any) -> Any:
       params: any pytree, such as `quantize_params` returns.
 
     Returns:
-      The same pytree with an array in the place of each QArray, of the dtype that was quantized; other leaves are the
+      The same pytree with an array for each QArray, of the dtype that was quantized; other leaves are the
       same objects.
 
     Gradient: as `dequantize`.

@@ -95,7 +95,7 @@ def test_a_plan_is_a_table():
     said, in_float = "w     the rule says None", "4  -                               -      -         -        "
     assert rows == [
         "site     op           shape         K  quantized to                    "
-        "entry  its spec  state    rule  why not",
+        "entry  its spec  state    rule  left in float because",
         f"w:input  dot_general  float32[3,4]  {in_float}{said}",
         f"w        dot_general  float32[4,5]  {in_float}{said}",
         "v:input  dot_general  float32[3,5]  5  8 bits affine per tensor        same   same      dynamic  *",

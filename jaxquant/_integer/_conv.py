@@ -41,7 +41,7 @@ class Conv(NamedTuple):
     execution: str
 
     def real(self, a: Array, b: Array, dtype: Any = jnp.float32, precision: Any = None) -> Array:
-        """The float formulation, whose gradient is that of the op."""
+        """The float formulation, which has the gradient of the op."""
         windows = ((b.shape[i] - 1) * d for i, d in zip(self.dimensions.rhs_spec[2:], self.b_dilation, strict=True))
         if any(not 0 <= p <= window for pads, window in zip(self.padding, windows, strict=True) for p in pads):
             # XLA:CPU reads outside of an input with negative low padding (openxla/xla 48713), which is what padding
@@ -172,12 +172,12 @@ def conv_general_dilated(
         operation, weight-only, is then the convolution of the real values.
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count:
         static, as in `jax.lax.conv_general_dilated`.
-      execution: static, as in `dot_general`; cannot change a bit.
+      execution: static, as in `dot_general`; does not affect the result.
 
     Returns:
       float32, or the dtype of the operand in float, in the shape of `lax.conv_general_dilated`.
 
-    Gradient: that of `lax.conv_general_dilated` of the dequantized arrays, so to the scales; none to integers.
+    Gradient: as `lax.conv_general_dilated` of the dequantized arrays, so to the scales; none to integers.
     `jax.jvp` raises.
 
     Raises:

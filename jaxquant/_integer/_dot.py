@@ -38,7 +38,7 @@ class Dot(NamedTuple):
     execution: str
 
     def real(self, a: Array, b: Array) -> Array:
-        """The float formulation, whose gradient is that of the op."""
+        """The float formulation, which has the gradient of the op."""
         free = self._free(a.ndim, 0)
         if self.batch != ((), ()) or len(free) < 2 or any(axis is not None for axis in jax.typeof(a).sharding.spec):
             return lax.dot_general(a, b, (self.contracted, self.batch), preferred_element_type=jnp.float32)
@@ -239,20 +239,20 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
         acc * (a.scale * b.scale),  acc = the contraction of (a.values - a.zero_point) and (b.values - b.zero_point)
 
     exactly, and rounded in the two products alone. With one operand in float, weight-only, it is `lax.dot_general` of
-    this operand and the dequantized other one. Where a scale changes along the contracted axis (PerBlock), that of
-    each block, added in order.
+    this operand and the dequantized other one. Where a scale changes along the contracted axis (PerBlock), the
+    products of each block, added in order.
 
     Args:
       a, b: QArray of any shapes. Scales may differ along batch and free axes, and by blocks along contracted ones. One
         of them may be a floating array; the scales of the other are as they like then.
       dimension_numbers: static, ((contracted a, contracted b), (batch a, batch b)) as in `jax.lax.dot_general`.
-      execution: static; cannot change a bit. "int8": int8 x int8 -> int32, int32 if a value is wider than 8 bits.
+      execution: static; does not affect the result. "int8": int8 x int8 -> int32, int32 for values wider than 8 bits.
         "float32": integers in float32, in chunks that are exact. "auto" is "int8".
 
     Returns:
       float32, or the dtype of the operand in float; its axes are batch, free of a, free of b.
 
-    Gradient: that of `lax.dot_general` of the dequantized arrays, so to the scales; none to integers. `jax.jvp` raises.
+    Gradient: as `lax.dot_general` of the dequantized arrays, so to the scales; none to integers. `jax.jvp` raises.
 
     Raises:
       TypeError: for anything but two QArrays, or one and a floating array.

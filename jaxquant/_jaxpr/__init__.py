@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX programs as data: what each value is made of, and evaluation with other contractions in the places of some.
+"""JAX programs as data: what each value is made of, and evaluation with some contractions replaced.
 
 The only folder that knows how jax spells a program. What is left as it was is bound again by `jax.core.eval_jaxpr`, one
 equation at a time, so that jit, grad, vmap, scan, shard_map of the result are JAX's own affair; only an equation that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program evaluated with other contractions in the places of some."""
+"""A program evaluated with some contractions replaced."""
 
 import dataclasses
 import functools
@@ -81,11 +81,11 @@ class Inputs(NamedTuple):
 
 
 class Replacements:
-    """What to compute in the places of contractions, and how the rest is treated.
+    """What replaces contractions, and how the rest is treated.
 
     Attributes:
       contractions: of each location the function (eqn, ins, scope) -> result.
-      custom: of each call with a derivative of its own, around a contraction, "keep" or "inline".
+      custom: of each call with a custom derivative, around a contraction, "keep" or "inline".
       holding: which results of a branch are a parameter.
       read: (parameter, by what) -> its values, where anything computes with it; by None for a derivative alone.
       inputs: of the contractions.
@@ -205,7 +205,7 @@ def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Loca
 
 
 def _untouched(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Location, scope: Scope) -> Sequence[Any]:
-    """A call with a derivative of its own in which nothing is replaced, such as an identity that parameters pass."""
+    """A call with a custom derivative in which nothing is replaced, such as an identity that parameters pass."""
     outs = _call(replace, eqn, ins, location, scope)
     if not any(isinstance(v, QuantizedParam) for v in outs):
         return bound(eqn, replace.floats(ins, kind(eqn)), programs(eqn)[0][0])

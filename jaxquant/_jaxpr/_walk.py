@@ -73,7 +73,7 @@ class Origin(NamedTuple):
         return "data" if self.data else "derived" if self.params else "captured"
 
 
-JOINED, PICKED = -1, -2  # in the place of an axis of a parameter
+JOINED, PICKED = -1, -2  # instead of an axis of a parameter
 DATA, CAPTURED, LITERAL = Origin(data=True), Origin(captured=True), Origin()
 
 

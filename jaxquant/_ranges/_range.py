@@ -27,7 +27,7 @@ _ZERO = np.float32(0)
 class Range(NamedTuple):
     """The ends of real ranges, float32, in the shape of the scale: scalars per tensor.
 
-    `Range(inf, -inf)` is the range of nothing, the neutral element of `merge_ranges`.
+    `Range(inf, -inf)` is the empty range, the neutral element of `merge_ranges`.
     """
 
     x_min: Any
@@ -66,7 +66,7 @@ def no_nonfinite(x: Array, nonfinite: str) -> None:
     if not np.isfinite(values).all():
         raise ValueError(
             f"`x` must be finite, got {int(np.isnan(values).sum())} NaN and {int(np.isinf(values).sum())} infinite of "
-            f'{values.size} values. Repair what made them, or pass nonfinite="ignore" to leave them out.'
+            f'{values.size} values. Fix what made them, or pass nonfinite="ignore" to leave them out.'
         )
 
 
@@ -122,7 +122,7 @@ def _finite(x: Array, extremes: list[Array]) -> Array:
 
 
 def _to_float32(end: Array) -> Array:
-    """An end of float64 beyond float32 becomes its largest number; infinity, the range of nothing, stays."""
+    """An end of float64 beyond float32 becomes its largest number; infinity, of the empty range, stays."""
     if end.dtype == jnp.float32:
         return end
     return jnp.where(jnp.abs(end) < jnp.inf, num.downcast(end, jnp.dtype(jnp.float32)), end.astype(jnp.float32))
@@ -216,15 +216,15 @@ def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
 
     Args:
       r: Range of numbers or of floating arrays of one shape, real values, traced or not; or a dict of them.
-      spec: QuantSpec, static. Its granularity is not read: the shape of the qparams is that of the range.
+      spec: QuantSpec, static. Its granularity is not read: the qparams have the shape of the range.
       bits: integer, traced or not, at most spec.bits: the grid of a schedule. None means spec.bits.
 
     Returns:
       QParams of float32, or a dict of them like `r`. Defined for every range and always finite: a zero range has scale
       1; a tiny one the smallest normal float32 (2 ** -126); infinite ends count as half the largest float32; a NaN end
-      as 0, and so does an end on the wrong side of 0, so that the range of nothing, (inf, -inf), is a zero range.
+      as 0, and so does an end on the wrong side of 0, so that the empty range, (inf, -inf), is a zero range.
 
-    Gradient: that of the formula, as JAX defines it. `fake_quant` trains the QParams themselves.
+    Gradient: the formula's, as JAX defines it. `fake_quant` trains the QParams themselves.
 
     Raises:
       TypeError: for anything but a Range or dict of them, and for ends that are no numbers or floating arrays, or of
@@ -232,7 +232,7 @@ def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
       ValueError: for ends of different shapes, or bits outside 2..spec.bits.
 
     Source: Jacob et al., 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
-    Inference"; seed page 004.
+    Inference".
 
     >>> from jaxquant import QuantSpec, Range, qparams_from_range
     >>> [v.item() for v in qparams_from_range(Range(-20.0, 1000.0), QuantSpec(symmetric=False))]
@@ -290,7 +290,7 @@ def _map_ranges(function: str, f: Callable, a: Any, b: Any) -> Any:
     def of(a: Range, b: Range) -> Range:
         ends = [checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32)) for r in (a, b)]
         for name, one, other in zip(("x_min", "x_max"), *ends, strict=True):
-            checks.shape(f"{name} of b", other, one.shape, "the shape of that of `a`")
+            checks.shape(f"{name} of b", other, one.shape, "the shape in `a`")
         return f(Range(*ends[0]), Range(*ends[1]))
 
     return for_each(of, Range, function, a=a, b=b)
@@ -308,7 +308,7 @@ def merge_ranges(a: Any, b: Any) -> Any:
     Returns:
       A Range of float32, or a dict of them like `a`.
 
-    Gradient: that of minimum and maximum, as JAX defines it.
+    Gradient: as minimum and maximum, as JAX defines it.
 
     Raises:
       TypeError: for anything but Ranges or dicts of them.
@@ -347,7 +347,7 @@ def ema_ranges(a: Any, b: Any, decay: Any) -> Any:
     Returns:
       A Range of float32, or a dict of them like `a`.
 
-    Gradient: that of the formula, as JAX defines it.
+    Gradient: the formula's, as JAX defines it.
 
     Raises:
       TypeError: for anything but Ranges or dicts of them.

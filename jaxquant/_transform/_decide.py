@@ -273,7 +273,7 @@ def _left(op: Op, name: str, origin: Origin, due: list[tuple[str, Rule]]) -> str
 
 
 def _refuse_captured_model(ops: Sequence[Op], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str) -> None:
-    """A model that is a function, and so closes over its weights, with the data in the place of the params."""
+    """A model that is a function, and so closes over its weights, with the data passed as the params."""
     if not any(map(is_wanted, rules)) or any(rule.kind == "captured" for rule in rules):
         return
     roles = [{origin.role for origin in op.origins} for op in ops if op.kind != "closed"]
@@ -283,7 +283,7 @@ def _refuse_captured_model(ops: Sequence[Op], rules: Sequence[Rule], leaves: Map
     if meets_captured and not meets_data and (set(leaves) == {""} or (later and {"weight", "captured"} in roles)):
         raise ValueError(
             f"The params (`{params}`) are {'a bare array' if set(leaves) == {''} else 'in the first contraction alone'}"
-            ", and contractions are with arrays that the function closes over, as if data stood in the place of the "
+            ", and contractions are with arrays that the function closes over, as if data were passed as the "
             "params of a model that is a function itself. Pass the weights: of an equinox model, params, static = "
             "eqx.partition(model, eqx.is_array) and quantize_fn(lambda params, x: eqx.combine(params, static)(x), "
             'rules); a lone weight as a dict {"w": w}. If it is meant so, say what becomes of the captured arrays by '
@@ -477,4 +477,4 @@ def _unused(i: int, rule: Rule, matcher: Matcher, ops: list[Op]) -> str:
             f" No parameter has such a path: is `{matcher.params}` right? It has {len(matcher.leaves)} arrays, the "
             f"nearest of them {nearest(pattern, list(matcher.leaves))}."
         )
-    return f"{message} Repair the rule, or pass Rule(..., optional=True); q.plan(...) without it prints all sites."
+    return f"{message} Fix the rule, or pass Rule(..., optional=True); q.plan(...) without it prints all sites."

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .._spec import PerBlock, PerTensor, QuantSpec
 from .._table import as_html, as_text
 
-_HEADER = "site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "why not"
+_HEADER = "site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "left in float because"
 
 
 class Site(NamedTuple):

@@ -118,7 +118,7 @@ class QuantizedFunction:
           A dict {entry: Range}, or {entry: Histogram}: of each input that is not dynamic always, as those per token
           are. Combine batches by `merge_ranges`, `ema_ranges` or `merge_histograms`. An input in a scan over parameters
           has one for each turn; in other loops one for all turns; in a branch that is not taken, or a loop without a
-          turn, the range of nothing, Range(inf, -inf); under shard_map, and of sharded arrays, one for all devices.
+          turn, the empty range, Range(inf, -inf); under shard_map, and of sharded arrays, one for all devices.
 
         Gradient: none to ranges; the value has the gradient of the function, or of the call.
 
@@ -190,7 +190,7 @@ class QuantizedFunction:
         return found
 
     def freeze(self, *args: Any, qparams: Any = None, **kwargs: Any) -> Any:
-        """The parameters with QArrays in the places of those that the rules quantize: what is served.
+        """The parameters, with QArrays for those that the rules quantize: what is served.
 
         `q(frozen, *args, qparams=qparams)` is `q(params, *args, qparams=qparams)` bit for bit, and quantizes no
         parameter in a call.
@@ -207,7 +207,7 @@ class QuantizedFunction:
 
         Raises:
           TypeError, ValueError: as a call; for a parameter that is also read in float, without Rule(..., everywhere=
-            True); for one that holds NaN, which integers have not (under jit nothing can be raised for values).
+            True); for one that holds NaN, which integers cannot (under jit nothing can be raised for values).
 
         Source: as `quantize`.
         """
@@ -230,7 +230,7 @@ class QuantizedFunction:
         return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_qarray), new)
 
     def at_sites(self, site: Callable[[Site, Array], Array]) -> Callable:
-        """The function with another function at each site, in the place of the quantizer: for reports and exporters.
+        """The function with another function at each site, instead of the quantizer: for reports and exporters.
 
         Args:
           site: (info, x) -> array of the shape and dtype of x, the operand. `info` is the Site of the plan with the
@@ -241,7 +241,7 @@ class QuantizedFunction:
           A function with the arguments of a call, but `key` and `lsq_gradient`: it computes the ops of the function, in
           float.
 
-        Gradient: that of the function and of `site`.
+        Gradient: through the function and `site`.
 
         Raises:
           TypeError: for a `site` that is no function.
@@ -294,7 +294,7 @@ class QuantizedFunction:
         return any(spec is not None and spec.rounding == "stochastic" for spec in specs)
 
     def _own(self, kwargs: dict[str, Any]) -> tuple[Any, Any, bool]:
-        """The arguments that are not those of the function, taken out of its keywords: (key, qparams, lsq_gradient)."""
+        """The arguments that the function does not have, taken out of its keywords: (key, qparams, lsq_gradient)."""
         own = lambda name, default: default if name in self._names else kwargs.pop(name, default)
         key, qparams, lsq_gradient = own("key", None), own("qparams", None), own("lsq_gradient", False)
         if key is not None and not self._rounds_stochastically():
@@ -445,8 +445,8 @@ def _refuse_nan(leaf: Any) -> None:
     count = int(jnp.isnan(leaf).sum())
     if count:
         raise ValueError(
-            f"the parameter has {count} NaN, which integers have not: what it makes NaN of would be numbers when it is "
-            "served. Repair what made them."
+            f"the parameter has {count} NaN, which integers cannot hold: outputs that are NaN now would be numbers "
+            "when it is served. Fix what made them."
         )
 
 
@@ -475,7 +475,7 @@ def quantize_fn(
     The function is traced, the parameters are followed to the dots and convolutions that use them, and the program is
     evaluated with those quantized that the rules choose. Where both operands are quantized, the value is the exact
     contraction in integers, scaled once, as in `dot_general`; where one is, it is `fake_quant` of it in the op as
-    it was. Ranges are those of the values at hand, by min-max.
+    it was. Without qparams, ranges are dynamic: min-max of the values in each call.
 
     Args:
       f: pure function of arrays and anything else, as for `jax.jit`: it is traced once for each kind of arguments. A
@@ -485,7 +485,7 @@ def quantize_fn(
         axis is None is complete: for a weight it means the output channels of the op; for an activation all axes but
         the contracted, so PerChannel(None) is per token. Axes of a parameter are counted on the parameter.
       params_argnum: static int, the positional argument of f that holds the parameters.
-      execution: static, as in `dot_general`; cannot change a bit.
+      execution: static, as in `dot_general`; does not affect the result.
       strict: static bool. True makes sites that no rule matches an error.
 
     Returns:
@@ -493,13 +493,13 @@ def quantize_fn(
       `key` of its own, it is that). It can be transformed as f can, by jit, grad, vmap, checkpoint, scan, shard_map
       and jax.export. `.plan(*args)` is the table of its sites.
 
-    Gradient: to each operand straight through its quantizer, then that of the op at the quantized values; none through
+    Gradient: to each operand straight through its quantizer, then as the op at the quantized values; none through
     ranges. Reverse mode alone: `jax.jvp` raises.
 
     Raises:
       TypeError: for rules of another kind.
       ValueError: when it is called, or its plan made, for a rule that matches no site, unless it is optional; for a
-        spec that does not fit the operand; for a site inside a function with a derivative of its own, if no rule says
+        spec that does not fit the operand; for a site inside a function with a custom derivative, if no rule says
         what becomes of that; for a parameter that a rule chooses and that goes where nothing can be replaced
         (pallas_call, ragged_dot, FFI), or into a backward pass that f itself contains.
 
@@ -535,7 +535,7 @@ def quant_point(x: Any, name: str) -> Array:
     Returns:
       `x`.
 
-    Gradient: that of the identity.
+    Gradient: as the identity.
 
     Raises:
       TypeError: for anything but an array, or a name that is no str.

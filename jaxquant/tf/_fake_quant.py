@@ -150,7 +150,7 @@ def fake_quant_with_min_max_args(
     Returns:
       An array of the shape and dtype of `inputs`.
 
-    Gradient: to `inputs` that of `fake_quant_with_min_max_args_gradient`; `min` and `max` are constants.
+    Gradient: with respect to `inputs`, `fake_quant_with_min_max_args_gradient`; `min` and `max` are constants.
 
     Raises:
       TypeError: for an argument of the wrong kind, an array or a traced value for `min` and `max` included.
@@ -240,7 +240,7 @@ def fake_quant_with_min_max_vars(
     Returns:
       An array of the shape and dtype of `inputs`.
 
-    Gradient: that of `fake_quant_with_min_max_vars_gradient`, to `inputs`, `min` and `max`.
+    Gradient: `fake_quant_with_min_max_vars_gradient`, with respect to `inputs`, `min` and `max`.
 
     Raises:
       TypeError: for an argument of the wrong kind, or a range of higher precision than the computation.
@@ -284,7 +284,7 @@ def fake_quant_with_min_max_vars_gradient(
 
     Returns:
       `(backprops_wrt_input, backprop_wrt_min, backprop_wrt_max)`: one of the shape and dtype of `inputs`, and two
-      scalars in the dtype of the computation. Inside `shard_map` the sums are those of the shard.
+      scalars in the dtype of the computation. Inside `shard_map` the sums are over the shard.
 
     Gradient: linear in `gradients`; zero to the others.
 
@@ -334,7 +334,7 @@ def fake_quant_with_min_max_vars_per_channel(
     Returns:
       An array of the shape and dtype of `inputs`.
 
-    Gradient: that of `fake_quant_with_min_max_vars_per_channel_gradient`, to `inputs`, `min` and `max`.
+    Gradient: `fake_quant_with_min_max_vars_per_channel_gradient`, with respect to `inputs`, `min` and `max`.
 
     Raises:
       TypeError: for an argument of the wrong kind, or a range of higher precision than the computation.
@@ -374,7 +374,7 @@ def fake_quant_with_min_max_vars_per_channel_gradient(
 
     Returns:
       `(backprops_wrt_input, backprop_wrt_min, backprop_wrt_max)`: one of the shape and dtype of `inputs`, and two
-      of shape (channels,) in the dtype of the computation. Inside `shard_map` the sums are those of the shard.
+      of shape (channels,) in the dtype of the computation. Inside `shard_map` the sums are over the shard.
 
     Gradient: linear in `gradients`; zero to the others.
 

@@ -184,7 +184,7 @@ def quantize_and_dequantize_v2(
 
         y = round(clip(input, adjusted range) * scale) * (1 / scale)
 
-    so that 0 maps to 0. Without `range_given` the range is that of `input` and nothing is clipped.
+    so that 0 maps to 0. Without `range_given` the range is the range of `input` and nothing is clipped.
 
     Args:
       input: floating array of any shape, real values.
@@ -192,7 +192,7 @@ def quantize_and_dequantize_v2(
         shape (input.shape[axis],) with an `axis`. Without `range_given` they only bound the gradient.
       signed_input: static bool, whether the LEVELS are signed.
       num_bits: static int, 1 to 61, or 62 if not `signed_input`.
-      range_given: static bool, whether to use the range or that of `input`, NaN left out.
+      range_given: static bool, whether to use the given range or the range of `input`, NaN left out.
       round_mode: static, "HALF_TO_EVEN" or "HALF_UP": floor(v + 0.5), so 7.5 gives 8 and -7.5 gives -7.
       name: ignored.
       narrow_range: static bool; drops the lowest signed level, and does nothing if not `signed_input`.
