@@ -227,7 +227,15 @@ def sqnr():
     return figure
 
 
-FIGURES = (pipeline, accuracy, serving, staircase, granularities, onto_the_grid, ranges, sqnr)
+def costs():
+    """A report's own plot."""
+    f, params, x = network()
+    targets = f(params, x) + 0.1 * jax.random.normal(jax.random.key(1), (64, 32))
+    q = quantize_fn(f, [Rule("*", weight_spec(4), activation_spec(4))])
+    return report(q, params, x, loss=lambda y: jnp.mean((y - targets) ** 2)).plot()
+
+
+FIGURES = (pipeline, accuracy, serving, staircase, granularities, onto_the_grid, ranges, sqnr, costs)
 
 if __name__ == "__main__":
     mpl.use("svg")
