@@ -178,6 +178,43 @@ def onto_the_grid():
     return figure
 
 
+def curves():
+    """The training loss of a regression: in float, then QAT from there at 4 bits, and at 2 with ranges of two kinds."""
+    x = jax.random.normal(jax.random.key(0), (256, 16))
+    w1, w2 = (jax.random.normal(jax.random.key(i), shape) / 3 for i, shape in ((1, (16, 32)), (2, (32, 8))))
+    target = jnp.tanh(x @ w1) @ w2
+    model = lambda p, x: jnp.tanh(x @ p["w1"]) @ p["w2"]
+    optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, 400))
+
+    def train(trained, f):
+        def step(carry, _):
+            trained, state = carry
+            value, g = jax.value_and_grad(lambda t: jnp.mean((f(*t) - target) ** 2))(trained)
+            updates, state = optimizer.update(g, state)
+            return (optax.apply_updates(trained, updates), state), value
+
+        (trained, _), losses = jax.jit(lambda t: jax.lax.scan(step, (t, optimizer.init(t)), None, 400))(trained)
+        return trained, losses
+
+    keys = jax.random.split(jax.random.key(3))
+    params = {name: jax.random.normal(k, w.shape) / 4 for name, k, w in zip(("w1", "w2"), keys, (w1, w2), strict=True)}
+    (params,), losses = train((params,), lambda p: model(p, x))
+    figure, axis = plt.subplots(figsize=(9, 3.4))
+    axis.semilogy(losses, color=GRAY, label="float")
+    for bits, name, method in (
+        (4, "4 bits, learned ranges", "mse"),
+        (2, "2 bits, learned", "lsq"),
+        (2, "2 bits, min-max", None),
+    ):
+        q = quantize_fn(model, [Rule("w*", weight_spec(bits))])
+        trained = (params, q.init_qparams(params, x, method=method)) if method else (params,)
+        _, losses = train(trained, lambda p, s=None, q=q: q(p, x, qparams=s))
+        axis.semilogy(np.arange(400, 800), losses, label=f"QAT, {name}")
+    axis.set(title="Training loss: float, then QAT from its end", xlabel="step", ylabel="loss")
+    axis.legend(loc="upper center")
+    return figure
+
+
 def ranges():
     """The upper end of an activation's range over batches, by three observers."""
     spec, total, seen, counts = activation_spec(8), Range(np.inf, -np.inf), Range(np.inf, -np.inf), None
@@ -235,7 +272,7 @@ def costs():
     return report(q, params, x, loss=lambda y: jnp.mean((y - targets) ** 2)).plot()
 
 
-FIGURES = (pipeline, accuracy, serving, staircase, granularities, onto_the_grid, ranges, sqnr, costs)
+FIGURES = (pipeline, accuracy, serving, staircase, granularities, onto_the_grid, curves, ranges, sqnr, costs)
 
 if __name__ == "__main__":
     mpl.use("svg")
