@@ -29,9 +29,9 @@ class QArray(checks.NotAnArray):
       spec: QuantSpec, static.
       dtype: of the array that was quantized, static; `dequantize` returns it.
       order: how values lie in memory, static: their last axes in another order, such as (-1, -2) for a matrix whose
-        columns lie one after the other, as `q.freeze` leaves weights that are contracted. The leaf of the pytree has
-        that shape, and nothing else: `values`, `shape` and what takes a QArray speak of the axes of the array. None:
-        as they are.
+        columns lie one after the other, as `q.freeze` leaves weights that are contracted. `values`, `shape` and all
+        that takes a QArray have the axes of the array all the same. None: as they are.
+      stored: the values as they lie, which is the leaf of the pytree.
 
     Other integers with the same qparams: `dataclasses.replace(q, values=...)`.
 

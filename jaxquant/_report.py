@@ -184,7 +184,8 @@ def report(
     Args:
       q: what `quantize_fn` returned, with the params as its first argument.
       params: the parameters, in float; frozen ones are listed without errors.
-      *batch, **kwargs: the other arguments of the function.
+      *batch, **kwargs: the other arguments of the function; `key=` as in a call, for `quantized_loss` of rules that
+        round stochastically (errors are of rounding to nearest).
       loss: (value of the function) -> scalar, to be kept small; close over the targets. None: no costs.
       qparams: as in a call of `q`; None takes the ranges of the values at hand.
       bits: static integers in [2, 16], the widths at which each parameter's cost is measured, for `choose_bits`.
@@ -356,7 +357,9 @@ class _Costs(NamedTuple):
             error = lax.stop_gradient(fake_quant(at, spec, info.qparams) - at)
             return x + mask[info.entry].astype(x.dtype) * error
 
-        return self._checked(self.q.at_sites(site)(params, *batch, qparams=self.qparams, **self.kwargs))
+        # A key of the call is for stochastic rounding, of which there is none here; the function may have its own.
+        of_function = {k: v for k, v in self.kwargs.items() if k != "key" or "key" in self.q._names}
+        return self._checked(self.q.at_sites(site)(params, *batch, qparams=self.qparams, **of_function))
 
     def _checked(self, value: Any) -> Array:
         loss = self.loss(value)

@@ -189,6 +189,11 @@ def test_per_token_and_stochastic_specs():
     rows = report(quantize_fn(mlp, rules), PARAMS, X)
     assert rows["v:input"].sqnr > 40
     assert rows["v"].sqnr == pytest.approx(found()["v"].sqnr)
+    with pytest.raises(ValueError, match=r"Pass jax\.random\.key"):
+        report(quantize_fn(mlp, rules), PARAMS, X, loss=loss)
+    costs = report(quantize_fn(mlp, rules), PARAMS, X, loss=loss, key=jax.random.key(0))
+    nearest = dataclasses.replace(rules[0], weight=weight_spec(4))
+    assert costs["v"].change == report(quantize_fn(mlp, [nearest]), PARAMS, X, loss=loss)["v"].change
 
 
 @pytest.mark.parametrize("rounding", ["half_even", "half_away"])
