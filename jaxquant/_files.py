@@ -23,7 +23,7 @@ from ._pack import pack, unpack
 from ._qarray import QArray, checked_qarray
 from ._ranges._range import QParams, Range
 from ._spec import spec_from_json, spec_to_json
-from ._tree import named_in_errors, with_paths
+from ._tree import named_in_errors, unboxed, with_paths
 
 _SCHEMA = 2  # of 1 the structure of the tree was not held
 _HEADER = "__jaxquant__"
@@ -150,6 +150,8 @@ def _structure(node: Any, names: Iterator[str]) -> Any:
         return None
     if jax.tree_util.all_leaves([node], is_leaf=_is_group):
         return ["leaf", next(names)]
+    if inside := unboxed(node):  # a parameter of nnx, which has no place in a path either
+        return _structure(inside[0], names)
     children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
     parts = [_structure(child, names) for _, child in children]
     if type(node) in (list, tuple):
@@ -213,6 +215,8 @@ def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
         said |= {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": spec_to_json(leaf.spec)}
         if leaf.order:  # how it lies in memory; here values have the axes of the array
             said["order"] = list(leaf.order)
+        if leaf.stored.dtype != leaf.values.dtype:
+            said["stored"] = str(leaf.stored.dtype)
         with named_in_errors(name):
             checked_qarray("the QArray", leaf)
             if leaf.spec.bits <= 4:
@@ -266,6 +270,8 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
     if got != [shape, spec.dtype, jnp.float32, spec.dtype] or not checks.is_float(described["dtype"]):
         raise ValueError(f"the arrays of {name!r} do not fit {spec} and {dtype}")
     order = tuple(described["order"]) if "order" in described else None
+    if "stored" in described:
+        parts["values"] = parts["values"].astype({"int4": jnp.int4, "uint4": jnp.uint4}[described["stored"]])
     return checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype, order=order))
 
 

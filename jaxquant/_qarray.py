@@ -31,7 +31,8 @@ class QArray(checks.NotAnArray):
       order: how values lie in memory, static: their last axes in another order, such as (-1, -2) for a matrix whose
         columns lie one after the other, as `q.freeze` leaves weights that are contracted. `values`, `shape` and all
         that takes a QArray have the axes of the array all the same. None: as they are.
-      stored: the values as they lie, which is the leaf of the pytree.
+      stored: the values as they lie, which is the leaf of the pytree: in `order`, and as int4 or uint4, two in a byte,
+        where `q.freeze` leaves weights of 4 bits and fewer whose inputs are in float.
 
     Other integers with the same qparams: `dataclasses.replace(q, values=...)`.
 
@@ -41,7 +42,7 @@ class QArray(checks.NotAnArray):
     """
 
     # Of what is stored; a field too, which `dataclasses.replace` takes.
-    values: Any = property(lambda q: in_order(q.stored, q.order))  # noqa: RUF009
+    values: Any = property(lambda q: own_values(q.stored, q.order, q.spec))  # noqa: RUF009
     scale: Array
     zero_point: Array
     spec: QuantSpec
@@ -84,7 +85,8 @@ class QArray(checks.NotAnArray):
     @property
     def nbytes(self) -> int:
         """Bytes of the three arrays; `pack` makes values of 4 bits and fewer smaller."""
-        return sum(math.prod(v.shape) * v.dtype.itemsize for v in (self.stored, self.scale, self.zero_point))
+        bits = lambda v: jnp.iinfo(v.dtype).bits if jnp.issubdtype(v.dtype, jnp.integer) else 8 * v.dtype.itemsize
+        return sum(math.ceil(math.prod(v.shape) * bits(v) / 8) for v in (self.stored, self.scale, self.zero_point))
 
     @property
     def T(self) -> "QArray":
@@ -111,10 +113,10 @@ class QArray(checks.NotAnArray):
             raise IndexError(f"The index {i} is out of range for a QArray of shape {self.shape}.")
         at = lambda v: lax.dynamic_index_in_dim(v, index, 0, keepdims=False)
         of_groups = lambda v: at(groups.apart(v, 0, self.shape[0])) if v.shape[0] > 1 else lax.squeeze(v, [0])
-        if not self.order or len(self.order) == self.ndim:
+        if self.order and len(self.order) == self.ndim:
             return self._moved(at(self.values), of_groups)
         stored = at(self.stored)  # of a stack, whose elements lie as before
-        part = self._moved(in_order(stored, self.order), of_groups)
+        part = self._moved(own_values(stored, self.order, self.spec), of_groups)
         return QArray.of_stored(stored, part.scale, part.zero_point, part.spec, part.dtype, self.order)
 
     def _moved(self, values: Array, of_groups: Callable[[Array], Array]) -> "QArray":
@@ -158,9 +160,10 @@ def _back(order: Sequence[int], ndim: int) -> tuple[int, ...]:
     return tuple(map(there.index, range(ndim)))
 
 
-def in_order(values: Array, order: Sequence[int] | None) -> Array:
-    """Values that lie in an order, with the axes of their array."""
-    return lax.transpose(values, _back(order, values.ndim)) if order else values
+def own_values(stored: Array, order: Sequence[int] | None, spec: QuantSpec) -> Array:
+    """Stored values with the axes of their array, and in the dtype of their spec where they lie two in a byte."""
+    values = lax.transpose(stored, _back(order, stored.ndim)) if order else stored
+    return values.astype(spec.dtype) if values.dtype in (jnp.int4, jnp.uint4) else values
 
 
 def _static_to_bytes(static: tuple[QuantSpec, Any, tuple[int, ...] | None]) -> bytes:

@@ -37,12 +37,12 @@ class ReportRow(NamedTuple):
       groups: how many scales it has.
       sqnr: the signal-to-quantization-noise ratio in decibels; NaN for zeros and for frozen parameters.
       max_error: the largest error of a value.
-      clipped: the share of values more than half a step beyond the last level, in [0, 1].
+      clipped: the share of values more than half a step beyond the last level, in [0, 1]; NaN for frozen parameters.
       used_levels, levels: how many levels some value has, and how many there are; None above 8 bits.
       dead: how many groups of a parameter hold nothing but 0 once they are quantized; None of inputs.
-      bytes_before: of a parameter as it is; 0 of inputs, which are not stored.
+      bytes_before: of a parameter in float; 0 of inputs, which are not stored.
       bytes_after: of its integers and their qparams, as `save` writes them.
-      change: by how much the loss grows if this alone is quantized; None without a loss.
+      change: by how much the loss grows if this alone is quantized, below 0 where it falls; None without a loss.
       predicted: the same by the curvature of the loss, `g d + d H d / 2` for the error d; None without a loss.
       by_bits: {bits: change} of a parameter at other widths, with ranges by min-max; empty without a loss.
     """
@@ -141,13 +141,14 @@ class Report:
 
     def _table(self) -> tuple[Sequence[str], list[tuple[str, ...]], list[str]]:
         number = lambda v: "-" if v is None else f"{v:+.3g}"
+        known = lambda v, text: "-" if math.isnan(v) else text.format(v)
         rows = [
             (
                 row.entry,
                 in_words(row.spec),
-                f"{row.sqnr:.1f}",
-                f"{row.max_error:.3g}",
-                f"{100 * row.clipped:.2g} %",
+                known(row.sqnr, "{:.1f}"),
+                known(row.max_error, "{:.3g}"),
+                known(100 * row.clipped, "{:.2g} %"),
                 "-" if row.levels is None else f"{row.used_levels} of {row.levels}",
                 "-" if row.dead is None else f"{row.dead} of {row.groups}",
                 f"{row.bytes_after:,}" if row.size else "-",
@@ -179,7 +180,8 @@ def report(
 
     The function runs in float, and each parameter and input is compared with its quantized value. With a loss, each
     alone is quantized in an otherwise float function: what that costs is measured, and predicted from the exact
-    curvature. All of it is one compiled program.
+    curvature. All of it is one compiled program, which takes the time of a forward pass for each entry and each of
+    `bits` of each parameter, and of a Hessian-vector product for each entry.
 
     Args:
       q: what `quantize_fn` returned, with the params as its first argument.
@@ -269,8 +271,9 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
     if isinstance(leaf, QArray):
         zero = jnp.zeros(())
         nothing = Tally(zero, zero, zero, zero, zero, jnp.zeros(0))
-        fields = {**_shared_fields(entry, nothing), "max_error": math.nan}
-        row = ReportRow(**fields, size=size, dead=None, bytes_before=leaf.nbytes, bytes_after=0)
+        fields = {**_shared_fields(entry, nothing), "max_error": math.nan, "clipped": math.nan}
+        before = size * jnp.dtype(leaf.dtype).itemsize
+        row = ReportRow(**fields, size=size, dead=None, bytes_before=before, bytes_after=0)
     else:
         fields = _shared_fields(entry, jax.device_get(tally(leaf, entry.spec, qparams)))
         row = ReportRow(

@@ -188,7 +188,7 @@ def _is_qarray(node: Any) -> bool:
     return isinstance(node, QArray)
 
 
-def _unboxed(node: Any) -> list[Any]:
+def unboxed(node: Any) -> list[Any]:
     """What is in a node that is there for its attribute `value` alone, as a parameter of nnx; nothing of others."""
     children, _ = tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     return [child for path, child in children if path == (GetAttrKey("value"),) and len(children) == 1]
@@ -196,8 +196,8 @@ def _unboxed(node: Any) -> list[Any]:
 
 def with_paths(tree: Any, path: KeyPath = (), is_leaf: Callable[[Any], bool] = _is_qarray) -> Iterator[tuple[str, Any]]:
     """Each leaf and its path, without the attribute that unpacks a box."""
-    for keys, node in tree_flatten_with_path(tree, is_leaf=lambda n: is_leaf(n) or bool(_unboxed(n)))[0]:
-        if inside := _unboxed(node):
+    for keys, node in tree_flatten_with_path(tree, is_leaf=lambda n: is_leaf(n) or bool(unboxed(n)))[0]:
+        if inside := unboxed(node):
             yield from with_paths(inside[0], path + keys, is_leaf)
         else:
             yield keystr(path + keys, simple=True, separator="/"), node

@@ -234,6 +234,16 @@ def test_an_order_in_memory_comes_back_and_the_file_has_the_axes_of_the_array(tm
 
 
 @both
+def test_four_bits_in_memory_come_back(tmp_path, suffix):
+    for spec in (weight_spec(4, channel_axis=1), QuantSpec(bits=3, signed=False)):
+        q = quantize(jnp.arange(24.0).reshape(4, 6), spec)
+        half = {"w": dataclasses.replace(q, values=q.values.astype(jnp.int4 if spec.signed else jnp.uint4))}
+        assert all_bits(there_and_back(tmp_path / f"half{suffix}", half)) == all_bits(half)
+        there_and_back(tmp_path / f"own{suffix}", {"w": q})
+        assert abs((tmp_path / f"half{suffix}").stat().st_size - (tmp_path / f"own{suffix}").stat().st_size) < 50
+
+
+@both
 @pytest.mark.parametrize("name", ["channel", "blocks", "scalar", "bfloat16"])
 def test_integers_alone_have_no_path(tmp_path, suffix, name):
     got = there_and_back(tmp_path / f"a{suffix}", QARRAYS[name])

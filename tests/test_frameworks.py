@@ -21,10 +21,13 @@ from jaxquant import (
     dequantize_params,
     fake_quant_params,
     init_qparams,
+    load,
     match_rules,
     quantize_params,
+    save,
     weight_spec,
 )
+from jaxquant._tree import with_paths
 
 pytestmark = pytest.mark.slow  # each model is traced and compiled several times
 
@@ -351,6 +354,16 @@ def test_partitioned_boxes_keep_their_names():
     for tree in (model.quantized(model.params), quantize_params(model.params, model.rules)):
         assert type(tree["stem"]["kernel"]) is type(partitioned)
         assert tree["stem"]["kernel"].names == partitioned.names == (None, None, None, "model")
+
+
+def test_a_file_of_an_nnx_state_has_the_paths_of_the_rules(tmp_path):
+    nnx, net = nnx_net()
+    params = nnx.state(net, nnx.Param)
+    save(tmp_path / "a.npz", params)
+    loaded = load(tmp_path / "a.npz")
+    assert [path for path, _ in with_paths(loaded)] == [path for path, _ in with_paths(params)]
+    jax.tree.map(assert_same_bits, loaded, nnx.to_pure_dict(params))
+    jax.tree.map(assert_same_bits, load(tmp_path / "a.npz", like=params), params)
 
 
 def test_a_module_of_nnx_is_a_tree_too():

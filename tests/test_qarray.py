@@ -92,6 +92,21 @@ def test_an_order_in_memory_is_seen_by_none(order):
     jax.tree.map(assert_same_bits, dataclasses.replace(lying, order=None), q)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_four_bits_in_memory_are_seen_by_none(signed):
+    q = quantize(X, QuantSpec(bits=4, signed=signed, granularity=PerChannel((0, -1))))
+    half = dataclasses.replace(q, values=q.values.astype(jnp.int4 if signed else jnp.uint4))
+    jax.tree.map(assert_same_bits, as_arrays(half), as_arrays(q))
+    assert (half.shape, q.nbytes - half.nbytes) == (q.shape, X.size // 2)
+    assert half[0].stored.dtype == half.stored.dtype
+    for move in MOVES.values():
+        jax.tree.map(assert_same_bits, as_arrays(move(half)), as_arrays(move(q)))
+    taken = lambda q: jax.jit(dequantize).lower(q).compile().memory_analysis().argument_size_in_bytes
+    assert taken(q) - taken(half) == X.size // 2
+    turns = lambda q: jax.lax.scan(lambda _, part: (None, dequantize(part)), None, q)[1]
+    assert_same_bits(turns(half), dequantize(q))
+
+
 def test_a_stack_keeps_the_order_of_its_elements():
     """In an index, a scan and a vmap: their matrices lie as before."""
     q = quantized(PerChannel((0, -1)))

@@ -177,6 +177,8 @@ def test_learned_qparams_and_frozen_parameters():
     assert rows["v"].sqnr < found()["v"].sqnr - 3
     frozen = report(Q, Q.freeze(PARAMS, X, qparams=s), X, qparams=s, loss=loss)
     assert math.isnan(frozen["v"].sqnr)
+    assert "nan" not in str(frozen)
+    assert frozen["v"].bytes_before == 4 * PARAMS["v"].size
     assert frozen["v"].change is None
     assert frozen["w:input"].change is not None
     weight_only = quantize_fn(mlp, [("*", W4)])

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from .. import _groups as groups
 from .. import _numerics as num
 from .._affine import real_values
-from .._qarray import QArray, in_order
+from .._qarray import QArray, own_values
 from .._spec import PerTensor
 from ._program import avals, param
 
@@ -39,7 +39,7 @@ class QuantizedParam:
       spec: of the parameter; of a part the granularity is another, and of_groups has the shape of that.
       dtype: of the parameter.
       casts: what casts it has been through: the primitives and their parameters.
-      order: in which the last axes of the integers lie, as in QArray, until something moves them.
+      order: in which the last axes of the integers lie, as in QArray, until something moves them; int4 until then, too.
     """
 
     integers: Array | None
@@ -222,10 +222,10 @@ def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
 
 
 def ordered(held: QuantizedParam) -> QuantizedParam:
-    """With the axes of its integers in the order of the parameter: what moves them counts on it."""
-    if held.integers is None or not held.order:
+    """With its integers as the parameter's values are, in order and dtype: what moves them counts on it."""
+    if held.integers is None:
         return held
-    return dataclasses.replace(held, integers=in_order(held.integers, held.order), order=None)
+    return dataclasses.replace(held, integers=own_values(held.integers, held.order, held.spec), order=None)
 
 
 def stacked(held: QuantizedParam, n: int) -> QuantizedParam:

@@ -220,12 +220,16 @@ class QuantizedFunction:
             if entry is not None and not isinstance(leaf, QArray):
                 check_freezing(entry)
                 with named_in_errors(path, rule=entry.rule):
-                    if not isinstance(leaf, jax.core.Tracer) and np.isnan(np.asarray(jnp.sum(leaf))):
+                    total = jnp.sum(leaf)  # traced under jit, though the leaf be known
+                    if not isinstance(total, jax.core.Tracer) and np.isnan(np.asarray(total)):
                         _refuse_nan(leaf)
                     rounds = entry.spec.rounding == "stochastic"
                     own = jax.random.fold_in(key, entry.turn) if rounds and key is not None else None
                     leaf = quantize(leaf, entry.spec, (qparams or {}).get(path), key=own)
                 leaf = dataclasses.replace(leaf, order=entry.order)
+                if entry.spec.bits <= 4 and entry.rule.activation is None:  # no product of integers reads them
+                    half = jnp.int4 if entry.spec.signed else jnp.uint4
+                    leaf = dataclasses.replace(leaf, values=leaf.values.astype(half))
             new.append(leaf)
         return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_qarray), new)
 
