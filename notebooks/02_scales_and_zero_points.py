@@ -707,8 +707,8 @@ save(figure, "02_training.png")
 
 # %% [markdown]
 # At 3 bits and more there is nothing to gain here: all is within 2 points of the float network, 12 of the 597 test
-# images. At 2 bits min-max loses much, and training gets it back. More than half of that is in the start of the scales.
-# One seed, and weights alone: notebook 01 has activations and several seeds.
+# images. At 2 bits min-max loses much, and training gets it back. More than half of that comes from the initial scales.
+# One seed, and weight-only: notebook 01 has activations and several seeds.
 #
 # For a width of the schedule the results equal the results of a spec with that width, bit for bit:
 

@@ -307,7 +307,7 @@ assert wrong_axis.layers[0].weight.granularity.axis == -1
 # et al., 2020) makes the scales parameters. Three changes:
 #
 # - `init_qparams` fits the scales once: a dict from path to `QParams`, here by `"lsq"`, `2 * mean|w| / sqrt(qmax)`;
-# - `fake_quant_params` takes them, and its gradient goes to them too; `lsq_gradient=True` is the factor of the paper;
+# - `fake_quant_params` takes them, and has a gradient with respect to them; `lsq_gradient=True` is the paper's factor;
 # - `optax.multi_transform` gives parameters and scales an optimizer each. The labels are the two top keys.
 #
 # To tell what the initial scales do from what training them does, a third run starts from the same scales and keeps
