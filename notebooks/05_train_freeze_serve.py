@@ -217,8 +217,9 @@ figure.savefig(output / "05_curves.png", dpi=150)
 plt.show()
 
 # %% [markdown]
-# Eight bits cost nothing. Four bits cost a few hundredths of a bit after training (PTQ) and about half of that after
-# quantization-aware training (QAT), compared with the float model trained for as many steps.
+# Compared with the float model trained for as many steps, 8-bit weights cost less than a hundredth of a bit per
+# character. 4-bit weights cost a few hundredths after training (PTQ), and about half of that after quantization-aware
+# training (QAT).
 #
 # ## Freeze, save, serve
 #
@@ -272,7 +273,7 @@ print(f"\nThe last of them writes:\n{written}")
 #
 # The bytes are of the files, with embeddings, positions, norms and scales; for float32, of the parameters. The speed is
 # of a forward pass over 16 windows of 64 on the machine that ran this notebook. A model as narrow as this one gains
-# little from integers on a CPU; [docs/benchmarks.md](../docs/benchmarks.md) has one that gains more.
+# little or nothing from integers on a CPU; [docs/benchmarks.md](../docs/benchmarks.md) has one that gains more.
 
 
 # %%
