@@ -3,12 +3,10 @@
 #
 # A small transformer learns to write Python's documentation character by character. It is trained in float32,
 # quantized after training and by quantization-aware training, frozen to integers, saved, and loaded in a new process,
-# which generates text. What was trained is what is served: the logits of the new process have the bits of the last
-# training step's.
+# which generates text. What was trained is what is served: the logits of the new process equal the trained model's, bit
+# for bit.
 #
 #     q.observe ─▶ ranges ─▶ q.init_qparams ─▶ train q(params, x, qparams=qparams) ─▶ q.freeze ─▶ save ─▶ load
-#
-# Numbers in the text are asserted below it.
 
 # %%
 # SPDX-License-Identifier: Apache-2.0
@@ -205,21 +203,23 @@ for name, rows in results.items():
 figure, (whole, apart) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 smooth = lambda losses: np.convolve(losses, np.ones(20) / 20, "valid")
 for seed in SEEDS:
-    whole.plot(smooth(curves["float32", seed]), color="black", linewidth=1, alpha=0.7)
-for name, color in zip(RULES, ("tab:blue", "tab:orange", "tab:green"), strict=True):
+    whole.plot(smooth(curves["float32", seed]), linewidth=1, alpha=0.7, label=f"seed {seed}")
+for name, color in zip(RULES, ("C3", "C4", "C5"), strict=True):
     for seed in SEEDS:
         more_bits = smooth(curves[name, seed] - curves["float32", seed][STEPS:])
         apart.plot(more_bits, color=color, linewidth=1, alpha=0.7, label=name if seed == 0 else None)
-whole.set(title="float32, three seeds", xlabel="step", ylabel="bits per character, mean of 20 steps", ylim=(2.4, 4))
+whole.set(title="training in float32", xlabel="step", ylabel="bits per character, mean of 20 steps", ylim=(2.4, 4))
 apart.set(title="QAT, more than float32 on the same batches", xlabel="step of QAT", ylabel="bits per character")
+whole.legend()
 apart.axhline(0, color="gray", linewidth=0.5)
 apart.legend()
 figure.savefig(output / "05_curves.png", dpi=150)
 plt.show()
 
 # %% [markdown]
-# Eight bits cost nothing. Four bits cost a few hundredths of a bit after training (PTQ) and about half of that after
-# quantization-aware training (QAT), compared with the float model trained for as many steps.
+# Compared with the float model trained for as many steps, 8-bit weights cost less than a hundredth of a bit per
+# character. 4-bit weights cost a few hundredths after training (PTQ), and about half of that after quantization-aware
+# training (QAT).
 #
 # ## Freeze, save, serve
 #
@@ -273,7 +273,7 @@ print(f"\nThe last of them writes:\n{written}")
 #
 # The bytes are of the files, with embeddings, positions, norms and scales; for float32, of the parameters. The speed is
 # of a forward pass over 16 windows of 64 on the machine that ran this notebook. A model as narrow as this one gains
-# little from integers on a CPU; [docs/benchmarks.md](../docs/benchmarks.md) has one that gains more.
+# little or nothing from integers on a CPU; [docs/benchmarks.md](../docs/benchmarks.md) has one that gains more.
 
 
 # %%
@@ -297,7 +297,7 @@ for name, (f, params) in rows.items():
     speed = tokens.size / seconds(f, params, tokens)
     print(f"{name:<18}{sizes[name]:>10}{sizes[name] / sizes['float32']:>13.2f}{speed:>20.0f}")
 
-# %%
+# %% tags=["hide-cell"] jupyter={"source_hidden": true}
 on = means["float32", "float, trained on"]
 assert on < 2.9, "the model has learned: counts of pairs of characters alone take 3.3 bits"
 assert wrong == dict.fromkeys(RULES, 0), "what was trained is what is served"

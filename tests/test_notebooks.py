@@ -15,9 +15,12 @@ SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
 each_notebook = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 
 
+def cells(script):
+    return [cell.split("\n", 1) for cell in re.split(r"^# %%", script.read_text(), flags=re.M)[1:]]
+
+
 def code_cells(script):
-    cells = re.split(r"^# %%", script.read_text(), flags=re.M)[1:]
-    return [cell.split("\n", 1)[1].strip() for cell in cells if not cell.startswith(" [markdown]")]
+    return [source.strip() for header, source in cells(script) if header != " [markdown]"]
 
 
 def test_there_are_notebooks_and_no_strays():
@@ -37,6 +40,12 @@ def test_the_notebook_is_the_script_executed(script):
 @each_notebook
 def test_the_notebook_ends_in_asserts(script):
     assert "assert " in code_cells(script)[-1]
+
+
+@each_notebook
+def test_asserts_are_hidden(script):
+    hidden = ' tags=["hide-cell"] jupyter={"source_hidden": true}'
+    assert not [source for header, source in cells(script) if "assert " in source and header != hidden]
 
 
 @pytest.mark.slow
