@@ -165,7 +165,7 @@ def mlp_rows(rounds):
     for name, quantizer in quantizers.items():
         optimizer, step = mlp_step(quantizer)
         state = optimizer.init(params)
-        times[name] = np.median([made(step, params, state, x, labels) for _ in range(min(rounds, 5))], 0)
+        times[name] = np.median([made(step, params, state, x, labels) for _ in range(max(1, rounds // 20))], 0)
         jitted, held = jax.jit(step, donate_argnums=(0, 1)), [jax.tree.map(jnp.copy, (params, state))]
 
         def run(jitted=jitted, held=held):

@@ -98,7 +98,7 @@ def step_rows(rounds):
     to = ratios(runs, "evaluation", rounds)["observe"]
     yield "q.observe(with_value=True), to an evaluation in float", to, verdict(to, 1.3)
     without, with_ = (
-        np.median([made(f, *args)[0] for _ in range(min(rounds, 7))])
+        np.median([made(f, *args)[0] for _ in range(max(1, rounds // 6))])
         for f, args in ((q, (params, x)), (static, (params, x, s)))
     )
     yield "tracing with qparams, to without", float(with_ / without), verdict(with_ / without, 1.3)
