@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What do the ops give and cost on an accelerator: their bits against the CPU's, and their times?
 
-    python benchmarks/accelerator.py                    # on a GPU or TPU: writes docs/benchmarks_gpu.md
-    python benchmarks/accelerator.py exactness steps    # some of its parts, printed alone
-    python benchmarks/accelerator.py record             # the bits of XLA:CPU anew, on any machine
+    python -m benchmarks accelerator                                # on a GPU or TPU: writes docs/benchmarks_gpu.md
+    python -m benchmarks accelerator.exactness accelerator.steps    # some of its parts, printed alone
+    python -m benchmarks accelerator.record                         # the bits of XLA:CPU anew, on any machine
 
-Needs nothing but jaxquant; in a clone without an installation set PYTHONPATH=. first. What fails becomes a line of its
-table and stops nothing else.
+Needs nothing but jax. What fails becomes a line of its table and stops nothing else.
 
 Each time is of a loop inside one program, divided by its length, so that it holds no dispatch from Python. What is
 compared is interleaved; medians over rounds, in brackets the quartiles.
@@ -16,18 +15,15 @@ import functools
 import itertools
 import os
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import exactness
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from runner import Ratio, kept, machine, seconds
 
 from jaxquant import (
     PerChannel,
@@ -43,8 +39,11 @@ from jaxquant import (
     weight_spec,
 )
 
+from . import exactness
+from .runner import Ratio, kept, machine, row_of, seconds
+
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks_gpu.md"
-LIMIT = 330  # seconds, after which no further row is begun
+LIMIT, QUICK = 330, 20  # seconds, after which no further row is begun
 
 
 class Failed(str):
@@ -398,8 +397,11 @@ def line(cells: Sequence[Any], width: int) -> str:
     return f"| {' | '.join(cells + [''] * (width - len(cells)))} |"
 
 
-def section(part: Part, until: float) -> Iterator[str]:
-    """The lines of a part; an error ends it with a row that says so, and so does the time `until` which rows begin."""
+def section(part: Part, until: float, found: list[dict[str, Any]]) -> Iterator[str]:
+    """The lines of a part, whose rows are added to `found`.
+
+    An error ends it with a row that says so, and so does the time `until` which rows begin.
+    """
     width = len(part.columns)
     yield from (f"## {part.title}", "", *part.text.splitlines(), "", line(part.columns, width), "|---" * width + "|")
     rows = part.rows()
@@ -413,11 +415,12 @@ def section(part: Part, until: float) -> Iterator[str]:
         yield line([row] if isinstance(row, Failed) else row, width)
         if isinstance(row, Failed):
             return
+        found.append(row_of(part.columns, (*row, *[""] * (width - len(row)))))
 
 
 def heading() -> Iterator[str]:
     """The device, the versions, and a warning if the bits were recorded with others."""
-    yield from ("# Benchmarks on an accelerator", "", "Written by `python benchmarks/accelerator.py`.", "")
+    yield from ("# Benchmarks on an accelerator", "", "Written by `python -m benchmarks accelerator`.", "")
     platform = " ".join(jax.devices()[0].client.platform_version.split())
     yield f"Measured on: {machine()}; {jax.default_backend()}, {platform}."
     recorded, here = exactness.recorded().versions, exactness.versions()
@@ -429,20 +432,24 @@ def heading() -> Iterator[str]:
         )
 
 
-def main(arguments: Sequence[str], page: pathlib.Path = PAGE, parts: dict[str, Part] = PARTS) -> None:
-    if arguments == ["record"]:
+def main(
+    chosen: Sequence[str], quick: bool = False, page: pathlib.Path = PAGE, parts: dict[str, Part] = PARTS
+) -> dict[str, Any] | None:
+    """Prints some parts, or all of them and then writes the page; gives the rows, or None if nothing is measured."""
+    if chosen == ["record"]:
         jax.config.update("jax_platforms", "cpu")
         exactness.record()
-        return
+        return None
     if jax.default_backend() == "cpu":
         print("JAX finds no accelerator here, so nothing is measured and nothing is written.")
-        return
-    until, lines = time.monotonic() + LIMIT, []
+        return None
+    until, lines, found = time.monotonic() + (QUICK if quick else LIMIT), [], []
     report(heading(), lines)
-    for name in arguments or parts:
-        report(("", *section(parts[name], until)), lines)
-        if not arguments:  # after each part, so that nothing is lost if the machine is
+    for name in chosen or parts:
+        report(("", *section(parts[name], until, found)), lines)
+        if not (chosen or quick):  # after each part, so that nothing is lost if the machine is
             page.write_text("\n".join(lines) + "\n")
+    return {"machine": machine(), "rows": found}
 
 
 def report(new: Any, lines: list[str]) -> None:
@@ -450,7 +457,3 @@ def report(new: Any, lines: list[str]) -> None:
     for text in new:
         print(text, flush=True)
         lines.append(text)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does the affine fake quant cost, with given qparams and with the range of the data, against a pass over memory?
 
-    python benchmarks/affine.py        # needs the `benchmarks` extra; writes its table into docs/benchmarks.md
-
 Ratios of times in one process, interleaved: medians over rounds, in brackets the quartiles. JAX's runs donate x on both
 sides; torch is called eagerly, as its users call it, and gets new memory on both sides.
 """
@@ -12,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import qwix
 import torch
-from runner import Ratio, donated, kept, machine, publish, ratios, seconds
 
 from jaxquant import PerChannel, QuantSpec, activation_spec, fake_quant, fit_qparams, weight_spec
+
+from .runner import Part, compared, donated, kept, ratios, verdict
 
 RNG = np.random.default_rng(0)
 SPECS = {
@@ -35,40 +34,47 @@ GOALS = {  # those of part 2, for n = 1024 and 4096
 }
 
 
-def of_torch(x):
+def of_torch(rounds, x):
     """torch's fake quant with given qparams, to its own x + 1: per tensor, last axis, first axis."""
     scale, zero = torch.rand(x.shape[0]) + 0.1, torch.zeros(x.shape[0], dtype=torch.int32)
     x = torch.from_numpy(x)
     runs = {"x + 1": lambda: x + 1, "tensor": lambda: torch.fake_quantize_per_tensor_affine(x, 0.03, 0, -128, 127)}
     for axis, name in ((1, "last axis"), (0, "first axis")):
         runs[name] = lambda axis=axis: torch.fake_quantize_per_channel_affine(x, scale, zero, axis, -128, 127)
-    got = ratios(runs, "x + 1", 15)
+    got = ratios(runs, "x + 1", min(rounds, 15))
     return {"per tensor": got["tensor"], "per tensor, affine": got["tensor"], **got}
 
 
-def given(n):
+def given(rounds, *sizes):
     """Qparams fitted before."""
-    x = RNG.normal(size=(n, n)).astype(np.float32)
-    runs = {"x + 1": donated(lambda x: x + 1, jnp.asarray(x))}
-    for name, spec in SPECS.items():
-        qparams = fit_qparams(jnp.asarray(x), spec)
-        runs[name] = donated(lambda x, q, spec=spec: fake_quant(x, spec, q), jnp.asarray(x), qparams)
-    got, theirs = ratios(runs, "x + 1", 41), of_torch(x)
-    for name in SPECS:
-        yield f"`fake_quant`, {name}, {n}^2", got[name], GOALS[name][n == 4096], theirs.get(name, "")
+    for n in sizes:
+        x = RNG.normal(size=(n, n)).astype(np.float32)
+        runs = {"x + 1": donated(lambda x: x + 1, jnp.asarray(x))}
+        for name, spec in SPECS.items():
+            qparams = fit_qparams(jnp.asarray(x), spec)
+            runs[name] = donated(lambda x, q, spec=spec: fake_quant(x, spec, q), jnp.asarray(x), qparams)
+        got, theirs = ratios(runs, "x + 1", rounds), of_torch(rounds, x)
+        for name in SPECS:
+            yield (
+                f"`fake_quant`, {name}, {n}^2",
+                got[name],
+                verdict(got[name], GOALS[name][n == 4096]),
+                theirs.get(name, ""),
+            )
 
 
-def gradients(n):
+def gradients(rounds, *sizes):
     """d/dx alone, and with the gradient of the scale, both to x + g."""
-    x, g = (jnp.asarray(RNG.normal(size=(n, n)).astype(np.float32)) for _ in range(2))
     spec = SPECS["last axis"]
-    qparams = fit_qparams(x, spec)
-    dx = lambda g, x, q: jax.vjp(lambda x: fake_quant(x, spec, q), x)[1](g)[0]
-    both = lambda g, x, q: jax.vjp(lambda x, q: fake_quant(x, spec, q), x, q)[1](g)
-    got = ratios({"x + g": donated(lambda g, x: x + g, g, x), "dx": donated(dx, g, x, qparams)}, "x + g", 41)
-    yield f"d/dx, last axis, {n}^2", got["dx"], 1.15, ""
-    got = ratios({"x + g": kept(lambda g, x: x + g, g, x), "both": kept(both, g, x, qparams)}, "x + g", 41)
-    yield f"d/dx and d/dscale, last axis, {n}^2", got["both"], {1024: 2.5, 4096: 3.2}[n], ""
+    for n in sizes:
+        x, g = (jnp.asarray(RNG.normal(size=(n, n)).astype(np.float32)) for _ in range(2))
+        qparams = fit_qparams(x, spec)
+        dx = lambda g, x, q: jax.vjp(lambda x: fake_quant(x, spec, q), x)[1](g)[0]
+        both = lambda g, x, q: jax.vjp(lambda x, q: fake_quant(x, spec, q), x, q)[1](g)
+        got = ratios({"x + g": donated(lambda g, x: x + g, g, x), "dx": donated(dx, g, x, qparams)}, "x + g", rounds)
+        yield f"d/dx, last axis, {n}^2", got["dx"], verdict(got["dx"], 1.15), ""
+        got = ratios({"x + g": kept(lambda g, x: x + g, g, x), "both": kept(both, g, x, qparams)}, "x + g", rounds)
+        yield f"d/dx and d/dscale, last axis, {n}^2", got["both"], verdict(got["both"], {1024: 2.5, 4096: 3.2}[n]), ""
 
 
 def in_two(first, second, x):
@@ -87,33 +93,29 @@ def of_qwix(x, axis):
     return qwix.dequantize(codes).astype(x.dtype)
 
 
-def with_range(n):
+def with_range(rounds, *sizes):
     """The range of the data and the fake quant with it, to the two passes that are their least."""
-    x = jnp.asarray(RNG.normal(size=(n, n)).astype(np.float32))
-    for name, axis in (("last axis", 1), ("first axis", 0)):
-        spec = SPECS[name]
-        runs = {
-            "two passes": in_two(lambda x, axis=axis: jnp.max(jnp.abs(x), 1 - axis), lambda x: x + 1, x),
-            "x + 1": donated(lambda x: x + 1, x),
-            "jaxquant": donated(lambda x, spec=spec: fake_quant(x, spec), x),
-            "qwix": donated(lambda x, axis=axis: of_qwix(x, axis), x),
-        }
-        times = seconds(runs, 41)
-        to = lambda run, base, times=times: Ratio(*np.quantile(times[run] / times[base], [0.5, 0.25, 0.75]))
-        yield f"range and `fake_quant`, {name}, {n}^2, to two passes", to("jaxquant", "two passes"), 1.15, ""
-        yield f"the same to x + 1 (two passes: {to('two passes', 'x + 1')})", to("jaxquant", "x + 1"), None, ""
-        yield f"the same to qwix (qwix to x + 1: {to('qwix', 'x + 1')})", to("jaxquant", "qwix"), 1.0, ""
+    for n in sizes:
+        x = jnp.asarray(RNG.normal(size=(n, n)).astype(np.float32))
+        for name, axis in (("last axis", 1), ("first axis", 0)):
+            spec = SPECS[name]
+            runs = {
+                "two passes": in_two(lambda x, axis=axis: jnp.max(jnp.abs(x), 1 - axis), lambda x: x + 1, x),
+                "x + 1": donated(lambda x: x + 1, x),
+                "jaxquant": donated(lambda x, spec=spec: fake_quant(x, spec), x),
+                "qwix": donated(lambda x, axis=axis: of_qwix(x, axis), x),
+            }
+            to = compared(runs, rounds)
+            range_, whole, theirs = (to("jaxquant", base) for base in ("two passes", "x + 1", "qwix"))
+            two, qwixs = to("two passes", "x + 1"), to("qwix", "x + 1")
+            yield f"range and `fake_quant`, {name}, {n}^2, to two passes", range_, verdict(range_, 1.15), ""
+            yield f"the same to x + 1 (two passes: {two})", whole, "", ""
+            yield f"the same to qwix (qwix to x + 1: {qwixs})", theirs, verdict(theirs, 1.0), ""
 
 
-def main():
-    rows = [row for part in (given, gradients, with_range) for n in (1024, 4096) for row in part(n)]
-    lines = [f"Measured on: {machine('torch', 'qwix')}; torch with {torch.get_num_threads()} threads.", ""]
-    lines += ["| | jaxquant | goal | torch, to its own x + 1 |", "|---|---|---|---|"]
-    for name, got, goal, theirs in rows:
-        verdict = "" if goal is None else f"{goal}, {'met' if got.median <= goal else 'missed'}"
-        lines.append(f"| {name} | {got} | {verdict} | {theirs} |")
-    publish("affine", "\n".join(lines))
-
-
-if __name__ == "__main__":
-    main()
+PACKAGES = "torch", "qwix"
+COLUMNS = "", "jaxquant", "goal", "torch, to its own x + 1"
+PARTS = {
+    name: Part(COLUMNS, rows, 41, (1024, 4096))
+    for name, rows in (("given", given), ("gradients", gradients), ("with_range", with_range))
+}

@@ -1,35 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantized function costs to trace and to compile, to the float function: counts, and CPU seconds.
+"""What a quantized function costs to trace and to compile, to the float function: counts, and CPU seconds."""
 
-With the folder of another checkout as the argument, that is measured beside this one, each in a process of its own.
-"""
-
-import json
 import os
-import pathlib
 import re
-import statistics
-import subprocess
-import sys
 import time
 
 os.environ["KERAS_BACKEND"] = "jax"
 
 import flax.linen as nn
-import function_transform
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from runner import machine, publish
 
 from jaxquant import Rule, activation_spec, quantize_fn, weight_spec
+
+from . import function_transform
+from .runner import Part, verdict
 
 AFFINE = Rule("**", weight_spec(8), activation_spec(8), optional=True)
 RULES = {"affine": [AFFINE], "weight-only": [("**", weight_spec(8))]}
 KERNELS = [Rule("**/kernel", weight_spec(8), activation_spec(8, symmetric=True))]
-GOALS = {"affine dot": (200, 200, 12), "weight-only dot": (60, 60, 4)}
-REPEATS = 3
+GOALS = {"affine": (200, 200, 12), "weight-only": (60, 60, 4)}
 
 
 # One dot
@@ -54,11 +46,11 @@ def counts(f, *args):
     return equations(getattr(program, "jaxpr", program)), len(instructions), len(re.findall(r" fusion\(", text))
 
 
-def dot_rows():
+def dot_rows(rounds, *names):
     params, x = {"w": jnp.ones((64, 64))}, jnp.ones((32, 64))
     f = lambda params, x: x @ params["w"]
-    for name, rules in {"float": None, **RULES}.items():
-        yield f"{name} dot", counts(f if rules is None else quantize_fn(f, rules), params, x)
+    for name in names:
+        yield f"{name} dot", counts(quantize_fn(f, RULES[name]) if name in RULES else f, params, x), GOALS.get(name, "")
 
 
 # Models: (function of params and inputs, params, inputs, contenders beside the float function)
@@ -134,52 +126,33 @@ def made(f, params, x):
     return between - start, time.process_time() - between
 
 
-def model_rows(name):
-    f, params, x, contenders = MODELS[name]()
-    times = {}
-    for _ in range(REPEATS):
-        for contender, g in {"float": f, **contenders}.items():
-            times.setdefault(contender, []).append(made(g, params, x))
-    median = {contender: np.median(taken, 0) for contender, taken in times.items()}
-    for contender in contenders:
-        yield f"{name}{', ' if contender else ''}{contender}", [float(v) for v in median[contender] / median["float"]]
+FOUR = "MLP", "transformer of 4 layers", "CNN of six shapes", "MobileNetV2"
 
 
-def measured(folder):
-    """The rows of a checkout, measured in a process that imports its package."""
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run([sys.executable, __file__, "--rows"], env=environment, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def model_rows(rounds, *names):
+    """To the float function; and the median of the four whose goal it is, if all of them are measured."""
+    found = {}
+    for name in names:
+        f, params, x, contenders = MODELS[name]()
+        times = {}
+        for _ in range(rounds):
+            for contender, g in {"float": f, **contenders}.items():
+                times.setdefault(contender, []).append(made(g, params, x))
+        median = {contender: np.median(taken, 0) for contender, taken in times.items()}
+        for contender in contenders:
+            label = f"{name}{', ' if contender else ''}{contender}"
+            found[label] = tuple(map(float, median[contender] / median["float"]))
+            yield label, found[label]
+    if set(FOUR) <= set(names):
+        trace = float(np.median([found[name][0] for name in FOUR]))
+        yield (
+            "median trace of the MLP, the transformer, the CNN and MobileNetV2",
+            f"{trace:.2f} (goal {verdict(trace, 2.0)})",
+        )
 
 
-def table(after, before):
-    columns = ["now", *(["before"] if before else [])]
-    lines = [f"| one dot: equations, instructions, fusions | {' | '.join(columns)} | goal |"]
-    lines.append("|" + "---|" * (len(columns) + 2))
-    words = lambda values: ", ".join(str(v) if isinstance(v, int) else f"{v:.2f}" for v in values)
-    for name, values in after["dots"].items():
-        cells = [words(values), *([words(before["dots"][name])] if before else [])]
-        lines.append(f"| {name} | {' | '.join(cells)} | {words(GOALS.get(name, ()))} |")
-    lines += [
-        "",
-        f"| the gradient, to float: trace, compile | {' | '.join(columns)} |",
-        "|" + "---|" * (len(columns) + 1),
-    ]
-    for name, values in after["models"].items():
-        cells = [words(values), *([words(before["models"][name])] if before else [])]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--rows"]:
-        models = {name: values for model in MODELS for name, values in model_rows(model)}
-        print(json.dumps({"dots": dict(dot_rows()), "models": models}))
-    else:
-        after = measured(pathlib.Path(__file__).parents[1])
-        before = measured(sys.argv[1]) if sys.argv[1:] else None
-        four = "MLP", "transformer of 4 layers", "CNN of six shapes", "MobileNetV2"
-        median = statistics.median(after["models"][name][0] for name in four)
-        lines = [f"Measured on: {machine('flax', 'keras', 'qwix')}.", "", *table(after, before), ""]
-        lines.append(f"Median trace of the MLP, the transformer, the CNN and MobileNetV2: {median:.2f} (goal 2.0).")
-        publish("compile_cost", "\n".join(lines))
+PACKAGES = "flax", "keras", "qwix"
+PARTS = {
+    "dots": Part(("one dot: equations, instructions, fusions", "now", "goal"), dot_rows, 1, ("float", *RULES)),
+    "models": Part(("the gradient, to float: trace, compile", "now"), model_rows, 3, tuple(MODELS)),
+}

@@ -488,6 +488,6 @@ def _place(v: np.ndarray) -> np.ndarray:
 def compared(case: Case, want: Recorded) -> dict[str, Difference]:
     """The differences of a case from the record, by the names of its outputs."""
     if want.inputs.get(case.name) != digest(case):
-        raise ValueError("the record is of other inputs: make it anew by `python benchmarks/accelerator.py record`")
+        raise ValueError("the record is of other inputs: make it anew by `python -m benchmarks accelerator.record`")
     got = outputs(case)
     return {name.removeprefix(f"{case.name}: "): difference(v, want.values[name]) for name, v in got.items()}

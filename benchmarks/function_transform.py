@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training step of a quantized function costs, to the user's float step: an MLP and a transformer, with Adam."""
 
-import sys
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import qwix
-from runner import Ratio, goals, kept, ratios, seconds
 
 from jaxquant import Rule, activation_spec, quantize_fn, weight_spec
+
+from .runner import Part, compared, kept, ratios, verdict
 
 RNG = np.random.default_rng(0)
 SYMMETRIC = Rule("**/kernel", weight_spec(8), activation_spec(8, symmetric=True))
@@ -143,25 +142,25 @@ def steps(name):
     return runs
 
 
-GOALS = {
-    "MLP": {"int8": 0.84, "float32": 1.12},
-    "transformer": {"int8": 0.84, "float32": 1.12},
-}
+GOALS = {"int8": 0.84, "float32": 1.12}
 
 
-def step_rows(name, rounds):
-    times = seconds(steps(name), rounds)
-    to = lambda run, base="float": Ratio(*np.quantile(times[run] / times[base], [0.5, 0.25, 0.75]))
-    for contender in times:
-        if contender != "float":
-            yield f"{name} step, {contender}", to(contender), GOALS[name].get(contender)
-    yield f"{name} step, int8, to qwix", to("int8", "qwix"), 1.0
+def step_rows(rounds, *names):
+    for name in names:
+        runs = steps(name)
+        to = compared(runs, rounds)
+        for contender in runs:
+            if contender != "float":
+                ratio = to(contender, "float")
+                yield f"{name} step, {contender}", ratio, verdict(ratio, GOALS.get(contender))
+        ratio = to("int8", "qwix")
+        yield f"{name} step, int8, to qwix", ratio, verdict(ratio, 1.0)
 
 
-def product_rows(rounds):
+def product_rows(rounds, *shapes):
     """What XLA's int8 product takes of the float32 one, the codes being there."""
     dot = lambda x, w, **kw: jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), **kw)
-    for x, w in (((256, 1024), (1024, 1024)), ((8, 128, 256), (256, 1024))):
+    for x, w in shapes:
         floats = [jnp.asarray(RNG.normal(size=shape).astype(np.float32)) for shape in (x, w)]
         matrix = floats[0].reshape(-1, x[-1])
         codes = [(v * 30).astype(jnp.int8) for v in (matrix, floats[1])]
@@ -171,15 +170,13 @@ def product_rows(rounds):
             "int8": kept(lambda x, w: dot(x, w, preferred_element_type=jnp.int32), *codes),
         }
         to = ratios(runs, "float32", rounds)
-        yield f"the int8 product alone, {x} x {w} (float32 as a matrix {to['as a matrix']})", to["int8"], None
+        yield f"the int8 product alone, {x} x {w} (float32 as a matrix {to['as a matrix']})", to["int8"], ""
 
 
+PACKAGES = "flax", "optax", "qwix"
+COLUMNS = "", "ratio", "goal"
+SHAPES = ((256, 1024), (1024, 1024)), ((8, 128, 256), (256, 1024))
 PARTS = {
-    "products": lambda: product_rows(101),
-    "mlp": lambda: step_rows("MLP", 101),
-    "transformer": lambda: step_rows("transformer", 61),
+    "products": Part(COLUMNS, product_rows, 101, SHAPES),
+    "steps": Part(COLUMNS, step_rows, 101, tuple(MODELS)),
 }
-
-
-if __name__ == "__main__":
-    goals("function_transform", PARTS, sys.argv[1:], "ratio", "flax", "optax", "qwix")

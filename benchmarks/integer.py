@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does a W8A8 linear layer cost, quantizing x included, against the float32 `x @ w` of the same library?
 
-    python benchmarks/integer.py        # needs the `benchmarks` extra; writes its table into docs/benchmarks.md
-
 Weights are quantized beforehand, one scale an output channel; x on the fly, one scale in all. Ratios of times in one
 process, interleaved: medians over rounds, in brackets the quartiles.
 """
+
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +14,16 @@ import onnxruntime
 import qwix
 import torch
 from onnx import TensorProto, helper
-from runner import kept, machine, publish, ratios
 
 from jaxquant import QuantSpec, activation_spec, dot_general, quantize, weight_spec
+
+from .runner import Part, kept, ratios, verdict
 
 RNG = np.random.default_rng(0)
 OUT_IN, IN_OUT = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))
 
 
-def of_jax(x, w):
+def of_jax(rounds, x, w):
     """To `x @ w`: ours by layout of the weight and kind of x, and qwix."""
     x, w = jnp.asarray(x), jnp.asarray(w)
     w_out_in, w_in_out = quantize(w.T, weight_spec(channel_axis=0)), quantize(w, weight_spec(channel_axis=-1))
@@ -39,11 +40,11 @@ def of_jax(x, w):
             "qwix": kept(theirs, x, w_qwix),
         },
         "x @ w",
-        21,
+        rounds,
     )
 
 
-def of_torch(x, w):
+def of_torch(rounds, x, w):
     """torch._int_mm with x quantized by hand, to torch's own linear layer."""
     x, w = torch.from_numpy(x), torch.from_numpy(np.ascontiguousarray(w.T))
     scales = w.abs().amax(1) / 127
@@ -53,7 +54,7 @@ def of_torch(x, w):
         scale = x.abs().max() / 127
         return torch._int_mm(torch.round(x / scale).to(torch.int8), codes.T) * (scale * scales)
 
-    return ratios({"x @ w": lambda: torch.nn.functional.linear(x, w), "int8": quantized}, "x @ w", 21)["int8"]
+    return ratios({"x @ w": lambda: torch.nn.functional.linear(x, w), "int8": quantized}, "x @ w", rounds)["int8"]
 
 
 def session(nodes, constants, n):
@@ -64,7 +65,7 @@ def session(nodes, constants, n):
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
-def of_onnxruntime(x, w):
+def of_onnxruntime(rounds, x, w):
     """DynamicQuantizeLinear and MatMulInteger, to its own MatMul."""
     scales = np.abs(w).max(0) / 127
     codes = np.rint(w / scales).astype(np.int8)
@@ -78,35 +79,21 @@ def of_onnxruntime(x, w):
     ]
     whole = session(nodes, {"w": codes, "scales": scales}, w.shape[0])
     runs = {"x @ w": lambda: real.run(None, {"x": x}), "int8": lambda: whole.run(None, {"x": x})}
-    return ratios(runs, "x @ w", 21)["int8"]
+    return ratios(runs, "x @ w", rounds)["int8"]
 
 
-def main():
-    lines = [
-        f"Measured on: {machine('torch', 'onnxruntime', 'qwix')}; torch with {torch.get_num_threads()} threads.",
-        "",
-    ]
-    columns = "size", "rows", "jaxquant", "goal", "affine x", "weight (in, out)", "float32 execution", "qwix", "torch"
-    lines += ["| " + " | ".join((*columns, "onnxruntime")) + " |", "|---" * 10 + "|"]
-    for n in (2048, 4096):
-        w = RNG.normal(size=(n, n)).astype(np.float32)
-        for rows in (1, 4, 16, 128, 512):
-            x = RNG.normal(size=(rows, n)).astype(np.float32)
-            goal = {1: 0.6, 4: 0.4}.get(rows, 0.22)
-            got = of_jax(x, w)
-            verdict = f"{goal}, {'met' if got['symmetric'].median <= goal else 'missed'}"
-            cells = [
-                f"{n}^2",
-                rows,
-                got["symmetric"],
-                verdict,
-                *(got[k] for k in ("affine", "in, out", "float32", "qwix")),
-            ]
-            cells += [of_torch(x, w) if rows > 16 else "needs 17 rows", of_onnxruntime(x, w)]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-            print(lines[-1], flush=True)
-    publish("integer", "\n".join(lines))
+def linear_rows(rounds, *cases):
+    for n, rows in cases:
+        x, w = (RNG.normal(size=shape).astype(np.float32) for shape in ((rows, n), (n, n)))
+        got = of_jax(rounds, x, w)
+        ours, others = got["symmetric"], (got[name] for name in ("affine", "in, out", "float32", "qwix"))
+        theirs = of_torch(rounds, x, w) if rows > 16 else "needs 17 rows", of_onnxruntime(rounds, x, w)
+        yield f"{n}^2", rows, ours, verdict(ours, {1: 0.6, 4: 0.4}.get(rows, 0.22)), *others, *theirs
 
 
-if __name__ == "__main__":
-    main()
+PACKAGES = "torch", "onnxruntime", "qwix"
+COLUMNS = (
+    *("size", "rows", "jaxquant", "goal", "affine x", "weight (in, out)", "float32 execution"),
+    *("qwix", "torch", "onnxruntime"),
+)
+PARTS = {"linear": Part(COLUMNS, linear_rows, 21, tuple(itertools.product((2048, 4096), (1, 4, 16, 128, 512))))}

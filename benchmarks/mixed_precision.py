@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bits chosen for each parameter gain over equal bits of the same size: PTQ of weights, three seeds.
-
-python benchmarks/mixed_precision.py
-"""
+"""What bits chosen for each parameter gain over equal bits of the same size: PTQ of weights, three seeds."""
 
 import functools
 import pydoc_data.topics
@@ -12,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from runner import machine, publish
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from jaxquant import Rule, choose_bits, quantize_fn, report, weight_spec
 
-SEEDS, WIDTHS = range(3), (2, 3, 4, 8)
+from .runner import Part
+
+WIDTHS = 2, 3, 4, 8
 
 
 def cross_entropy(logits, labels):
@@ -111,24 +109,24 @@ def costs(model, seed):
         chosen = choose_bits(found, budget)
         uniform = quantize_fn(f, [("**", weight_spec(bits))])
         mixed = quantize_fn(f, [Rule(path, weight_spec(b)) for path, b in chosen.items()])
-        yield bits, test(uniform) - in_float, test(mixed) - in_float, chosen
+        yield bits, test(uniform) - in_float, test(mixed) - in_float
 
 
-if __name__ == "__main__":
-    lines = [
-        f"Measured on: {machine('scikit-learn')}.", "",
-        "| model | budget of | uniform, three seeds | chosen, three seeds | mean, uniform | mean, chosen |",
-        "|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for name, model in (("digits CNN", digits), ("character model", characters)):
-        rows = {}
-        for seed in SEEDS:
-            for bits, uniform, mixed, chosen in costs(model, seed):
-                rows.setdefault(bits, []).append((uniform, mixed))
-                print(name, seed, bits, f"{uniform:.4f} {mixed:.4f}", chosen, flush=True)
-        for bits, of in list(rows.items())[1:]:  # at the fewest bits there is nothing to choose
-            uniform, mixed = zip(*of, strict=True)
-            each = lambda values: ", ".join(f"{v:+.3f}" for v in values)
-            means = f"{np.mean(uniform):+.3f} | {np.mean(mixed):+.3f}"
-            lines.append(f"| {name} | {bits} bits | {each(uniform)} | {each(mixed)} | {means} |")
-    publish("mixed_precision", "\n".join(lines))
+MODELS = {"digits CNN": digits, "character model": characters}
+
+
+def cost_rows(seeds, *names):
+    for name in names:
+        found = {}
+        for seed in range(seeds):
+            for bits, *grown in costs(MODELS[name], seed):
+                found.setdefault(bits, []).append(grown)
+        for bits in WIDTHS[1:-1]:  # at the fewest bits there is nothing to choose
+            each = tuple(zip(*found[bits], strict=True))  # uniform, chosen
+            words = [", ".join(f"{v:+.3f}" for v in values) for values in each]
+            yield name, f"{bits} bits", *words, *(f"{np.mean(values):+.3f}" for values in each)
+
+
+PACKAGES = ("scikit-learn",)
+COLUMNS = "model", "budget of", "uniform, three seeds", "chosen, three seeds", "mean, uniform", "mean, chosen"
+PARTS = {"costs": Part(COLUMNS, cost_rows, 3, tuple(MODELS))}

@@ -2,17 +2,16 @@
 """What fake-quantizing a params pytree costs: GPT-2-small shapes, and the training step of an MLP."""
 
 import itertools
-import statistics
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import qwix
-from runner import Ratio, goals, made, seconds
 
 from jaxquant import fake_quant_params, weight_spec
+
+from .runner import Part, compared, donated, made, ratios, verdict
 
 RNG = np.random.default_rng(0)
 RULES = [("**/embedding", weight_spec(8, channel_axis=0)), ("**/kernel", weight_spec(8, channel_axis=-1))]
@@ -61,16 +60,6 @@ def straight_through_clipped(x, axis):
     return (v + jax.lax.stop_gradient(jnp.round(v) - v)) * scale
 
 
-def donated(f, tree):
-    """A run whose result is written into the memory of its argument and is the argument of the next."""
-    jitted, held = jax.jit(f, donate_argnums=0), [jax.tree.map(jnp.copy, tree)]
-
-    def run():
-        held[0] = jax.block_until_ready(jitted(held[0]))
-
-    return run
-
-
 def two_passes(tree):
     """A pass that reads the tree and one that writes it, each compiled alone: the least that a range can cost."""
     largest = jax.jit(lambda t: matrices(lambda v, axis: jnp.max(jnp.abs(v), 1 - axis), t))
@@ -86,11 +75,6 @@ def two_passes(tree):
     return run
 
 
-def compared(runs, base, rounds):
-    times = seconds(runs, rounds)
-    return lambda run, to=base: Ratio(*np.quantile(times[run] / times[to], [0.5, 0.25, 0.75]))
-
-
 def tree_rows(rounds):
     tree = gpt2()
     ours = lambda t: fake_quant_params(t, RULES)
@@ -101,12 +85,12 @@ def tree_rows(rounds):
             "ours": donated(ours, tree),
             "qwix": donated(lambda t: matrices(of_qwix, t), tree),
         },
-        "two",
         rounds,
     )
-    yield f"forward, to two passes (they are {to('two', 'x + 1')} of x + 1)", to("ours"), 1.2
-    yield f"forward, to x + 1 (qwix {to('qwix', 'x + 1')})", to("ours", "x + 1"), None
-    yield "forward, to qwix", to("ours", "qwix"), 1.0
+    two, whole, theirs = (to("ours", base) for base in ("two", "x + 1", "qwix"))
+    yield f"forward, to two passes (they are {to('two', 'x + 1')} of x + 1)", two, verdict(two, 1.2)
+    yield f"forward, to x + 1 (qwix {to('qwix', 'x + 1')})", whole, ""
+    yield "forward, to qwix", theirs, verdict(theirs, 1.0)
 
     def with_vjp(f):
         """The gradient is written into the memory of the cotangent, and the value into memory to spare."""
@@ -125,24 +109,26 @@ def tree_rows(rounds):
 
     forms = {"naive": straight_through, "clipped": straight_through_clipped}
     runs = {name: with_vjp(lambda t, f=f: matrices(f, t)) for name, f in forms.items()}
-    to = compared({**runs, "ours": with_vjp(ours)}, "naive", rounds)
-    yield "forward and vjp, to x + stop_gradient(q(x) - x), whose vjp is nothing", to("ours"), 1.05
-    yield "forward and vjp, to the form that clips", to("ours", "clipped"), 1.05
+    to = compared({**runs, "ours": with_vjp(ours)}, rounds)
+    naive_, clipped = to("ours", "naive"), to("ours", "clipped")
+    yield "forward and vjp, to x + stop_gradient(q(x) - x), whose vjp is nothing", naive_, verdict(naive_, 1.05)
+    yield "forward and vjp, to the form that clips", clipped, verdict(clipped, 1.05)
 
 
-def making_rows():
+def making_rows(rounds):
     tree = jax.eval_shape(gpt2)
-    traces, compiles = zip(*(made(lambda t: fake_quant_params(t, RULES), tree) for _ in range(5)), strict=True)
-    yield "trace, seconds", f"{statistics.median(traces):.2f}", None
-    yield "compile, seconds", f"{statistics.median(compiles):.2f}", 2.5
+    times = [made(lambda t: fake_quant_params(t, RULES), tree) for _ in range(rounds)]
+    trace, compile_ = map(float, np.median(times, 0))
+    yield "trace, seconds", trace, ""
+    yield "compile, seconds", compile_, verdict(compile_, 2.5)
 
 
-def dispatch_rows():
+def dispatch_rows(rounds):
     """The same 148 leaves of a few numbers each, so that the call is what takes the time."""
     tree = gpt2(width=4, words=8, positions=4)
     runs = {"x + 1": lambda t: jax.tree.map(lambda v: v + 1, t), "ours": lambda t: fake_quant_params(t, RULES)}
-    to = compared({name: donated(f, tree) for name, f in runs.items()}, "x + 1", 1001)
-    yield "dispatch, to x + 1", to("ours"), 1.5
+    to = ratios({name: donated(f, tree) for name, f in runs.items()}, "x + 1", rounds)["ours"]
+    yield "dispatch, to x + 1", to, verdict(to, 1.5)
 
 
 def mlp_step(quantizer):
@@ -179,21 +165,26 @@ def mlp_rows(rounds):
     for name, quantizer in quantizers.items():
         optimizer, step = mlp_step(quantizer)
         state = optimizer.init(params)
-        times[name] = np.median([made(step, params, state, x, labels) for _ in range(5)], 0)
+        times[name] = np.median([made(step, params, state, x, labels) for _ in range(max(1, rounds // 20))], 0)
         jitted, held = jax.jit(step, donate_argnums=(0, 1)), [jax.tree.map(jnp.copy, (params, state))]
 
         def run(jitted=jitted, held=held):
             held[0] = jax.block_until_ready(jitted(*held[0], x, labels))
 
         runs[name] = run
-    to = compared(runs, "float", rounds)
-    yield f"MLP step, to the float step (qwix's round trip, by hand straight-through: {to('qwix')})", to("ours"), 1.06
+    to = ratios(runs, "float", rounds)
+    by_hand = f"qwix's round trip, by hand straight-through: {to['qwix']}"
+    yield f"MLP step, to the float step ({by_hand})", to["ours"], verdict(to["ours"], 1.06)
     for i, (part, goal) in enumerate((("trace", 1.5), ("compile", 1.4))):
-        yield f"MLP step, {part}, to the float step", f"{times['ours'][i] / times['float'][i]:.2f}", goal
+        ratio = float(times["ours"][i] / times["float"][i])
+        yield f"MLP step, {part}, to the float step", ratio, verdict(ratio, goal)
 
 
-PARTS = {"tree": lambda: tree_rows(15), "making": making_rows, "dispatch": dispatch_rows, "mlp": lambda: mlp_rows(101)}
-
-
-if __name__ == "__main__":
-    goals("params_transform", PARTS, sys.argv[1:], "jaxquant", "optax", "qwix")
+PACKAGES = "optax", "qwix"
+COLUMNS = "", "jaxquant", "goal"
+PARTS = {
+    "tree": Part(COLUMNS, tree_rows, 15),
+    "making": Part(COLUMNS, making_rows, 5),
+    "dispatch": Part(COLUMNS, dispatch_rows, 1001),
+    "mlp": Part(COLUMNS, mlp_rows, 101),
+}

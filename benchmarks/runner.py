@@ -5,12 +5,16 @@ import os
 import pathlib
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
 class Ratio(NamedTuple):
@@ -25,7 +29,7 @@ class Ratio(NamedTuple):
 def seconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
     """The times of each run, one of each in every round, so that what slows the machine slows all of them."""
     for run in runs.values():
-        for _ in range(3):
+        for _ in range(min(rounds, 3)):
             run()
     times = {name: [] for name in runs}
     for i in range(rounds):
@@ -37,16 +41,21 @@ def seconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.
     return {name: np.array(t) for name, t in times.items()}
 
 
-def ratios(runs: dict[str, Callable[[], object]], base: str, rounds: int = 61) -> dict[str, Ratio]:
-    """Time of each run over that of `base` in the same round: the median and the quartiles."""
+def compared(runs: dict[str, Callable[[], object]], rounds: int) -> Callable[[str, str], Ratio]:
+    """As a function of (run, base): time of the run over that of the base in the same round."""
     times = seconds(runs, rounds)
-    quartiles = {name: np.quantile(t / times[base], [0.5, 0.25, 0.75]) for name, t in times.items() if name != base}
-    return {name: Ratio(*q) for name, q in quartiles.items()}
+    return lambda run, base: Ratio(*np.quantile(times[run] / times[base], [0.5, 0.25, 0.75]))
 
 
-def donated(f: Callable, x: jax.Array, *others: jax.Array) -> Callable[[], object]:
-    """A run of `f(x, *others)` that writes into the memory of `x`, and feeds the next run with its result."""
-    jitted, held = jax.jit(f, donate_argnums=0), [x.copy()]
+def ratios(runs: dict[str, Callable[[], object]], base: str, rounds: int) -> dict[str, Ratio]:
+    """Of each run to `base`."""
+    to = compared(runs, rounds)
+    return {name: to(name, base) for name in runs if name != base}
+
+
+def donated(f: Callable, x: Any, *others: Any) -> Callable[[], object]:
+    """A run of `f(x, *others)` that writes into the memory of the tree `x`, and feeds the next run with its result."""
+    jitted, held = jax.jit(f, donate_argnums=0), [jax.tree.map(jnp.copy, x)]
 
     def run():
         held[0] = jax.block_until_ready(jitted(held[0], *others))
@@ -66,19 +75,14 @@ def machine(*packages: str) -> str:
     names = {line.split(":")[1].strip() for line in lines if line.startswith("model name")}
     flags = {flag for line in lines if line.startswith("flags") for flag in line.split(":")[1].split()}
     sets = [name for name in ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8") if name in flags]
-    device = jax.devices()[0]
     parts = [", ".join(sorted(names)), " ".join(sets), f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
-    parts += [f"jax device {device.device_kind}"]
-    return "; ".join(parts + [f"{name} {version(name)}" for name in ("jax", "jaxlib", *packages)])
+    parts += [f"jax device {jax.devices()[0].device_kind}"]
+    parts += [f"{name} {version(name)}" for name in ("jax", "jaxlib", *packages)]
+    if "torch" in packages:
+        import torch
 
-
-def publish(name: str, text: str) -> None:
-    """Prints a table and puts it between its marks in docs/benchmarks.md."""
-    print(text)
-    path = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks.md"
-    before, rest = path.read_text().split(f"<!-- {name} -->\n")
-    _, after = rest.split(f"<!-- /{name} -->\n")
-    path.write_text(f"{before}<!-- {name} -->\n{text}\n<!-- /{name} -->\n{after}")
+        parts.append(f"torch with {torch.get_num_threads()} threads")
+    return "; ".join(parts)
 
 
 def made(f: Callable, *args: object) -> tuple[float, float]:
@@ -91,14 +95,60 @@ def made(f: Callable, *args: object) -> tuple[float, float]:
     return between - start, time.perf_counter() - between
 
 
-def goals(name: str, parts: dict[str, Callable], chosen: list[str], column: str, *packages: str) -> None:
-    """The rows (what, got, goal or None) of the chosen parts as a table; published if all parts are."""
-    rows = [row for part in chosen or parts for row in parts[part]()]
-    lines = [f"Measured on: {machine(*packages)}.", "", f"| | {column} | goal |", "|---|---|---|"]
-    for what, got, goal in rows:
-        met = goal is not None and float(str(got).split()[0]) <= goal
-        lines.append(f"| {what} | {got} | {'' if goal is None else f'{goal}, ' + ('met' if met else 'missed')} |")
-    if chosen:
-        print("\n".join(lines))
-    else:
+class Part(NamedTuple):
+    """Rows of a benchmark: `rows(rounds, *cases)` gives them, with a cell for each column."""
+
+    columns: tuple[str, ...]
+    rows: Callable[..., Iterator[tuple]]
+    rounds: int
+    cases: tuple = ()
+
+
+def verdict(got: Ratio | float, goal: float | None) -> str:
+    """A goal, and whether it is met."""
+    if goal is None:
+        return ""
+    met = round(got.median if isinstance(got, Ratio) else got, 2) <= goal
+    return f"{goal}, {'met' if met else 'missed'}"
+
+
+def written(cell: Any) -> str:
+    """A cell as Markdown has it."""
+    if isinstance(cell, tuple) and not isinstance(cell, Ratio):
+        return ", ".join(map(written, cell))
+    return f"{cell:.2f}" if isinstance(cell, float) else str(cell)
+
+
+def row_of(columns: Iterable[str], cells: Iterable[Any]) -> dict[str, Any]:
+    """A row for JSON: cells by the names of their columns."""
+    plain = (cell._asdict() if isinstance(cell, Ratio) else cell for cell in cells)
+    return {column or "what": cell for column, cell in zip(columns, plain, strict=True)}
+
+
+def measured(name: str, benchmark: ModuleType, chosen: list[str], quick: bool) -> dict[str, Any]:
+    """Prints the rows of a benchmark as they come, and publishes them if they are all of it; gives them for JSON."""
+    lines, rows, columns, about = [], [], (), machine(*benchmark.PACKAGES)
+
+    def tell(*new):
+        print(*new, sep="\n", flush=True)
+        lines.extend(new)
+
+    tell(f"Measured on: {about}.")
+    for part in (benchmark.PARTS[name] for name in chosen or benchmark.PARTS):
+        if part.columns != columns:
+            columns = part.columns
+            tell("", f"| {' | '.join(columns)} |".replace("|  |", "| |"), "|---" * len(columns) + "|")
+        effort = (max(1, part.rounds // 10), *part.cases[:1]) if quick else (part.rounds, *part.cases)
+        for cells in part.rows(*effort):
+            tell(f"| {' | '.join(map(written, cells))} |")
+            rows.append(row_of(columns, cells))
+    if not (chosen or quick):
         publish(name, "\n".join(lines))
+    return {"machine": about, "rows": rows}
+
+
+def publish(name: str, text: str) -> None:
+    """Puts tables between their marks in docs/benchmarks.md."""
+    before, rest = PAGE.read_text().split(f"<!-- {name} -->\n")
+    _, after = rest.split(f"<!-- /{name} -->\n")
+    PAGE.write_text(f"{before}<!-- {name} -->\n{text}\n<!-- /{name} -->\n{after}")

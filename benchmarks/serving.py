@@ -3,15 +3,15 @@
 
 import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from runner import goals, kept, made, ratios
 
 from jaxquant import QParams, Rule, activation_spec, dot_general, quantize, quantize_fn, weight_spec
+
+from .runner import Part, kept, made, ratios, verdict
 
 RNG = np.random.default_rng(0)
 SYMMETRIC, AFFINE = activation_spec(8, symmetric=True), activation_spec(8)
@@ -32,10 +32,10 @@ PARAMS = [normal(2048, 2048, size=2048**-0.5) for _ in range(4)]
 GOALS = {1: 0.6, 8: 0.45, 128: 0.2}
 
 
-def serving_rows(rounds):
+def serving_rows(rounds, *batches):
     q = quantize_fn(mlp, [Rule("*", weight_spec(8), SYMMETRIC)])
     weight_only = quantize_fn(mlp, [("*", weight_spec(8))])
-    for rows, goal in GOALS.items():
+    for rows in batches:
         x = normal(rows, 2048)
         s = q.init_qparams(PARAMS, x)
         frozen = q.freeze(PARAMS, x, qparams=s)
@@ -53,12 +53,12 @@ def serving_rows(rounds):
             rounds,
         )
         for name, ratio in to.items():
-            yield f"{rows} rows: {name}", ratio, goal if name == "frozen, static" else None
+            yield f"{rows} rows: {name}", ratio, verdict(ratio, GOALS[rows] if name == "frozen, static" else None)
 
 
-def layout_rows(rounds):
+def layout_rows(rounds, *batches):
     """A weight at rest as the model has it, or as frozen: what one int8 product takes of the float32 one."""
-    for rows in GOALS:
+    for rows in batches:
         x, w = normal(rows, 2048), PARAMS[0]
         codes = quantize(x, SYMMETRIC, QParams(0.03, 0.0))
         own = quantize(w, weight_spec(8, channel_axis=1))
@@ -70,7 +70,7 @@ def layout_rows(rounds):
             ),
         }
         for name, ratio in ratios(runs, "float", rounds).items():
-            yield f"{rows} rows: one int8 product of a weight {name}", ratio, None
+            yield f"{rows} rows: one int8 product of a weight {name}", ratio, ""
 
 
 def step_rows(rounds):
@@ -80,11 +80,8 @@ def step_rows(rounds):
     s = q.init_qparams(params, x)
     static = lambda p, x, s: q(p, x, qparams=s)
     dynamic = {"q(params)": kept(q, params, x), "q(params, qparams=)": kept(static, params, x, s)}
-    yield (
-        "q(params, qparams=), 256 rows, to q(params)",
-        ratios(dynamic, "q(params)", rounds)["q(params, qparams=)"],
-        1.1,
-    )
+    to = ratios(dynamic, "q(params)", rounds)["q(params, qparams=)"]
+    yield "q(params, qparams=), 256 rows, to q(params)", to, verdict(to, 1.1)
 
     def step(p, s, x):
         moved = lambda v, g: v - 1e-6 * g
@@ -92,16 +89,19 @@ def step_rows(rounds):
         return jax.tree.map(moved, (p, s), jax.grad(loss)((p, s)))
 
     runs = {"dynamic": kept(step, params, {}, x), "with qparams": kept(step, params, s, x)}
-    yield "training step with qparams, to the dynamic one", ratios(runs, "dynamic", rounds)["with qparams"], 1.15
+    to = ratios(runs, "dynamic", rounds)["with qparams"]
+    yield "training step with qparams, to the dynamic one", to, verdict(to, 1.15)
     runs = {
         "evaluation": kept(mlp, params, x),
         "observe": kept(functools.partial(q.observe, with_value=True), params, x),
     }
-    yield "q.observe(with_value=True), to an evaluation in float", ratios(runs, "evaluation", rounds)["observe"], 1.3
+    to = ratios(runs, "evaluation", rounds)["observe"]
+    yield "q.observe(with_value=True), to an evaluation in float", to, verdict(to, 1.3)
     without, with_ = (
-        np.median([made(f, *args)[0] for _ in range(7)]) for f, args in ((q, (params, x)), (static, (params, x, s)))
+        np.median([made(f, *args)[0] for _ in range(max(1, rounds // 6))])
+        for f, args in ((q, (params, x)), (static, (params, x, s)))
     )
-    yield "tracing with qparams, to without", f"{with_ / without:.2f}", 1.3
+    yield "tracing with qparams, to without", float(with_ / without), verdict(with_ / without, 1.3)
 
 
 LAYERS, WIDTH, HEADS, CONTEXT = 4, 512, 8, 64
@@ -123,14 +123,14 @@ def language_model(params, tokens, keys, values):
     return x @ params["embedding"].T, keys, values
 
 
-def language_rows(rounds):
+def language_rows(rounds, *batches):
     size = WIDTH**-0.5
     layers = {
         "qkv": normal(LAYERS, WIDTH, 3 * WIDTH, size=size), "out": normal(LAYERS, WIDTH, WIDTH, size=size),
         "up": normal(LAYERS, WIDTH, 4 * WIDTH, size=size), "down": normal(LAYERS, 4 * WIDTH, WIDTH, size=size / 2),
     }  # fmt: skip
     params = {"embedding": normal(8192, WIDTH, size=size), "layers": layers}
-    for batch in (1, 16):
+    for batch in batches:
         tokens = jnp.asarray(RNG.integers(0, 8192, batch))
         cache = [normal(LAYERS, batch, CONTEXT, HEADS, WIDTH // HEADS) for _ in range(2)]
         runs = {"float": kept(language_model, params, tokens, *cache)}
@@ -147,16 +147,18 @@ def language_rows(rounds):
             )
         for name, ratio in ratios(runs, "float", rounds).items():
             goal = 1.0 if (name, batch) == ("w8a8", 16) else None
-            yield f"language model, one token for each of {batch}, {name}, frozen and static", ratio, goal
+            yield (
+                f"language model, one token for each of {batch}, {name}, frozen and static",
+                ratio,
+                verdict(ratio, goal),
+            )
 
 
+PACKAGES = ()
+COLUMNS = "", "ratio", "goal"
 PARTS = {
-    "serving": lambda: serving_rows(31),
-    "layouts": lambda: layout_rows(101),
-    "steps": lambda: step_rows(41),
-    "language": lambda: language_rows(61),
+    "serving": Part(COLUMNS, serving_rows, 31, tuple(GOALS)),
+    "layouts": Part(COLUMNS, layout_rows, 101, tuple(GOALS)),
+    "steps": Part(COLUMNS, step_rows, 41),
+    "language": Part(COLUMNS, language_rows, 61, (1, 16)),
 }
-
-
-if __name__ == "__main__":
-    goals("serving", PARTS, sys.argv[1:], "ratio")

@@ -89,28 +89,98 @@ def accuracy():
     return figure
 
 
-def serving():
-    """Latency by the table of docs/benchmarks.md, size by the table that notebook 05 prints; both of float32."""
-    page = (FOLDER.parent / "benchmarks.md").read_text()
-    found = dict(re.findall(r"^\| (\d+ rows: [^|]*?) \| ([\d.]+) ", page, re.M))
-    names = {"frozen, static": "frozen, static", "frozen, dynamic": "frozen, dynamic", "q(params)": "not frozen"}
-    figure, (latency, size) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=(2, 1))
-    for k, (name, label) in enumerate(names.items()):
-        times = [float(found[f"{rows} rows: {name}"]) for rows in (1, 8, 128)]
-        bars = latency.bar(np.arange(3) + 0.28 * k, times, 0.25, label=label)
-        latency.bar_label(bars, fmt="%.2f", fontsize=9, color=GRAY)
-    latency.axhline(1, color=GRAY, linewidth=0.8, linestyle="--")
-    latency.set_xticks(np.arange(3) + 0.28, ["1 row", "8 rows", "128 rows"])
-    latency.set(title="Time of a call, 4 layers of 2048 x 2048, float32 = 1")
-    latency.legend()
+def published(benchmark, named=1):
+    """The rows of a benchmark in docs/benchmarks.md: the cells by the first one, or the first two."""
+    table = (FOLDER.parent / "benchmarks.md").read_text().split(f"<!-- {benchmark} -->")[1].split("<!-- /")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    return {", ".join(cells[:named]): cells[named:] for cells in rows}
+
+
+def grouped(axis, groups, title):
+    """A bar for each label of each group that has it, `{group: {label: value}}`, with a line at 1."""
+    labels = list(dict.fromkeys(label for values in groups.values() for label in values))
+    width = 0.84 / len(labels)
+    for k, label in enumerate(labels):
+        having = [i for i, values in enumerate(groups.values()) if label in values]
+        heights = [values[label] for values in groups.values() if label in values]
+        bars = axis.bar(np.array(having) + width * k, heights, width * 0.9, label=label)
+        axis.bar_label(bars, fmt="%.2f", fontsize=9, color=GRAY)
+    axis.axhline(1, color=GRAY, linewidth=0.8, linestyle="--")
+    axis.set_xticks(np.arange(len(groups)) + width * (len(labels) - 1) / 2, list(groups))
+    axis.set_title(title)
+    axis.margins(y=0.12)
+    if len(labels) > 1:
+        axis.legend()
+
+
+def sizes(axis):
+    """By the table that notebook 05 prints."""
     (table,) = (text for text in printed("05_train_freeze_serve") if text.lstrip().startswith("bytes"))
-    sizes = dict(re.findall(r"^(\w[\w ]*?) +\d+ +([\d.]+) +\d+$", table, re.M))
-    bars = size.bar(
-        [name.replace(" in ", "\nin ") for name in sizes], [float(v) for v in sizes.values()], color=COLORS[2]
-    )
-    size.bar_label(bars, fmt="%.2f", fontsize=9, color=GRAY)
-    size.tick_params(axis="x", labelsize=8)
-    size.set(title="Bytes of the language model")
+    found = re.findall(r"^(\w[\w ]*?) +\d+ +([\d.]+) +\d+$", table, re.M)
+    groups = {name.replace(" in ", "\nin "): {"bytes": float(value)} for name, value in found}
+    grouped(axis, groups, "Bytes of a language model")
+    axis.tick_params(axis="x", labelsize=8)
+
+
+def first(cell):
+    return float(cell.split()[0])
+
+
+def serving():
+    """What freezing is worth, and the size."""
+    table = published("serving")
+    names = {"frozen, static": "frozen, static", "frozen, dynamic": "frozen, dynamic", "q(params)": "not frozen"}
+    groups = {
+        f"{rows} row{'s' * (rows > 1)}": {
+            label: first(table[f"{rows} rows: {name}"][0]) for name, label in names.items()
+        }
+        for rows in (1, 8, 128)
+    }
+    figure, (latency, size) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=(2, 1))
+    grouped(latency, groups, "Time of a call, 4 layers of 2048 x 2048, float32 = 1")
+    sizes(size)
+    return figure
+
+
+def benchmarks():
+    """The training step, serving, a linear layer, the size and the compile time, each to float and beside peers."""
+    steps, calls, compiling = map(published, ("function_transform", "serving", "compile_cost"))
+    figure, axes = plt.subplot_mosaic([["step", "size"], ["call", "layer"], ["compile", "compile"]], figsize=(10, 9))
+    groups = {
+        model: {
+            label: first(steps[f"{model} step, {name}"][0]) for label, name in (("jaxquant", "int8"), ("qwix", "qwix"))
+        }
+        for model in ("MLP", "transformer")
+    }
+    grouped(axes["step"], groups, "Training step, float32 = 1")
+    axes["step"].set_ylim(0, 1.6)
+    sizes(axes["size"])
+    rows = {f"MLP,\n{n} row{'s' * (n > 1)}": f"{n} rows: frozen, static" for n in (1, 8, 128)}
+    language = "language model, one token for each of {}, w8a8, frozen and static"
+    rows |= {f"language\nmodel, {n}": language.format(n) for n in (1, 16)}
+    groups = {group: {"jaxquant": first(calls[row][0])} for group, row in rows.items()}
+    grouped(axes["call"], groups, "Serving call, frozen, float32 = 1")
+    layers, groups = published("integer", 2), {}
+    for n in (1, 16, 128):
+        ours, _, _, _, _, qwix, _, onnxruntime = layers[f"2048^2, {n}"]
+        found = {"jaxquant": ours, "qwix": qwix, "ONNX Runtime": onnxruntime}
+        groups[f"{n} row{'s' * (n > 1)}"] = {label: first(cell) for label, cell in found.items()}
+    grouped(axes["layer"], groups, "Linear layer of 2048 x 2048, float32 = 1")
+    models = {
+        "MLP": "MLP",
+        "transformer of 4 layers": "transformer",
+        "CNN of six shapes": "CNN",
+        "MobileNetV2": "MobileNetV2",
+    }
+    groups = {
+        short: {
+            label: float(compiling[row][0].split(", ")[1])
+            for label, row in (("jaxquant", model), ("qwix", f"{model}, qwix"))
+            if row in compiling
+        }
+        for model, short in models.items()
+    }
+    grouped(axes["compile"], groups, "Compile time of the gradient, float32 = 1")
     return figure
 
 
@@ -272,7 +342,19 @@ def costs():
     return report(q, params, x, loss=lambda y: jnp.mean((y - targets) ** 2)).plot()
 
 
-FIGURES = (pipeline, accuracy, serving, staircase, granularities, onto_the_grid, curves, ranges, sqnr, costs)
+FIGURES = (
+    pipeline,
+    accuracy,
+    benchmarks,
+    serving,
+    staircase,
+    granularities,
+    onto_the_grid,
+    curves,
+    ranges,
+    sqnr,
+    costs,
+)
 
 if __name__ == "__main__":
     mpl.use("svg")

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One command knows every table of docs/benchmarks.md, and says in JSON what it has measured."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import runner
+from benchmarks.__main__ import NAMES
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_the_page_has_a_place_for_every_benchmark():
+    marks = re.findall(r"^<!-- (\w+) -->$.*?^<!-- /\1 -->$", runner.PAGE.read_text(), re.M | re.S)
+    assert (*marks, "accelerator") == NAMES
+    files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert files - {"__init__", "__main__", "runner", "exactness"} == set(NAMES)
+
+
+def test_a_goal_is_met_as_it_is_read():
+    assert runner.verdict(runner.Ratio(1.404, 1.0, 2.0), 1.4) == "1.4, met"
+    assert runner.verdict(1.41, 1.4) == "1.4, missed"
+    assert runner.verdict(9.0, None) == ""
+
+
+@pytest.mark.slow
+def test_a_quick_run_writes_json_and_leaves_the_page(tmp_path):
+    before = runner.PAGE.read_text()
+    command = [sys.executable, "-m", "benchmarks", "serving.layouts", "accelerator", "--quick"]
+    done = subprocess.run([*command, "--json", tmp_path / "found.json"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["serving"]
+    assert "jax" in found["machine"]
+    assert [row["ratio"].keys() for row in found["rows"]] == [{"median", "low", "high"}] * 2
+    for row in found["rows"]:
+        assert f"| {row['what']} | {row['ratio']['median']:.2f} (" in done.stdout
+    assert "no accelerator" in done.stdout
+    assert runner.PAGE.read_text() == before
