@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxquant import QParams, Rule, activation_spec, dot_general, quantize, quantize_fn, weight_spec
+from jaxquant import QArray, QParams, Rule, activation_spec, dot_general, quantize, quantize_fn, weight_spec
 
 from .runner import Part, kept, made, ratios, verdict
 
@@ -71,6 +71,21 @@ def layout_rows(rounds, *batches):
         }
         for name, ratio in ratios(runs, "float", rounds).items():
             yield f"{rows} rows: one int8 product of a weight {name}", ratio, ""
+
+
+def packed_rows(rounds):
+    """Weight-only weights of 4 bits two in a byte, as frozen, to one in a byte."""
+    scanned = lambda stack, x: lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, stack)[0]
+    x, stack = normal(8, 2048), jnp.stack(PARAMS)
+    for name, f, params in (("8 rows", mlp, PARAMS), ("8 rows, in a scan over the layers", scanned, {"w": stack})):
+        f = f if params is PARAMS else lambda p, x, f=f: f(p["w"], x)
+        q = quantize_fn(f, [("*", weight_spec(4, block_size=32))])
+        frozen = q.freeze(params, x)
+        in_bytes = jax.tree.map(
+            lambda v: dataclasses.replace(v, values=v.values), frozen, is_leaf=lambda v: isinstance(v, QArray)
+        )
+        runs = {"two": kept(q, frozen, x), "one": kept(q, in_bytes, x)}
+        yield f"{name}: 4-bit weights two in a byte, to one in a byte", ratios(runs, "one", rounds)["two"], ""
 
 
 def step_rows(rounds):
@@ -159,6 +174,7 @@ COLUMNS = "", "ratio", "goal"
 PARTS = {
     "serving": Part(COLUMNS, serving_rows, 31, tuple(GOALS)),
     "layouts": Part(COLUMNS, layout_rows, 101, tuple(GOALS)),
+    "packed": Part(COLUMNS, packed_rows, 31),
     "steps": Part(COLUMNS, step_rows, 41),
     "language": Part(COLUMNS, language_rows, 61, (1, 16)),
 }
