@@ -92,14 +92,13 @@ def test_a_plan_is_the_sites_as_data():
 
 def test_a_plan_is_a_table():
     rows = str(plan(("w", None), Rule("*", weight_spec(4, -1), A8), f=mlp, params=MLP)).splitlines()
-    said, in_float = "w     the rule says None", "4  -                               -      -         -        "
+    said, in_float = "w     the rule says None", "4  -                               -        "
     assert rows == [
-        "site     op           shape         K  quantized to                    "
-        "entry  its spec  state    rule  left in float because",
+        "site     op           shape         K  quantized to                    state    rule  left in float because",
         f"w:input  dot_general  float32[3,4]  {in_float}{said}",
         f"w        dot_general  float32[4,5]  {in_float}{said}",
-        "v:input  dot_general  float32[3,5]  5  8 bits affine per tensor        same   same      dynamic  *",
-        "v        dot_general  float32[5,2]  5  4 bits symmetric per channel 1  same   same      dynamic  *",
+        "v:input  dot_general  float32[3,5]  5  8 bits affine per tensor        dynamic  *",
+        "v        dot_general  float32[5,2]  5  4 bits symmetric per channel 1  dynamic  *",
         "2 of 4 sites are quantized",
         "parameters: quantized 1 (10 numbers, 40 bytes); left in float by a rule 1 (20 numbers, 80 bytes); "
         "matched, but no operand 1 (5 numbers, 20 bytes)",

@@ -281,7 +281,7 @@ def curves():
         _, losses = train(trained, lambda p, s=None, q=q: q(p, x, qparams=s))
         axis.semilogy(np.arange(400, 800), losses, label=f"QAT, {name}")
     axis.set(title="Training loss: float, then QAT from its end", xlabel="step", ylabel="loss")
-    axis.legend(loc="upper center")
+    axis.legend(loc="upper left", bbox_to_anchor=(0.06, 1))
     return figure
 
 

@@ -10,6 +10,7 @@ from .._spec import PerBlock, PerTensor, QuantSpec
 from .._table import as_html, as_text
 
 _HEADER = "site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "left in float because"
+_OPTIONAL = "entry", "its spec", "left in float because"
 
 
 class Site(NamedTuple):
@@ -85,13 +86,14 @@ class Plan:
         raise KeyError(f"{name!r}; the nearest names: {nearest(name, [site.name for site in self.sites])}")
 
     def __str__(self) -> str:
-        return as_text(_HEADER, self._rows(), self._sums())
+        return as_text(*self._table(), self._sums())
 
     def _repr_html_(self) -> str:
-        return as_html(_HEADER, self._rows(), self._sums(), lambda row: row[4] == "-")
+        return as_html(*self._table(), self._sums(), lambda row: row[4] == "-")
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Without the columns that say nothing in any row."""
+        rows = [
             (
                 site.name or "''",
                 site.op,
@@ -106,6 +108,11 @@ class Plan:
             )
             for site in self.sites
         ]
+        kept = [
+            i for i, name in enumerate(_HEADER) if name not in _OPTIONAL or {row[i] for row in rows} - {"same", "-", ""}
+        ]
+        of = lambda cells: tuple(cells[i] for i in kept)
+        return of(_HEADER), list(map(of, rows))
 
     def _sums(self) -> tuple[str, str]:
         quantized = sum(site.spec is not None for site in self.sites)
