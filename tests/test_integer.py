@@ -513,3 +513,10 @@ def test_nothing_contracted_is_zero(granularity, execution):
     b = quantize(jnp.ones((0, 2)), QuantSpec(symmetric=False))
     got = dot_general(a, b, (((0,), (0,)), ((), ())), execution=execution)
     assert_same_bits(got, np.zeros((3, 2), np.float32))
+
+
+@both_executions
+def test_a_kernel_without_outputs(execution):
+    x, w = quantize(jnp.ones((1, 4, 2)), QuantSpec()), quantize(jnp.ones((3, 2, 0)), QuantSpec())
+    got = conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), execution=execution)
+    assert_same_bits(got, np.zeros((1, 4, 0), np.float32))
