@@ -453,19 +453,21 @@ def test_shard_map(kind):
     assert_same_bits(jax.jit(run)(a, b), f(a, b))
 
 
+@pytest.mark.parametrize("free", [(4,), (2, 2)], ids=str)
 @both_executions
-def test_gradients_are_those_of_the_float_formulation(execution):
+def test_gradients_are_those_of_the_float_formulation(execution, free):
     """To the scales, and exactly so where no product rounds."""
     rng = np.random.default_rng(11)
-    a, b = array(rng, (4, 32), QuantSpec(bits=4, symmetric=False)), array(rng, (32, 6), weight_spec(4, -1, 8))
+    a, b = array(rng, (*free, 32), QuantSpec(bits=4, symmetric=False)), array(rng, (32, 6), weight_spec(4, -1, 8))
+    numbers = (((len(free),), (0,)), ((), ()))
     a, b = (QArray(q.values, 2.0 ** jnp.round(jnp.log2(q.scale)), q.zero_point, q.spec, q.dtype) for q in (a, b))
-    g = jnp.asarray(rng.integers(-4, 5, (4, 6)).astype(np.float32))
+    g = jnp.asarray(rng.integers(-4, 5, (*free, 6)).astype(np.float32))
     scales = a.scale, b.scale
     with_scales = lambda s, t: (
         QArray(a.values, s, a.zero_point, a.spec, a.dtype), QArray(b.values, t, b.zero_point, b.spec, b.dtype)
     )  # fmt: skip
-    real = lambda s, t: lax.dot_general(*map(dequantize, with_scales(s, t)), MATMUL)
-    ours = lambda s, t: dot_general(*with_scales(s, t), MATMUL, execution=execution)
+    real = lambda s, t: lax.dot_general(*map(dequantize, with_scales(s, t)), numbers)
+    ours = lambda s, t: dot_general(*with_scales(s, t), numbers, execution=execution)
     for got, want in zip(jax.vjp(ours, *scales)[1](g), jax.vjp(real, *scales)[1](g), strict=True):
         assert_same_bits(got, want)
 
