@@ -30,6 +30,7 @@ from jaxquant import (
     quantize,
     weight_spec,
 )
+from jaxquant._affine import quantize_straight_through
 from jaxquant._integer._contract import contract
 from jaxquant._integer._dot import Dot
 from jaxquant._spec import qparams_shape
@@ -442,6 +443,16 @@ def test_sharded(kind, axis_type, columns):
         got = jax.jit(f)(a, b)
     assert_same_bits(got, want)
     assert got.sharding.spec[-1 if columns else 0] == "data"
+
+
+@pytest.mark.parametrize("qparams", [None, QParams(0.5, 0.0)], ids=["dynamic", "static"])
+def test_flags_of_nan_on_an_explicit_mesh(qparams):
+    x, on = np.ones((8, 4), np.float32), mesh("Explicit")
+    x[1, 2] = np.nan
+    flags = jax.jit(lambda x: quantize_straight_through(x, QuantSpec(), (1,), None, qparams)[2])
+    want = flags(x)
+    with jax.set_mesh(on):
+        assert_same_bits(flags(jax.device_put(x, NamedSharding(on, P("data", None)))), want)
 
 
 @pytest.mark.parametrize("kind", ["dot", "conv"])
