@@ -67,6 +67,15 @@ def test_reshaped_keeps_what_it_can():
         assert groups.reshaped(np.zeros(sizes, np.float32), SHAPE, new).shape == want
 
 
+def test_an_axis_of_size_1_that_comes_or_goes_stands_alone():
+    for old, new, want in [
+        ((1,), (1, 1), [((), (0,)), ((0,), (1,))]),
+        ((1, 1), (1,), [((0,), ()), ((1,), (0,))]),
+        ((3, 1), (3, 1, 1), [((0,), (0,)), ((), (1,)), ((1,), (2,))]),
+    ]:
+        assert [tuple(map(tuple, run)) for run in groups.segments(old, new)] == want
+
+
 def test_reshaped_to_and_from_nothing():
     assert groups.reshaped(np.ones((1, 1), np.float32), (1, 1), ()).shape == ()
     assert groups.reshaped(np.ones((), np.float32), (), (1, 1)).shape == (1, 1)

@@ -30,6 +30,7 @@ from jaxquant import (
     quantize,
     weight_spec,
 )
+from jaxquant._affine import quantize_straight_through
 from jaxquant._integer._contract import contract
 from jaxquant._integer._dot import Dot
 from jaxquant._spec import qparams_shape
@@ -444,6 +445,16 @@ def test_sharded(kind, axis_type, columns):
     assert got.sharding.spec[-1 if columns else 0] == "data"
 
 
+@pytest.mark.parametrize("qparams", [None, QParams(0.5, 0.0)], ids=["dynamic", "static"])
+def test_flags_of_nan_on_an_explicit_mesh(qparams):
+    x, on = np.ones((8, 4), np.float32), mesh("Explicit")
+    x[1, 2] = np.nan
+    flags = jax.jit(lambda x: quantize_straight_through(x, QuantSpec(), (1,), None, qparams)[2])
+    want = flags(x)
+    with jax.set_mesh(on):
+        assert_same_bits(flags(jax.device_put(x, NamedSharding(on, P("data", None)))), want)
+
+
 @pytest.mark.parametrize("kind", ["dot", "conv"])
 def test_shard_map(kind):
     f, stacked, b = operands(kind)
@@ -453,19 +464,21 @@ def test_shard_map(kind):
     assert_same_bits(jax.jit(run)(a, b), f(a, b))
 
 
+@pytest.mark.parametrize("free", [(4,), (2, 2)], ids=str)
 @both_executions
-def test_gradients_are_those_of_the_float_formulation(execution):
+def test_gradients_are_those_of_the_float_formulation(execution, free):
     """To the scales, and exactly so where no product rounds."""
     rng = np.random.default_rng(11)
-    a, b = array(rng, (4, 32), QuantSpec(bits=4, symmetric=False)), array(rng, (32, 6), weight_spec(4, -1, 8))
+    a, b = array(rng, (*free, 32), QuantSpec(bits=4, symmetric=False)), array(rng, (32, 6), weight_spec(4, -1, 8))
+    numbers = (((len(free),), (0,)), ((), ()))
     a, b = (QArray(q.values, 2.0 ** jnp.round(jnp.log2(q.scale)), q.zero_point, q.spec, q.dtype) for q in (a, b))
-    g = jnp.asarray(rng.integers(-4, 5, (4, 6)).astype(np.float32))
+    g = jnp.asarray(rng.integers(-4, 5, (*free, 6)).astype(np.float32))
     scales = a.scale, b.scale
     with_scales = lambda s, t: (
         QArray(a.values, s, a.zero_point, a.spec, a.dtype), QArray(b.values, t, b.zero_point, b.spec, b.dtype)
     )  # fmt: skip
-    real = lambda s, t: lax.dot_general(*map(dequantize, with_scales(s, t)), MATMUL)
-    ours = lambda s, t: dot_general(*with_scales(s, t), MATMUL, execution=execution)
+    real = lambda s, t: lax.dot_general(*map(dequantize, with_scales(s, t)), numbers)
+    ours = lambda s, t: dot_general(*with_scales(s, t), numbers, execution=execution)
     for got, want in zip(jax.vjp(ours, *scales)[1](g), jax.vjp(real, *scales)[1](g), strict=True):
         assert_same_bits(got, want)
 
@@ -513,3 +526,10 @@ def test_nothing_contracted_is_zero(granularity, execution):
     b = quantize(jnp.ones((0, 2)), QuantSpec(symmetric=False))
     got = dot_general(a, b, (((0,), (0,)), ((), ())), execution=execution)
     assert_same_bits(got, np.zeros((3, 2), np.float32))
+
+
+@both_executions
+def test_a_kernel_without_outputs(execution):
+    x, w = quantize(jnp.ones((1, 4, 2)), QuantSpec()), quantize(jnp.ones((3, 2, 0)), QuantSpec())
+    got = conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), execution=execution)
+    assert_same_bits(got, np.zeros((1, 4, 0), np.float32))

@@ -424,6 +424,15 @@ def test_mse_of_tiny_groups_is_within_1_percent_of_a_dense_search(spec, bits, si
     check_search(columns if spec.signed else {k: abs(v) for k, v in columns.items()}, spec, bits, traced=False)
 
 
+@pytest.mark.parametrize("spec", TWO, ids=repr)
+def test_mse_takes_what_is_not_finite_for_zeros(spec):
+    """A zero lies on every grid, and so costs nothing either."""
+    x = np.where(np.abs(data()) < 1e3, data(), F(np.nan))
+    x[0, :4, 3] = np.inf, -np.inf, np.nan, np.inf
+    spec = with_(spec, bits=3, granularity=PerChannel(-1))
+    same(fit_qparams(x, spec, "mse"), fit_qparams(np.where(np.isfinite(x), x, F(0)), spec, "mse"))
+
+
 @cases(
     ("granularity", "spec"),
     itertools.product([PerBlock(0, 64), PerTensor(), PerBlock(1, 1)], [QuantSpec(bits=4), activation_spec(4)]),

@@ -367,6 +367,7 @@ def test_what_cannot_be_an_integer():
     for mode in ("MIN_COMBINED", "MIN_FIRST", "SCALED"):
         assert Q(x, -1.0, 1.0, "int8", mode).output.tolist() == [-128, 127, -128]
     assert Q(x, -1.0, 1.0, "int32").output.tolist() == [-(2**31), 2**31 - 1, -(2**31)]
+    assert Q(x, -1.0, 1.0, "int32", "MIN_FIRST").output.tolist() == [-(2**31), 2**31 - 128, -(2**31)]
 
 
 def test_traced_ranges_of_quantize_are_not_checked_and_one_element_is_a_scalar():
