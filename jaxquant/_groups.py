@@ -73,7 +73,7 @@ def segments(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range
             if ends[0] > len(old) or ends[1] > len(new):  # of an empty array
                 ends = len(old), len(new)
                 break
-        if sizes[0] == 1 and (old[i : i + 1], new[j : j + 1]) == ((1,), (1,)) and len(old) - i != len(new) - j:
+        if (old[i : i + 1], new[j : j + 1]) == ((1,), (1,)) and len(old) - i != len(new) - j:
             # An axis of size 1 is there, or not, on one side alone.
             ends = (i + 1, j) if len(old) - i > len(new) - j else (i, j + 1)
         yield range(i, ends[0]), range(j, ends[1])
