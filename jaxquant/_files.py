@@ -2,6 +2,7 @@
 """Pytrees on disk, integers packed: .npz and .safetensors, with a schema version and a digest, without pickle."""
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -215,7 +216,7 @@ def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
         said |= {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": spec_to_json(leaf.spec)}
         if leaf.order:  # how it lies in memory; here values have the axes of the array
             said["order"] = list(leaf.order)
-        if leaf.stored.dtype != leaf.values.dtype:
+        if leaf.stored.dtype != leaf.spec.dtype:
             said["stored"] = str(leaf.stored.dtype)
         with named_in_errors(name):
             checked_qarray("the QArray", leaf)
@@ -300,7 +301,15 @@ def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
                 f"`like` at {path!r} must have the shapes, dtypes and spec of the file, got {_signature(leaf)}, and "
                 f"the file has {_signature(leaves[path])}. Make it of the same rules, or pass like=None."
             )
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_group), [leaves[path] for path in expected])
+    found = [_lying_like(leaf, leaves[path]) for path, leaf in expected.items()]
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_group), found)
+
+
+def _lying_like(like: Any, leaf: Any) -> Any:
+    """A leaf with the order and the dtype in memory that another has."""
+    if not isinstance(leaf, QArray):
+        return leaf
+    return dataclasses.replace(leaf, values=leaf.values.astype(like.stored.dtype), order=like.order)
 
 
 def _signature(leaf: Any) -> str:

@@ -54,7 +54,7 @@ class QArray(checks.NotAnArray):
         self, values: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any,
         order: tuple[int, ...] | None = None,
     ):  # fmt: skip
-        stored = lax.transpose(values, permutation(order, values.ndim)) if order else values
+        stored = _transposed(values, lambda ndim: permutation(order, ndim)) if order else values
         vars(self).update(stored=stored, scale=scale, zero_point=zero_point, spec=spec, dtype=dtype, order=order)
 
     @classmethod
@@ -84,7 +84,7 @@ class QArray(checks.NotAnArray):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the three arrays; `pack` makes values of 4 bits and fewer smaller."""
+        """Bytes of the three arrays in memory; int4 and uint4 take half a byte."""
         bits = lambda v: jnp.iinfo(v.dtype).bits if jnp.issubdtype(v.dtype, jnp.integer) else 8 * v.dtype.itemsize
         return sum(math.ceil(math.prod(v.shape) * bits(v) / 8) for v in (self.stored, self.scale, self.zero_point))
 
@@ -138,7 +138,8 @@ class QArray(checks.NotAnArray):
 
 
 def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], tuple[QuantSpec, Any, tuple[int, ...] | None]]:
-    arrays = {"values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
+    # By another name in another order, so that what restores arrays by their paths does not take one for the other.
+    arrays = {"stored" if q.order else "values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
     return [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()], (q.spec, q.dtype, q.order)
 
 
@@ -152,6 +153,11 @@ jax.tree_util.register_pytree_with_keys(QArray, _with_keys, _of_arrays)
 def permutation(order: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """The axes of an array in the order in which they lie, where its last axes lie in `order`."""
     order = order or ()
+    if sorted(order) != list(range(-len(order), 0)) or len(order) > ndim:
+        raise ValueError(
+            f"`order` must be the last axes of the array, counted from the end, got {tuple(order)} for an array of "
+            f"rank {ndim}. To scan or vmap along an axis that it moves, dataclasses.replace(q, order=None)."
+        )
     return *range(ndim - len(order)), *(ndim + axis for axis in order)
 
 
@@ -160,10 +166,19 @@ def _back(order: Sequence[int], ndim: int) -> tuple[int, ...]:
     return tuple(map(there.index, range(ndim)))
 
 
-def own_values(stored: Array, order: Sequence[int] | None, spec: QuantSpec) -> Array:
+def own_values(stored: Any, order: Sequence[int] | None, spec: QuantSpec) -> Any:
     """Stored values with the axes of their array, and in the dtype of their spec where they lie two in a byte."""
-    values = lax.transpose(stored, _back(order, stored.ndim)) if order else stored
-    return values.astype(spec.dtype) if values.dtype in (jnp.int4, jnp.uint4) else values
+    values = _transposed(stored, lambda ndim: _back(order, ndim)) if order else stored
+    if getattr(values, "dtype", None) not in (jnp.int4, jnp.uint4):
+        return values
+    return values.update(dtype=spec.dtype) if isinstance(values, jax.ShapeDtypeStruct) else values.astype(spec.dtype)
+
+
+def _transposed(v: Any, axes: Callable[[int], tuple[int, ...]]) -> Any:
+    """An array, or the shape of one; what else is a leaf, as it is."""
+    if isinstance(v, jax.ShapeDtypeStruct):
+        return v.update(shape=tuple(v.shape[i] for i in axes(v.ndim)), sharding=None)
+    return lax.transpose(v, axes(v.ndim)) if checks.is_array(v) else v
 
 
 def _static_to_bytes(static: tuple[QuantSpec, Any, tuple[int, ...] | None]) -> bytes:

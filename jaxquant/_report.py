@@ -113,7 +113,8 @@ class Report:
         """The rows as bars: SQNR, and with a loss what each costs it, measured and predicted.
 
         Returns:
-          `matplotlib.figure.Figure`, which a notebook shows and `savefig` writes.
+          `matplotlib.figure.Figure`: `savefig` writes it, and a notebook that has imported pyplot shows it. No bar
+          where the SQNR is infinite or NaN.
 
         Raises:
           ImportError: without matplotlib, the extra `plots`.
@@ -127,7 +128,7 @@ class Report:
         has_costs = self.loss is not None
         figure = Figure(figsize=(10, 1.2 + 0.32 * len(rows)), layout="constrained")
         left, *right = figure.subplots(1, 1 + has_costs, sharey=True, squeeze=False)[0]
-        left.barh(at, [row.sqnr for row in rows])
+        left.barh(at, [row.sqnr if math.isfinite(row.sqnr) else math.nan for row in rows])
         left.set_yticks(at, [row.entry for row in rows])
         left.set_xlabel("SQNR, dB")
         for axes in right:

@@ -51,7 +51,7 @@ FLOORS = {
     "tf/_quantize_and_dequantize": 3,
 }
 OUTSIDE = {"jax", "numpy"}
-EXTRAS = {"_files": "safetensors"}  # imported by the function that needs it
+EXTRAS = {"_files": "safetensors", "_report": "matplotlib"}  # imported by the function that needs it
 FILES = {str(p.relative_to(ROOT).with_suffix("")): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}
 
 

@@ -107,6 +107,42 @@ def test_four_bits_in_memory_are_seen_by_none(signed):
     assert_same_bits(turns(half), dequantize(q))
 
 
+def test_what_is_no_array_may_stand_in_its_place():
+    """Shapes, None and specs of a tree map; in an order, too."""
+    q = quantize(X, QuantSpec(bits=4, granularity=PerChannel((0, -1))))
+    for lying in (q, dataclasses.replace(q, order=(-1, -2)), dataclasses.replace(q, values=q.values.astype(jnp.int4))):
+        shapes = jax.eval_shape(lambda lying=lying: lying)
+        assert (shapes.shape, shapes.values.shape, shapes.values.dtype) == (q.shape, q.shape, q.values.dtype)
+        assert dataclasses.replace(shapes, scale=None).stored.shape == lying.stored.shape
+        nothing = jax.tree.map(lambda _: None, lying)
+        assert nothing.values is None
+        assert "values=None" in repr(nothing)
+        jax.tree.map(assert_same_bits, jax.tree.map(lambda v: v, lying), lying)
+
+
+def test_an_order_is_of_the_axes_that_there_are():
+    q = quantize(X[0, :, :6], QuantSpec(granularity=PerChannel(0)))
+    for order in ((0, 1), (-1, -1), (-1, -3), (-1, -2, -3)):
+        with pytest.raises(ValueError, match=r"`order` must be the last axes.*order=None"):
+            dataclasses.replace(q, order=order)
+    with pytest.raises(ValueError, match="got \\(-1, -2\\) for an array of rank 1"):
+        jax.vmap(dequantize)(dataclasses.replace(q, order=(-1, -2)))
+
+
+def test_a_scale_of_one_value_contracts_in_any_order():
+    a = quantized(PerTensor())
+    b = dataclasses.replace(a, scale=a.scale.reshape(1), zero_point=a.zero_point.reshape(1))
+    numbers = (((1,), (1,)), ((), ()))
+    assert_same_bits(dot_general(a, dataclasses.replace(b, order=(-1, -2)), numbers), dot_general(a, a, numbers))
+
+
+def test_paths_of_leaves_say_an_order():
+    names = lambda q: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(q)[0]]
+    q = quantized(PerTensor())
+    assert names(q) == [".values", ".scale", ".zero_point"]
+    assert names(dataclasses.replace(q, order=(-1, -2))) == [".stored", ".scale", ".zero_point"]
+
+
 def test_a_stack_keeps_the_order_of_its_elements():
     """In an index, a scan and a vmap: their matrices lie as before."""
     q = quantized(PerChannel((0, -1)))

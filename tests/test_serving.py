@@ -171,6 +171,15 @@ def test_weight_only_weights_of_four_bits_lie_two_in_a_byte_and_are_served_alike
     same(jax.jit(q)(served, X), want)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_a_weight_that_a_product_of_integers_reads_takes_a_byte(order):
+    """Whichever use comes first."""
+    uses = [jax.named_scope("s")(lambda p, x: x @ p["w"]), lambda p, x: x @ p["w"]]
+    rules = [Rule("w", weight_spec(4), scope="s"), Rule("w", weight_spec(4), activation_spec(4))]
+    q, params = quantize_fn(lambda p, x: [uses[i](p, x) for i in order], rules), {"w": normal(1, 8, 5)}
+    assert q.freeze(params, X)["w"].stored.dtype == jnp.int8
+
+
 def test_parameters_that_are_closed_over_are_frozen_under_jit():
     q, params = quantize_fn(lambda p, x: x @ p["w"], [("w", weight_spec(8))]), {"w": normal(1, 8, 5)}
     frozen = jax.jit(lambda x: q.freeze(params, x))(X)

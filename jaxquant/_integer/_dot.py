@@ -186,7 +186,7 @@ def _as_stored(
     free = [i for i in there if i not in (*contracted, *batch)]
     if not q.order or free != sorted(free):  # the free axes of the result are in the order of the array's
         return q, contracted, batch
-    scale, zero_point = (lax.transpose(v, there) if v.ndim else v for v in (q.scale, q.zero_point))
+    scale, zero_point = (lax.transpose(v, there) if v.ndim == q.ndim else v for v in (q.scale, q.zero_point))
     at = lambda axes: tuple(there.index(i) for i in axes)
     return QArray(q.stored, scale, zero_point, q.spec, q.dtype), at(contracted), at(batch)
 

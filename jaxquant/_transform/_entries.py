@@ -29,6 +29,7 @@ class Entry(NamedTuple):
       contracted: of a parameter, the axes along which all of its ops sum.
       reads: of a parameter, what else reads it, in float.
       order: of a parameter's last axes in memory, once it is frozen, as in QArray; None where it is read in float.
+      is_multiplied: of a parameter, whether a product of integers reads it.
       is_dynamic: whether its range is always taken from the values at hand: the batch is in the shape of its scale.
       location: of the first op that uses it, and
       turn: which operand it is there, counted over all ops.
@@ -46,6 +47,7 @@ class Entry(NamedTuple):
     contracted: frozenset[int] = frozenset()
     reads: tuple[str, ...] = ()
     order: tuple[int, ...] | None = None
+    is_multiplied: bool = False
     is_dynamic: bool = False
     location: Location = ()
     turn: int = 0
@@ -107,21 +109,13 @@ class Entries:
         spec = on_parameter(spec, operand, path, leaf.shape)
         summed = _along(operand.origin, list(contracted))
         kept = _along(operand.origin, [i for i in range(len(operand.shape)) if i not in contracted])
-        order = _at_rest(contraction, side, spec, rule, leaf.shape)
+        order, is_multiplied = _at_rest(contraction, side, spec, rule, leaf.shape), rule.activation is not None
         entry = self.of.get(path)
         if entry is None:
             self.of[path] = Entry(
-                path,
-                spec,
-                leaf.shape,
-                leaf.dtype,
-                True,
-                rule,
-                (name,),
-                frozenset(summed - kept),
-                order=order,
-                turn=turn,
-            )
+                path, spec, leaf.shape, leaf.dtype, True, rule, (name,), frozenset(summed - kept), order=order,
+                is_multiplied=is_multiplied, turn=turn,
+            )  # fmt: skip
             return
         if entry.spec != spec:
             raise ValueError(
@@ -133,7 +127,10 @@ class Entries:
         # Of ops that sum along other axes a flag is for all that share a scale.
         common = entry.contracted & (summed - kept) or _shared(spec, leaf.shape)
         order = order if order == entry.order else None
-        self.of[path] = entry._replace(sites=(*entry.sites, name), contracted=common, order=order)
+        is_multiplied = is_multiplied or entry.is_multiplied
+        self.of[path] = entry._replace(
+            sites=(*entry.sites, name), contracted=common, order=order, is_multiplied=is_multiplied
+        )
 
     def add_read(self, path: str, rule: Rule, name: str) -> Entry:
         """Notes a parameter that every use sees quantized; what reads it has no axes to say which share a scale."""

@@ -200,8 +200,9 @@ class QuantizedFunction:
           qparams: as in a call; None fits the parameters by min-max, as a call without them does.
 
         Returns:
-          The same pytree as the parameters: what `quantize_params` gives with the specs of the plan on their paths.
-          Leaves that no rule quantizes, and QArrays, are the same objects.
+          The same pytree as the parameters: what `quantize_params` gives with the specs of the plan on their paths,
+          laid in memory as it is served (`QArray.order`, `QArray.stored`). Leaves that no rule quantizes, and QArrays,
+          are the same objects.
 
         Gradient: none; integers have none.
 
@@ -226,10 +227,10 @@ class QuantizedFunction:
                     rounds = entry.spec.rounding == "stochastic"
                     own = jax.random.fold_in(key, entry.turn) if rounds and key is not None else None
                     leaf = quantize(leaf, entry.spec, (qparams or {}).get(path), key=own)
-                leaf = dataclasses.replace(leaf, order=entry.order)
-                if entry.spec.bits <= 4 and entry.rule.activation is None:  # no product of integers reads them
-                    half = jnp.int4 if entry.spec.signed else jnp.uint4
-                    leaf = dataclasses.replace(leaf, values=leaf.values.astype(half))
+                values = leaf.values
+                if entry.spec.bits <= 4 and not entry.is_multiplied:
+                    values = values.astype(jnp.int4 if entry.spec.signed else jnp.uint4)
+                leaf = dataclasses.replace(leaf, values=values, order=entry.order)
             new.append(leaf)
         return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_qarray), new)
 
