@@ -445,7 +445,7 @@ def test_sharded(kind, axis_type, columns):
     assert got.sharding.spec[-1 if columns else 0] == "data"
 
 
-@pytest.mark.parametrize("qparams", [None, QParams(0.5, 0.0)], ids=["dynamic", "static"])
+@pytest.mark.parametrize("qparams", [None, QParams(np.float32(0.5), np.float32(0))], ids=["dynamic", "static"])
 def test_flags_of_nan_on_an_explicit_mesh(qparams):
     x, on = np.ones((8, 4), np.float32), mesh("Explicit")
     x[1, 2] = np.nan
