@@ -96,10 +96,10 @@ def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8
     bits = checks.static_int_between("bits", bits, 2, 4)
     packed = checks.integer_array("packed", packed, ("uint8",))
     if dtype is None or np.dtype(dtype) not in (np.int8, np.uint8):
-        raise ValueError(f"`dtype` must be int8 or uint8, got {dtype}. Pass the one of the array that was packed.")
+        raise ValueError(f"`dtype` must be int8 or uint8, got {dtype}. Pass the dtype that was packed.")
     shape = checks.static_ints("shape", shape)
     if any(n < 0 for n in shape):
-        raise ValueError(f"`shape` must have no negative size, got {shape}. Pass the one of the array that was packed.")
+        raise ValueError(f"`shape` must have no negative size, got {shape}. Pass the shape that was packed.")
     expected = -(-math.prod(shape) * bits // 8)
     checks.shape("packed", packed, (expected,), f"{bits} bits for each of the values of shape {shape}")
     return _unpack(packed, bits, shape, np.dtype(dtype))
