@@ -25,6 +25,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "params_transform",
     "elementwise",
     "affine",
+    "formats",
     "accelerator",
 )
 

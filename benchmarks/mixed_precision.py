@@ -3,6 +3,8 @@
 
 import functools
 import pydoc_data.topics
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,16 @@ from jaxquant import Rule, choose_bits, quantize_fn, report, weight_spec
 from .runner import Part
 
 WIDTHS = 2, 3, 4, 8
+
+
+class Trained(NamedTuple):
+    """A model, trained in float, and its data: (inputs, labels)."""
+
+    f: Callable
+    params: Any
+    batches: tuple
+    calibration: tuple
+    test: tuple
 
 
 def cross_entropy(logits, labels):
@@ -58,8 +70,8 @@ def digits(seed):
         for (name, shape), key in zip(shapes.items(), keys, strict=True)
     }
     order = np.concatenate([np.random.default_rng(i).permutation(1200) for i in range(20)]).reshape(-1, 60)
-    params = train(cnn, params, (x[order], y[order]), 5e-3)
-    return cnn, params, (x[:600], y[:600]), (x_test, y_test)
+    batches = x[order], y[order]
+    return Trained(cnn, train(cnn, params, batches, 5e-3), batches, (x[:600], y[:600]), (x_test, y_test))
 
 
 WIDTH, LENGTH = 64, 64
@@ -91,16 +103,18 @@ def characters(seed):
     }  # fmt: skip
     starts = np.random.default_rng(seed).integers(0, len(data) * 9 // 10 - LENGTH - 1, (800, 8, 1))
     windows = data[starts + np.arange(LENGTH + 1)]
-    params = train(language_model, params, (windows[..., :-1], windows[..., 1:]), 5e-3)
+    batches = windows[..., :-1], windows[..., 1:]
+    params = train(language_model, params, batches, 5e-3)
     at = np.arange(len(data) * 9 // 10, len(data) - LENGTH - 1, LENGTH)[:256, None]
     test = data[at + np.arange(LENGTH + 1)]
     calibration = windows[:16].reshape(-1, LENGTH + 1)
-    return language_model, params, (calibration[:, :-1], calibration[:, 1:]), (test[:, :-1], test[:, 1:])
+    calibration, test = ((v[:, :-1], v[:, 1:]) for v in (calibration, test))
+    return Trained(language_model, params, batches, calibration, test)
 
 
 def costs(model, seed):
     """How much the test loss grows at uniform bits, and at chosen ones of no more bytes: {bits: (uniform, chosen)}."""
-    f, params, (x, y), (x_test, y_test) = model(seed)
+    f, params, _, (x, y), (x_test, y_test) = model(seed)
     test = lambda g: float(cross_entropy(jax.jit(g)(params, x_test), y_test))
     in_float = test(f)
     found = report(quantize_fn(f, [("**", weight_spec(4))]), params, x, loss=lambda z: cross_entropy(z, y), bits=WIDTHS)

@@ -8,6 +8,7 @@ from ._affine import quantize as quantize
 from ._affine import scale_gradient as scale_gradient
 from ._files import load as load
 from ._files import save as save
+from ._grid import QParams as QParams
 from ._integer._conv import conv_general_dilated as conv_general_dilated
 from ._integer._dot import dot_general as dot_general
 from ._pack import pack as pack
@@ -18,7 +19,6 @@ from ._ranges._histogram import Histogram as Histogram
 from ._ranges._histogram import histogram as histogram
 from ._ranges._histogram import merge_histograms as merge_histograms
 from ._ranges._histogram import range_from_histogram as range_from_histogram
-from ._ranges._range import QParams as QParams
 from ._ranges._range import Range as Range
 from ._ranges._range import ema_ranges as ema_ranges
 from ._ranges._range import merge_ranges as merge_ranges
@@ -29,8 +29,15 @@ from ._report import report as report
 from ._spec import PerBlock as PerBlock
 from ._spec import PerChannel as PerChannel
 from ._spec import PerTensor as PerTensor
+from ._spec import PerToken as PerToken
 from ._spec import QuantSpec as QuantSpec
 from ._spec import activation_spec as activation_spec
+from ._spec import float8_spec as float8_spec
+from ._spec import mxfp4_spec as mxfp4_spec
+from ._spec import mxfp6_spec as mxfp6_spec
+from ._spec import mxfp8_spec as mxfp8_spec
+from ._spec import mxint8_spec as mxint8_spec
+from ._spec import nvfp4_spec as nvfp4_spec
 from ._spec import weight_spec as weight_spec
 from ._transform._quantize_fn import quant_point as quant_point
 from ._transform._quantize_fn import quantize_fn as quantize_fn

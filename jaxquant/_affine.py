@@ -3,7 +3,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -12,81 +12,34 @@ from jax import Array, lax
 
 from . import _checks as checks
 from . import _numerics as num
+from ._grid import Grid, QParams, grid_of
 from ._groups import broadcast_groups, reduce_groups
 from ._qarray import QArray, checked_qarray
 from ._ranges._fit import fit_qparams
-from ._ranges._range import TINY, QParams, if_finite, range_of, to_qparams
-from ._spec import QuantSpec, checked, grid, qparams_shape
-
-
-def _on_grid(
-    scale: Array, zero_point: Array, qmin: Any, qmax: Any, spec: QuantSpec, fitted: bool = False
-) -> tuple[Array, Array | None]:
-    """Qparams as they are used, wherever an optimizer left them: a scale that is not tiny, a zero point on the grid.
-
-    Those fitted to x are so already; the zero of a symmetric spec is a constant, for XLA to drop.
-    """
-
-    def used(scale, zero_point):
-        # NaN for what is no number: integers cannot hold it, and it must not look like one.
-        scale = num.select(scale < TINY, TINY, num.select(scale < jnp.inf, scale, jnp.nan))
-        if spec.symmetric:
-            return scale, zero_point
-        scale = num.select(zero_point == zero_point, scale, jnp.nan)
-        return scale, num.clip(num.round_half_even(zero_point), qmin, qmax)
-
-    if not fitted:
-        scale, zero_point = num.once(used, scale, zero_point) if scale.ndim else used(scale, zero_point)
-    return scale, None if spec.symmetric else zero_point
+from ._ranges._range import grid_of_range, if_finite, range_of
+from ._spec import QuantSpec, checked, limits_of, qparams_shape
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _used_scale(scale: Array, zero_point: Array, qmin: Any, qmax: Any, spec: QuantSpec) -> Array:
+def _used_scale(grid: Grid, spec: QuantSpec) -> Array:
     # Compiled, because an eager conditional is a new program in each call.
-    return _on_grid(scale, zero_point, qmin, qmax, spec)[0]
-
-
-class _Grid(NamedTuple):
-    """A grid in the dtype of a computation, with a value for each group spread over a shape; no zero point is 0."""
-
-    scale: Array
-    zero_point: Array | None
-    qmin: Any
-    qmax: Any
-
-    def level(self, x: Array, noise: Array | None, spec: QuantSpec) -> Array:
-        """The level of each real value, not yet clipped."""
-        return num.affine_level(x, self.scale, self.zero_point, spec.rounding, noise)
-
-    def value(self, level: Array) -> Array:
-        """The real value of each level, clipped first; NaN stays."""
-        level = lax.min(lax.max(level, self.qmin), self.qmax)
-        return num.affine_value(level, self.scale, self.zero_point)
-
-
-def _grid_of(x: Array, qparams: tuple[Array, Array | None], qmin: Any, qmax: Any) -> _Grid:
-    """The grid for values of the shape and dtype of `x`."""
-    scale, zero_point = qparams
-    over = lambda v: broadcast_groups(v.astype(x.dtype), x.shape)
-    zero_point = None if zero_point is None else over(zero_point)
-    return _Grid(over(scale), zero_point, qmin.astype(x.dtype), qmax.astype(x.dtype))
+    return grid.used(spec).step
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "fitted"))
-def _round_trip(x, scale, zero_point, qmin, qmax, noise, spec, fitted) -> Array:
+def _round_trip(x: Array, grid: Grid, noise: Array | None, spec: QuantSpec, fitted: bool) -> Array:
     dtype, x = x.dtype, num.upcast(x, num.compute_dtype(x.dtype))
-    grid = _grid_of(x, _on_grid(scale, zero_point, qmin, qmax, spec, fitted), qmin, qmax)
-    return num.downcast(grid.value(grid.level(x, noise, spec)), dtype)
+    grid = grid.used(spec, fitted).over(x)
+    return num.downcast(grid.value(grid.level(x, spec, noise)), dtype)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array, Array, Array]:
+def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None, spec: QuantSpec) -> tuple[Array, Grid]:
     """To x, to scale, and to zero_point in units of -scale: a sum that is exact where the cotangents are."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    shape = scale.shape
-    grid = _grid_of(x, _on_grid(scale, zero_point, qmin, qmax, spec), qmin, qmax)
+    shape, grid = grid.scale.shape, grid.used(spec).over(x)
     # The mask is of the level after rounding: the largest weight over its own scale can be 127.00001 levels.
-    level = grid.level(x, noise, spec)
+    level = grid.level(x, spec, noise)
     g, zero = num.shard_like(g, level), grid.zero_point
     zero = jnp.zeros((), x.dtype) if zero is None else zero
     if zero.shape == x.shape:  # a select of two arrays wants one sharding
@@ -94,15 +47,13 @@ def _gradients(g, x, scale, zero_point, qmin, qmax, noise, spec) -> tuple[Array,
     below, above = level < grid.qmin, level > grid.qmax
     inside = (grid.qmin <= level) & (level <= grid.qmax)
     wide = num.upcast(g, x.dtype)
-    total = lambda v: reduce_groups(jnp.sum, v, shape)
-    v = num.divide(x, grid.scale)
-    steps = jnp.where(below, grid.qmin - zero, jnp.where(above, grid.qmax - zero, level - zero - v))
+    total = lambda v: reduce_groups(jnp.sum, v, shape).astype(jnp.float32)
+    error = num.rounding_error(x, level - zero, grid.step)
+    steps = jnp.where(below, grid.qmin - zero, jnp.where(above, grid.qmax - zero, error))
     counts = below | above | inside  # not NaN
-    dscale = total(jnp.where(counts, wide * steps, 0)).astype(jnp.float32)
-    if spec.symmetric:
-        return _passed(g, inside), dscale, jnp.zeros_like(dscale)
-    clipped = total(jnp.where(below | above, wide, 0)).astype(jnp.float32)
-    return _passed(g, inside), dscale, -clipped
+    dscale = total(jnp.where(counts, wide * steps, 0))
+    dzero = None if grid.zero_point is None else -total(jnp.where(below | above, wide, 0))
+    return _passed(g, inside), Grid(dscale, dzero, None, None)
 
 
 def _passed(g: Array, inside: Array) -> Array:
@@ -111,37 +62,40 @@ def _passed(g: Array, inside: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _gradient_of_fitted(g, x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
+def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None, spec: QuantSpec) -> Array:
     """To x, where the qparams are fitted to x itself."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    grid = _grid_of(x, _on_grid(scale, zero_point, qmin, qmax, spec, fitted=True), qmin, qmax)
-    if spec.symmetric and spec.narrow_range and spec.rounding in ("half_even", "half_away"):
+    beyond = spec.levels.beyond(spec.rounding) if spec.symmetric and spec.scale_dtype == "float32" else None
+    if spec.scale_rule == "half_step":  # the ends of the range lie on a tie with the level beyond, and pass too
+        beyond = 1.0
+    if beyond is not None:
         # No finite value lies outside of its own range, so that no level need be computed; but those beyond half the
         # largest float, where ranges end, and there ties with the next level round outwards.
-        limit = broadcast_groups((grid.qmax + 0.5) * scale.astype(x.dtype), x.shape)
+        limit = broadcast_groups((grid.qmax.astype(x.dtype) + beyond) * grid.scale.astype(x.dtype), x.shape)
         inside = (-limit < x) & (x < limit)
     else:
-        level = grid.level(x, noise, spec)
+        grid = grid.used(spec, fitted=True).over(x)
+        level = grid.level(x, spec, noise)
         inside = (grid.qmin <= level) & (level <= grid.qmax)
     return _passed(num.shard_like(g, inside), inside)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _fake_quant(x, scale, zero_point, qmin, qmax, noise, spec, fitted):
-    return _round_trip(x, scale, zero_point, qmin, qmax, noise, spec, fitted)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _fake_quant(x, grid, noise, spec, fitted):
+    return _round_trip(x, grid, noise, spec, fitted)
 
 
-def _fake_quant_fwd(x, scale, zero_point, qmin, qmax, noise, spec, fitted):
+def _fake_quant_fwd(x, grid, noise, spec, fitted):
     # The op itself, not its body: else a second derivative would differentiate the bare staircase.
-    residuals = x, scale, zero_point, qmin, qmax, noise
-    return _fake_quant(*residuals, spec, fitted), residuals
+    return _fake_quant(x, grid, noise, spec, fitted), (x, grid, noise)
 
 
 def _fake_quant_bwd(spec, fitted, residuals, g):
+    x, grid, noise = residuals
     if fitted:
-        return num.shard_like(_gradient_of_fitted(g, *residuals, spec), residuals[0]), *[None] * 5
-    gradients = _gradients(g, *residuals, spec)
-    return *(num.shard_like(d, v) for d, v in zip(gradients, residuals[:3], strict=True)), None, None, None
+        return num.shard_like(_gradient_of_fitted(g, x, grid, noise, spec), x), None, None
+    dx, dgrid = _gradients(g, x, grid, noise, spec)
+    return num.shard_like(dx, x), jax.tree.map(num.shard_like, dgrid, grid._replace(qmin=None, qmax=None)), None
 
 
 _fake_quant.defvjp(_fake_quant_fwd, _fake_quant_bwd)
@@ -226,10 +180,12 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     Returns:
       An array of the shape and dtype of `x`.
 
-    Gradient: to x the incoming `g` where the level is not clipped, tested after rounding, and 0 elsewhere and at NaN.
-    To scale the sum of `g * (round(x / scale) - x / scale)` where not clipped and `g * (qmin or qmax - zero_point)`
-    where clipped. To zero_point the sum of `-scale * g` where clipped; 0 if symmetric. Rounding and limits of the
-    qparams are passed straight through; qparams fitted here have no gradient. `jax.jvp` and `jax.hessian` raise.
+    Gradient: to x the incoming `g` where the level is not clipped, tested after rounding, and 0 elsewhere and at NaN;
+    scale_rule="half_step" without qparams clips no gradient, although it rounds the ends of the range inwards.
+    To scale the sum of `g * (round(x / scale) - x / scale)`, whose difference is rounded once (stochastic: up to
+    twice), where not clipped and `g * (qmin or qmax - zero_point)` where clipped. To zero_point the sum of
+    `-scale * g` where clipped; 0 if symmetric. Rounding and limits of the qparams are passed straight through; qparams
+    fitted here have no gradient. `jax.jvp` and `jax.hessian` raise.
 
     Raises:
       TypeError: for an argument of another kind.
@@ -246,40 +202,31 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     [1.0, 0.0]
     """
     x, spec = checks.float_array("x", x), checked(spec)
-    qmin, qmax = grid(spec, bits, jnp.float32)
-    scale, zero_point = checked_qparams(x, spec, qparams, bits)
-    fitted = qparams is None
-    if not fitted:
-        scale, zero_point = _trained(QParams(scale, zero_point), qmin, qmax, spec)
-    noise = _noise(x, spec, key)
-    arrays = num.vary_together(x, scale, zero_point, qmin, qmax, *([] if noise is None else [noise]))
-    return _fake_quant(*arrays, *([None] if noise is None else []), spec, fitted)
+    grid = grid_of(checked_qparams(x, spec, qparams, bits), spec, limits_of(spec, bits))
+    grid = grid if qparams is None else _trained(grid, spec)
+    return _fake_quant(*num.vary_together(x, grid, _noise(x, spec, key)), spec, qparams is None)
 
 
-def _to_integers(level: Array, qmin: Any, qmax: Any, spec: QuantSpec) -> Array:
-    """Clipped; NaN, which compares with nothing, becomes qmin."""
-    return lax.min(num.select(level >= qmin, level, qmin), qmax).astype(spec.dtype)
-
-
-def _integers(x, scale, zero_point, qmin, qmax, noise, spec) -> Array:
-    """The integers of real values, with qparams that are on the grid."""
+def _held(x: Array, grid: Grid, noise: Array | None, spec: QuantSpec) -> Array:
+    """The levels of real values in what holds them, of a grid as it is used."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    grid = _grid_of(x, (scale, zero_point), qmin, qmax)
-    return _to_integers(grid.level(x, noise, spec), grid.qmin, grid.qmax, spec)
+    grid = grid.over(x)
+    return grid.held(grid.level(x, spec, noise), spec)
 
 
-def _qarray(integers: Array, scale: Array, zero_point: Array | None, spec: QuantSpec, dtype: Any) -> QArray:
-    zero_point = jnp.zeros_like(scale) if zero_point is None else zero_point
-    return QArray(integers, scale, zero_point.astype(spec.dtype), spec, dtype)
+def _qarray(values: Array, grid: Grid, spec: QuantSpec, dtype: Any) -> QArray:
+    scale, zero_point = grid.qparams
+    scale, zero_point = scale.astype(spec.scale_dtype), zero_point.astype(spec.dtype)
+    return QArray(values, scale, zero_point, spec, dtype, tensor_scale=grid.tensor_scale)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "fitted"))
-def _quantize(x, scale, zero_point, qmin, qmax, noise, spec, fitted) -> QArray:
-    scale, zero_point = _on_grid(scale, zero_point, qmin, qmax, spec, fitted)
-    integers = _integers(x, scale, zero_point, qmin, qmax, noise, spec)
-    if zero_point is not None:
-        zero_point = num.select(zero_point == zero_point, zero_point, spec.qmin)  # integers have no NaN; the scale has
-    return _qarray(integers, scale, zero_point, spec, x.dtype)
+def _quantize(x: Array, grid: Grid, noise: Array | None, spec: QuantSpec, fitted: bool) -> QArray:
+    grid = grid.used(spec, fitted)
+    values, zero_point = _held(x, grid, noise, spec), grid.zero_point
+    if zero_point is not None:  # integers have no NaN; the scale has
+        grid = grid._replace(zero_point=num.select(zero_point == zero_point, zero_point, spec.qmin))
+    return _qarray(values, grid, spec, x.dtype)
 
 
 def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None) -> QArray:
@@ -308,20 +255,18 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     [102, 255]
     """
     x, spec = checks.float_array("x", x), checked(spec)
-    qmin, qmax = grid(spec, None, jnp.float32)
-    scale, zero_point = checked_qparams(x, spec, qparams, None)
-    noise = _noise(x, spec, key)
-    return _quantize(x, scale, zero_point, qmin, qmax, noise, spec, qparams is None)
+    grid = grid_of(checked_qparams(x, spec, qparams, None), spec, limits_of(spec))
+    return _quantize(x, grid, _noise(x, spec, key), spec, qparams is None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _straight_through(x, scale, zero_point, qmin, qmax, noise, spec, fitted):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _straight_through(x, grid, noise, spec, fitted):
     """`x` with the gradients of `fake_quant`, for `contract`, which has the value in integers."""
     return x
 
 
 _straight_through.defvjp(
-    lambda x, *others: (_straight_through(x, *others), (x, *others[:-2])),
+    lambda x, grid, noise, *static: (_straight_through(x, grid, noise, *static), (x, grid, noise)),
     _fake_quant_bwd,
 )
 
@@ -335,41 +280,38 @@ def quantize_straight_through(
     And flags, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN, so
     that the results which they enter are NaN; 0 elsewhere.
     """
-    qmin, qmax = grid(spec, None, jnp.float32)
-    noise = _noise(x, spec, key)
-    together = lambda *arrays: (
-        *num.vary_together(*arrays, qmin, qmax, *([] if noise is None else [noise])), *([None] if noise is None else [])
-    )  # fmt: skip
+    limits, noise = limits_of(spec), _noise(x, spec, key)
     values = lax.stop_gradient(x)
 
-    def quantized(scale, zero_point, finite):
-        integers = _integers(values, scale, zero_point, qmin, qmax, noise, spec)
-        return integers, scale, zero_point, _nan_flags(values, contracted, finite)
+    quantized = lambda grid, finite: (_held(values, grid, noise, spec), _nan_flags(values, contracted, finite))
+
+    def of_range(x_min, x_max, finite):
+        grid = grid_of_range(x_min, x_max, spec, limits)
+        return *quantized(grid.used(spec, fitted=True), finite), grid.scale, grid.zero_point
 
     # Quantized on both sides of the condition of the range, so that the integers stand alone: XLA:CPU would compute
     # them anew, from quotients kept in float32, where the backward pass reads them.
     if qparams is None:
-        fitted = lambda x_min, x_max, finite: quantized(*to_qparams(x_min, x_max, spec, qmin, qmax), finite)
-        integers, scale, zero_point, flags = range_of(values, spec, fitted)
-        trained = scale, scale if zero_point is None else zero_point
+        integers, flags, scale, zero_point = range_of(values, spec, of_range)
+        trained = Grid(scale, zero_point, *limits)
+        used = trained.used(spec, fitted=True)
     else:
-        trained = scale, zero_point = _trained(qparams, qmin, qmax, spec)
-        used = _on_grid(*lax.stop_gradient((scale, zero_point)), qmin, qmax, spec)
-        integers, scale, zero_point, flags = if_finite(values, lambda finite: quantized(*used, finite))
-    real = _straight_through(*together(x, *trained), spec, qparams is None)
-    return real, _qarray(integers, scale, zero_point, spec, x.dtype), flags
+        trained = _trained(grid_of(qparams, spec, limits), spec)
+        used = Grid(*lax.stop_gradient(trained[:2]), *limits).used(spec)
+        integers, flags = if_finite(values, lambda finite: quantized(used, finite))
+    real = _straight_through(*num.vary_together(x, trained, noise), spec, qparams is None)
+    return real, _qarray(integers, used, spec, x.dtype), flags
 
 
-def _trained(qparams: QParams, qmin: Any, qmax: Any, spec: QuantSpec) -> QParams:
-    """The qparams as the gradient rule takes them.
+def _trained(grid: Grid, spec: QuantSpec) -> Grid:
+    """The grid as the gradient rule takes it.
 
     It gives the gradient of the zero point in units of -scale, which multiplies here, after shard_map has added the
     shards.
     """
-    scale, zero_point = qparams
-    if not spec.symmetric:
-        zero_point = _scale_gradient(*num.vary_together(zero_point, _used_scale(scale, zero_point, qmin, qmax, spec)))
-    return QParams(scale, zero_point)
+    if grid.zero_point is None:
+        return grid
+    return grid._replace(zero_point=_scale_gradient(*num.vary_together(grid.zero_point, _used_scale(grid, spec))))
 
 
 def _nan_flags(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
@@ -383,9 +325,10 @@ def _nan_flags(values: Array, contracted: tuple[int, ...], finite: bool) -> Arra
 @functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
 def real_values(q: QArray, dtype: jnp.dtype, guarded: bool = True) -> Array:
     """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
-    over = lambda v: broadcast_groups(v.astype(num.compute_dtype(dtype)), q.shape)
+    over = lambda v: None if v is None else broadcast_groups(v.astype(num.compute_dtype(dtype)), q.shape)
     scale, zero_point = over(q.scale), None if q.spec.symmetric else over(q.zero_point)
-    values = num.affine_value(q.values.astype(scale.dtype), scale, zero_point, guarded)
+    grid = Grid(scale, zero_point, None, None, over(q.tensor_scale))
+    values = grid.real(q.values.astype(grid.scale.dtype), guarded)
     # Guarded once more: of integers, which are never NaN, LLVM knows that `|steps| * 0` is 0, and drops the sum.
     return num.downcast(num.guard(values) if guarded else values, dtype)
 

@@ -20,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _checks as checks
+from ._grid import QParams
 from ._pack import pack, unpack
 from ._qarray import QArray, checked_qarray
-from ._ranges._range import QParams, Range
+from ._ranges._range import Range
 from ._spec import spec_from_json, spec_to_json
 from ._tree import named_in_errors, unboxed, with_paths
 
-_SCHEMA = 2  # of 1 the structure of the tree was not held
+_SCHEMA = 3  # 1 did not hold the structure of the tree, and 2 no formats but integers
 _HEADER = "__jaxquant__"
 _WIDE = {"float64", "int64", "uint64", "complex128"}
 _PAIRS: dict[str, type] = {"QParams": QParams, "Range": Range}
@@ -128,8 +129,8 @@ def load(path: Any, like: Any = None) -> Any:
     with _unreadable(path):
         header, arrays = read(path)
         header = json.loads(header)
-        if header["schema"] not in (1, _SCHEMA):
-            raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads 1 and {_SCHEMA}")
+        if header["schema"] not in (1, 2, _SCHEMA):
+            raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads 1 to {_SCHEMA}")
         said = {name: header[name] for name in ("leaves", "tree")} if header["schema"] > 1 else header["leaves"]
         if header["sha256"] != _digest(said, arrays):
             raise ValueError("its data are not those that its digest was made of")
@@ -268,7 +269,7 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
             raise ValueError(f"{name!r} has rank {len(shape)}")
         parts["values"] = unpack(parts["values"], spec.bits, shape, spec.dtype)
     got = [parts["values"].shape, *(parts[part].dtype for part in ("values", "scale", "zero_point"))]
-    if got != [shape, spec.dtype, jnp.float32, spec.dtype] or not checks.is_float(described["dtype"]):
+    if got != [shape, spec.dtype, spec.scale_dtype, spec.dtype] or not checks.is_float(described["dtype"]):
         raise ValueError(f"the arrays of {name!r} do not fit {spec} and {dtype}")
     order = tuple(described["order"]) if "order" in described else None
     if "stored" in described:
@@ -325,7 +326,8 @@ def _signature(leaf: Any) -> str:
 def _fields(leaf: Any) -> dict[str, Any]:
     if not isinstance(leaf, QArray):
         return leaf._asdict()
-    return {part: getattr(leaf, part) for part in ("values", "scale", "zero_point", "spec", "dtype")}
+    of_tensor = () if leaf.tensor_scale is None else ("tensor_scale",)
+    return {part: getattr(leaf, part) for part in ("values", "scale", "zero_point", *of_tensor, "spec", "dtype")}
 
 
 def _container(path: Any) -> tuple[pathlib.Path, tuple[Callable, Callable]]:

@@ -23,35 +23,22 @@ def broadcast_groups(v: Array, shape: tuple[int, ...]) -> Array:
     groups = (1,) * (len(shape) - v.ndim) + v.shape
     if v.ndim < len(shape):
         v = lax.reshape(v, groups)
-    parts, size = _split(shape, groups)
-    if not size:
-        return v
-    at = [i for i in range(len(parts)) if i not in size]
-    v = lax.broadcast_in_dim(v, [n if i in size else v.shape[at.index(i)] for i, n in enumerate(parts)], at)
-    return lax.reshape(v, [g if g in (0, 1) else n for g, n in zip(groups, shape, strict=True)])
+    for axis, (g, n) in enumerate(zip(groups, shape, strict=True)):
+        v = v if g in (0, 1) else apart(v, axis, n)
+    return v
 
 
 def reduce_groups(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
     """`reduce(x, axes)` over each group of a tensor, in the shape `groups`: what `broadcast_groups` broadcasts."""
-    padded = (1,) * (x.ndim - len(groups)) + tuple(groups)
-    parts, size = _split(x.shape, padded)
-    at = [i for i in range(len(parts)) if i not in size]
-    shared = [i for i, g in zip(at, padded, strict=True) if g == 1]
-    if size:
-        x = lax.reshape(x, parts)
-    return lax.reshape(reduce(x, (*shared, *size)), groups)
-
-
-def _split(shape: tuple[int, ...], groups: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """`shape` with each axis of blocks in two, (number, size); and which of its axes are the sizes."""
-    parts, size = [], []
-    for n, g in zip(shape, groups, strict=True):
-        blocks = g not in (1, n)  # and not by order, which symbolic sizes do not have
-        parts.append(g if blocks else n)
-        if blocks:
-            size.append(len(parts))
-            parts.append(n // g)
-    return parts, size
+    padded, axes = (1,) * (x.ndim - len(groups)) + tuple(groups), []
+    for axis in reversed(range(x.ndim)):
+        g, n = padded[axis], x.shape[axis]
+        if g == 1:
+            axes.append(axis)
+        elif g != n:  # blocks; one axis at a time, as explicit meshes want it
+            x = lax.reshape(x, (*x.shape[:axis], g, n // g, *x.shape[axis + 1 :]))
+            axes = [axis + 1, *(i + 1 for i in axes)]
+    return lax.reshape(reduce(x, tuple(sorted(axes))), groups)
 
 
 def apart(v: Array, axis: int, n: int) -> Array:

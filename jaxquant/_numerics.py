@@ -55,6 +55,19 @@ def guard(v: Array) -> Array:
     return select(v == v, v, jnp.nan)
 
 
+def power_of_two(exponent: Array, dtype: jnp.dtype) -> Array:
+    """2 ** exponent for int32 exponents of normal numbers, by its bits: XLA:CPU's exp2 is not exact."""
+    of = jnp.finfo(dtype)
+    return lax.bitcast_convert_type((exponent.astype(f"int{of.bits}") - (of.minexp - 1)) << of.nmant, dtype)
+
+
+def exponent(v: Array) -> Array:
+    """floor(log2(|v|)) of normal numbers, by their bits; one below the least for 0 and subnormals."""
+    of = jnp.finfo(v.dtype)
+    bits = lax.bitcast_convert_type(v, f"int{of.bits}")
+    return ((bits >> of.nmant) & (2**of.nexp - 1)) + (of.minexp - 1)
+
+
 def upcast(x: Array, dtype: jnp.dtype) -> Array:
     """`x` in the dtype of the computation.
 
@@ -83,7 +96,7 @@ def divide(a: Array, b: Array | float) -> Array:
     return a / select(a == a, b if isinstance(b, float | int) else b.astype(a.dtype), otherwise)
 
 
-def clip(x: Array, low: Array, high: Array) -> Array:
+def clip(x: Array, low: Array | float, high: Array | float) -> Array:
     """Clips `x` to `[low, high]` by selects: NaN stays NaN and a tie with a bound keeps the zero sign of `x`.
 
     `jnp.clip` differs in both.
@@ -119,14 +132,13 @@ def round_stochastic(v: Array, noise: Array) -> Array:
 ROUND = {"half_even": round_half_even, "half_up": round_half_up, "half_away": round_half_away}
 
 
-def affine_level(x: Array, scale: Array, zero_point: Array | None, rounding: str, noise: Array | None) -> Array:
-    """The integer of each real value on the affine grid, not yet clipped: `round(x / scale) + zero_point`.
+def affine_level(x: Array, scale: Array, zero_point: Array | None, nearest: Callable[[Array], Array]) -> Array:
+    """The level of each real value on the affine grid, not yet clipped: `nearest(x / scale) + zero_point`.
 
     No zero point is 0.
     """
     # Of a constant x `divide` would fold the select that it hangs on.
-    v = divide(lax.optimization_barrier(x), scale)
-    level = round_stochastic(v, noise) if noise is not None else ROUND[rounding](v)
+    level = nearest(divide(lax.optimization_barrier(x), scale))
     return level if zero_point is None else level + zero_point
 
 
@@ -144,7 +156,31 @@ def affine_value(level: Array, scale: Array, zero_point: Array | None, guarded: 
     return steps * scale + jnp.abs(steps) * 0 if guarded else steps * scale
 
 
-def product(g: Array, mask: Array) -> Array:
+def rounding_error(x: Array, steps: Array, scale: Array) -> Array:
+    """`steps - x / scale`, rounded once, for the integer or narrow float `steps` next to the quotient.
+
+    The rounded quotient would lose the digits of the error that it does not hold, seven of 24 at 127. So what is left
+    of x is computed first, exactly: with a scale from 1 to 2, and cut into parts of which the product with `steps` is
+    a float, so that no contraction changes it either. In float64, whose scales are of float32, each product is.
+    """
+    of = jnp.finfo(x.dtype)
+    unit = power_of_two(-jnp.minimum(exponent(scale), of.maxexp - 2), x.dtype)
+    left, scale = x * unit, scale * unit
+    if x.dtype == jnp.float64:
+        return -divide(left - steps * scale, scale)
+    rest = scale
+    for _ in range(3):  # of 8 digits each
+        part = lax.bitcast_convert_type(lax.bitcast_convert_type(rest, jnp.int32) & -(2**16), jnp.float32)
+        left, rest = left - steps * part, rest - part
+    return -divide(left, scale)
+
+
+def product_of_scales(scale: Array, tensor_scale: Array | None) -> Array:
+    """The real value of one level: where a scale of the tensor scales the others, their product, rounded."""
+    return scale if tensor_scale is None else guard(scale * tensor_scale)
+
+
+def masked_product(g: Array, mask: Array) -> Array:
     """`g * mask` for a boolean mask, with a product's signs: a masked -1 gives -0 and a masked NaN stays NaN.
 
     Of the product itself XLA makes `select(mask, g, 0)`. The guard is for speed: of a select of a plain load XLA:CPU
@@ -216,29 +252,29 @@ def along_axis(v: Array, axis: int | None, ndim: int) -> Array:
 
 def per_channel(f: Callable, axis: int | None) -> Callable:
     """Lifts the arithmetic of one tensor's range, `f(x_min, x_max)`, to one range a channel; None: one range."""
-    return f if axis is None else functools.partial(once, jax.vmap(f))
+    return f if axis is None else functools.partial(computed_once, jax.vmap(f))
 
 
-def once(f: Callable, x: Array, y: Array) -> Any:
-    """`f(x, y)` of one pair a channel, computed once for each channel.
+def computed_once(f: Callable, x: Array, *others: Array) -> Any:
+    """`f(x, *others)` of one number each a channel, computed once for each channel.
 
     XLA:CPU fuses the arithmetic of a channel into the element-wise pass that uses it, and so does it again for every
     element: divisions and all, twice the time of the pass. The result of a conditional stands alone. The branches
     are the same; the condition is a sum, of which XLA:CPU makes fewer kernels than of `any`.
     """
-    branched = lambda x, y: lax.cond(jnp.sum(x) < 0, f, f, x, y)
-    return lax.platform_dependent(x, y, cpu=branched, default=f)
+    branched = lambda x, *others: lax.cond(jnp.sum(x) < 0, f, f, x, *others)
+    return lax.platform_dependent(x, *others, cpu=branched, default=f)
 
 
-def vary_together(*arrays: Array) -> Any:
-    """Casts all to vary over every mesh axis that one of them varies over; a no-op outside `shard_map`.
+def vary_together(*trees: Any) -> Any:
+    """Casts all arrays to vary over every mesh axis that one of them varies over; a no-op outside `shard_map`.
 
     Inside `shard_map` a sharded `x` varies over a mesh axis and a replicated range does not. A `custom_vjp` rule
     must return a cotangent of the type of each argument, but the gradient of the range as the rule computes it is
     per shard. After the cast the types agree, and JAX's own rule for the cast sums the gradient over the axis.
     """
-    union = frozenset().union(*map(varying_axes, arrays))
-    return tuple(_vary(x, union) for x in arrays)
+    union = frozenset().union(*map(varying_axes, jax.tree.leaves(trees)))
+    return jax.tree.map(lambda x: _vary(x, union), trees)
 
 
 def varying_axes(x: Array) -> frozenset:

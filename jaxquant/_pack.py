@@ -21,20 +21,21 @@ def _pack(values: Array, bits: int) -> Array:
 
 
 def pack(values: Any, bits: int) -> Array:
-    """Integers of 2 to 4 bits side by side in bytes, the first in the lowest bits of the first byte.
+    """Values of 2 to 4 bits side by side in bytes, the first in the lowest bits of the first byte.
 
     Args:
-      values: int8 or uint8 array of any shape, such as the values of a QArray; each must fit `bits` bits.
-      bits: static int, 2 to 4.
+      values: int8 or uint8 array of any shape, such as the values of a QArray; each must fit `bits` bits. Or float4.
+      bits: static int, 2 to 4; 4 for float4.
 
     Returns:
-      uint8 of shape (ceil(size * bits / 8),); signed values in two's complement.
+      uint8 of shape (ceil(size * bits / 8),); signed values in two's complement, floats by their bits.
 
     Gradient: none; integers.
 
     Raises:
       TypeError: for values of another dtype.
-      ValueError: for bits outside 2..4, or concrete values that do not fit. Of traced ones the low bits are kept.
+      ValueError: for bits outside 2..4, float4 in others, or concrete values that do not fit. Of traced ones the low
+        bits are kept.
 
     Source: the usual little-endian layout.
 
@@ -44,6 +45,10 @@ def pack(values: Any, bits: int) -> Array:
     [241, 2]
     """
     bits = checks.static_int_between("bits", bits, 2, 4)
+    if getattr(values, "dtype", None) == jnp.float4_e2m1fn:
+        if bits != 4:
+            raise ValueError(f"`bits` must be 4 for float4_e2m1fn, got {bits}. Pass 4.")
+        return _pack(_bits_of_float4(values), 4)
     array = checks.integer_array("values", values, ("int8", "uint8"))
     if not isinstance(values := checks.unwrapped(values), jax.core.Tracer) and values.size:
         signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
@@ -57,6 +62,16 @@ def pack(values: Any, bits: int) -> Array:
     return _pack(array, bits)
 
 
+_FLOAT4 = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)  # by their bits
+
+
+@jax.jit
+def _bits_of_float4(values: Array) -> Array:
+    """By their size, and not as integers of 4 bits, of which XLA:CPU makes bytes."""
+    size = jnp.searchsorted(_FLOAT4[:8], jnp.abs(values.astype(jnp.float32))).astype(jnp.uint8)
+    return size | (jnp.signbit(values.astype(jnp.float32)).astype(jnp.uint8) << 3)
+
+
 @functools.partial(jax.jit, static_argnames=("bits", "shape", "dtype"))
 def _unpack(packed: Array, bits: int, shape: tuple[int, ...], dtype: Any) -> Array:
     count = math.prod(shape)
@@ -65,6 +80,8 @@ def _unpack(packed: Array, bits: int, shape: tuple[int, ...], dtype: Any) -> Arr
     if dtype == jnp.int8:  # the sign is the highest of the bits
         unused = jnp.int8(8 - bits)
         return lax.shift_right_arithmetic((values << unused.astype(jnp.uint8)).astype(jnp.int8), unused).reshape(shape)
+    if dtype == jnp.float4_e2m1fn:
+        return jnp.asarray(_FLOAT4)[values].astype(dtype).reshape(shape)
     return values.reshape(shape)
 
 
@@ -75,7 +92,7 @@ def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8
       packed: uint8 of shape (ceil(size * bits / 8),).
       bits: static int, 2 to 4.
       shape: static, of the array that was packed.
-      dtype: static, int8 or uint8: the dtype that was packed.
+      dtype: static, int8, uint8 or float4_e2m1fn: the dtype that was packed.
 
     Returns:
       An array of that shape and dtype.
@@ -95,8 +112,8 @@ def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8
     """
     bits = checks.static_int_between("bits", bits, 2, 4)
     packed = checks.integer_array("packed", packed, ("uint8",))
-    if dtype is None or np.dtype(dtype) not in (np.int8, np.uint8):
-        raise ValueError(f"`dtype` must be int8 or uint8, got {dtype}. Pass the dtype that was packed.")
+    if dtype is None or np.dtype(dtype) not in (np.int8, np.uint8, jnp.float4_e2m1fn):
+        raise ValueError(f"`dtype` must be int8, uint8 or float4_e2m1fn, got {dtype}. Pass the dtype that was packed.")
     shape = checks.static_ints("shape", shape)
     if any(n < 0 for n in shape):
         raise ValueError(f"`shape` must have no negative size, got {shape}. Pass the shape that was packed.")

@@ -14,18 +14,20 @@ from jax import Array, lax
 
 from . import _checks as checks
 from . import _groups as groups
+from . import _numerics as num
 from ._spec import PerBlock, PerChannel, PerTensor, QuantSpec, granularity_of, spec_from_json, spec_to_json
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
 class QArray(checks.NotAnArray):
-    """A quantized array: `real = (values - zero_point) * scale`. A pytree of three arrays.
+    """A quantized array: `real = (values - zero_point) * scale`. A pytree of its arrays.
 
     Attributes:
-      values: int8 or uint8 up to 8 bits, int16 or uint16 above; the shape of the array.
-      scale: float32, shaped as in QParams.
+      values: int8 or uint8 up to 8 bits, int16 or uint16 above, or floats of the format; the shape of the array.
+      scale: float32, or of the spec's scale_dtype; shaped as in QParams.
       zero_point: of the shape of scale and the dtype of values, so that integers compare with it as real values
         compare with 0: relu in integers is `jnp.maximum(values, zero_point)`.
+      tensor_scale: None; or where scales are float8_e4m3fn, float32: `real = (values * scale) * tensor_scale`.
       spec: QuantSpec, static.
       dtype: of the array that was quantized, static; `dequantize` returns it.
       order: how values lie in memory, static: their last axes in another order, such as (-1, -2) for a matrix whose
@@ -48,22 +50,26 @@ class QArray(checks.NotAnArray):
     spec: QuantSpec
     dtype: Any
     order: tuple[int, ...] | None
+    tensor_scale: Any
     stored: Array = dataclasses.field(init=False, repr=False)
 
     def __init__(
         self, values: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any,
-        order: tuple[int, ...] | None = None,
+        order: tuple[int, ...] | None = None, tensor_scale: Any = None,
     ):  # fmt: skip
         stored = _transposed(values, lambda ndim: permutation(order, ndim)) if order else values
         vars(self).update(stored=stored, scale=scale, zero_point=zero_point, spec=spec, dtype=dtype, order=order)
+        vars(self).update(tensor_scale=tensor_scale)
 
     @classmethod
     def of_stored(
-        cls, stored: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any, order: tuple[int, ...] | None
-    ) -> "QArray":
+        cls, stored: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any, order: tuple[int, ...] | None,
+        tensor_scale: Any = None,
+    ) -> "QArray":  # fmt: skip
         """Of values that lie in `order`, which is the QArray as a pytree: of any leaves."""
         self = object.__new__(cls)
         vars(self).update(stored=stored, scale=scale, zero_point=zero_point, spec=spec, dtype=dtype, order=order)
+        vars(self).update(tensor_scale=tensor_scale)
         return self
 
     @property
@@ -84,9 +90,14 @@ class QArray(checks.NotAnArray):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the three arrays in memory; int4 and uint4 take half a byte."""
-        bits = lambda v: jnp.iinfo(v.dtype).bits if jnp.issubdtype(v.dtype, jnp.integer) else 8 * v.dtype.itemsize
-        return sum(math.ceil(math.prod(v.shape) * bits(v) / 8) for v in (self.stored, self.scale, self.zero_point))
+        """Bytes of the arrays in memory; int4, uint4 and float4 take half a byte."""
+        bits = lambda v: (jnp.iinfo if jnp.issubdtype(v.dtype, jnp.integer) else jnp.finfo)(v.dtype).bits
+        return sum(math.ceil(math.prod(v.shape) * bits(v) / 8) for v in jax.tree.leaves(self))
+
+    @property
+    def step(self) -> Array:
+        """The real value of one level, float32 in the shape of scale."""
+        return num.product_of_scales(self.scale.astype(jnp.float32), self.tensor_scale)
 
     @property
     def T(self) -> "QArray":
@@ -117,34 +128,38 @@ class QArray(checks.NotAnArray):
             return self._moved(at(self.values), of_groups)
         stored = at(self.stored)  # of a stack, whose elements lie as before
         part = self._moved(own_values(stored, self.order, self.spec), of_groups)
-        return QArray.of_stored(stored, part.scale, part.zero_point, part.spec, part.dtype, self.order)
+        return QArray.of_stored(
+            stored, part.scale, part.zero_point, part.spec, part.dtype, self.order, part.tensor_scale
+        )
 
     def _moved(self, values: Array, of_groups: Callable[[Array], Array]) -> "QArray":
         """With the values elsewhere, and the qparams by what becomes of values for groups."""
         if self.scale.ndim == 0:
-            return QArray(values, self.scale, self.zero_point, self.spec, self.dtype)
+            return QArray(values, self.scale, self.zero_point, self.spec, self.dtype, tensor_scale=self.tensor_scale)
         padded = (1,) * (self.ndim - self.scale.ndim) + self.scale.shape
         scale, zero_point = (of_groups(lax.reshape(v, padded)) for v in (self.scale, self.zero_point))
+        tensor_scale = self.tensor_scale
+        if tensor_scale is not None and tensor_scale.ndim:
+            tensor_scale = of_groups(tensor_scale)
         granularity = granularity_of(scale.shape, values.shape)
-        if granularity is None:  # blocks along one axis, with others shared: each element along it has its value then
-            for i, n in enumerate(values.shape):
-                if scale.shape[i] > 1:
-                    scale, zero_point = groups.apart(scale, i, n), groups.apart(zero_point, i, n)
-            granularity = PerChannel(tuple(i for i, n in enumerate(scale.shape) if n > 1))
+        if isinstance(granularity, PerTensor) and tensor_scale is not None:
+            granularity = PerChannel(0)  # of one scale, which that of the tensor scales
         if isinstance(granularity, PerTensor):
             scale, zero_point = scale.reshape(()), zero_point.reshape(())
         spec = dataclasses.replace(self.spec, granularity=granularity)
-        return QArray(values, scale, zero_point, spec, self.dtype)
+        return QArray(values, scale, zero_point, spec, self.dtype, tensor_scale=tensor_scale)
 
 
 def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], tuple[QuantSpec, Any, tuple[int, ...] | None]]:
     # By another name in another order, so that what restores arrays by their paths does not take one for the other.
     arrays = {"stored" if q.order else "values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
+    # By the spec, and not where there is one: trees of other leaves, None among them, have the same structure.
+    arrays |= {"tensor_scale": q.tensor_scale} if q.spec.has_tensor_scale else {}
     return [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()], (q.spec, q.dtype, q.order)
 
 
 def _of_arrays(static: Any, arrays: Any) -> QArray:
-    return QArray.of_stored(*arrays, *static)
+    return QArray.of_stored(*arrays[:3], *static, *arrays[3:])
 
 
 jax.tree_util.register_pytree_with_keys(QArray, _with_keys, _of_arrays)
@@ -208,12 +223,17 @@ def checked_qarray(name: str, q: Any) -> QArray:
     groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
     kind = q.spec.granularity
     whole = all(g == 1 for g in groups) if isinstance(kind, PerTensor) else len(groups) == q.ndim
-    size = kind.size if isinstance(kind, PerBlock) else 0
-    whole = whole and all(g in (1, n) or g * size == n for g, n in zip(groups, q.shape, strict=False))
+    sizes = kind.sizes.values() if isinstance(kind, PerBlock) else ()
+    fits = lambda g, n: g in (1, n) or any(g * size == n for size in sizes)
+    whole = whole and all(fits(g, n) for g, n in zip(groups, q.shape, strict=False))
+    of_tensor = ""
+    if q.spec.has_tensor_scale:
+        whole = whole and q.tensor_scale is not None and q.tensor_scale.ndim in (0, q.ndim)
+        of_tensor = f", a tensor_scale of shape {getattr(q.tensor_scale, 'shape', None)}"
     if not whole or q.zero_point.shape != q.scale.shape:
         raise ValueError(
             f"`{name}` has values of shape {q.shape}, a scale of shape {q.scale.shape} and a zero point of shape "
-            f"{q.zero_point.shape}, which do not fit {q.spec}. A stack of QArrays made by vmap or scan is used "
-            "under vmap or scan; one used whole keeps the axis of the stack: PerChannel((0, -1))."
+            f"{q.zero_point.shape}{of_tensor}, which do not fit {q.spec}. A stack of QArrays made by vmap or scan is "
+            "used under vmap or scan; one used whole keeps the axis of the stack: PerChannel((0, -1))."
         )
     return q

@@ -14,9 +14,9 @@ from jax import Array, lax
 
 from . import _checks as checks
 from ._affine import fake_quant
+from ._grid import QParams
 from ._groups import reduce_groups
 from ._qarray import QArray
-from ._ranges._range import QParams
 from ._spec import QuantSpec, qparams_shape
 from ._table import as_html, as_text
 from ._tally import Tally, merge_tallies, sqnr, tally, to_nearest
@@ -41,7 +41,7 @@ class ReportRow(NamedTuple):
       used_levels, levels: how many levels some value has, and how many there are; None above 8 bits.
       dead: how many groups of a parameter hold nothing but 0 once they are quantized; None of inputs.
       bytes_before: of a parameter in float; 0 of inputs, which are not stored.
-      bytes_after: of its integers and their qparams, as `save` writes them.
+      bytes_after: of its levels and their qparams, as `save` writes them.
       change: by how much the loss grows if this alone is quantized, below 0 where it falls; None without a loss.
       predicted: the same by the curvature of the loss, `g d + d H d / 2` for the error d; None without a loss.
       by_bits: {bits: change} of a parameter at other widths, with ranges by min-max; empty without a loss.
@@ -65,9 +65,14 @@ class ReportRow(NamedTuple):
     by_bits: Mapping[int, float] = {}
 
     def nbytes(self, bits: int) -> int:
-        """The bytes of a parameter's integers of this width with their qparams, as `save` writes them."""
-        width = bits / 8 if bits <= 4 else 1 if bits <= 8 else 2
-        return math.ceil(self.size * width) + self.groups * (4 + (1 if bits <= 8 else 2))
+        """The bytes of a parameter's integers of this width with float32 scales, as `save` writes them."""
+        return _nbytes(self.size, self.groups, bits, 4)
+
+
+def _nbytes(size: int, groups: int, bits: int, of_scale: int) -> int:
+    """Values, packed up to 4 bits, and for each group a scale and a zero point."""
+    width = bits / 8 if bits <= 4 else 1 if bits <= 8 else 2
+    return math.ceil(size * width) + groups * (of_scale + (1 if bits <= 8 else 2))
 
 
 _MOST_CHOICES = 500  # kept of those that may still become the best; it costs the last per mille of a budget
@@ -254,7 +259,7 @@ def _shared_fields(entry: Entry, t: Tally) -> dict[str, Any]:
         "max_error": float(t.max_error),
         "clipped": int(t.clipped) / size if size else 0.0,
         "used_levels": int((t.levels > 0).sum()) if t.levels.size else None,
-        "levels": entry.spec.qmax - entry.spec.qmin + 1 if t.levels.size else None,
+        "levels": entry.spec.levels.number if t.levels.size else None,
     }
 
 
@@ -281,7 +286,9 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
             **fields, size=size, dead=_dead(leaf, entry.spec, qparams), bytes_before=size * leaf.dtype.itemsize,
             bytes_after=0,
         )  # fmt: skip
-    return row._replace(bytes_after=row.nbytes(entry.spec.bits))
+    spec = entry.spec
+    nbytes = _nbytes(size, row.groups, spec.bits, jnp.dtype(spec.scale_dtype).itemsize)
+    return row._replace(bytes_after=nbytes + (4 if spec.has_tensor_scale else 0))
 
 
 def _dead(leaf: Array, spec: QuantSpec, qparams: QParams | None) -> int:
@@ -341,7 +348,11 @@ class _Costs(NamedTuple):
         """Of a parameter as its rule says, and at each of the widths by min-max, stacked."""
         spec = to_nearest(self.entries[path].spec)
         own = fake_quant(leaf, spec, (self.qparams or {}).get(path)) - leaf
-        wide = dataclasses.replace(spec, bits=max(self.widths))
+        wide = QuantSpec(
+            bits=max(self.widths), signed=spec.signed, symmetric=spec.symmetric, narrow_range=spec.narrow_range,
+            granularity=spec.granularity, rounding=spec.rounding,
+            scale_rule=spec.scale_rule if spec.scale_rule == "half_step" else "ceil",
+        )  # fmt: skip
         others = lax.map(lambda bits: fake_quant(leaf, wide, bits=bits) - leaf, jnp.asarray(self.widths, jnp.int32))
         return jnp.concatenate([own[None], others])
 

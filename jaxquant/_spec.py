@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from . import _checks as checks
+from ._formats import FLOATS, SCALES, Float, Integers
 
 ROUNDINGS = ("half_even", "half_up", "half_away", "stochastic")
 
@@ -26,7 +27,7 @@ class PerChannel:
 
     Attributes:
       axis: static int or tuple of ints; negatives count from the end. None means the output channels of the op that
-        uses the tensor, which a function that sees only the tensor cannot know: it raises.
+        uses the weight, which a function that sees only the tensor cannot know: it raises.
 
     The qparams of a tensor have its rank, its size on `axis`, and size 1 on every other axis.
     """
@@ -50,50 +51,88 @@ class PerChannel:
 
 
 @dataclasses.dataclass(frozen=True)
+class PerToken:
+    """A scale for each row of an activation, shared along the axes that the op contracts: each token, or each image.
+
+    `quantize_fn` knows those axes. A function that sees only the tensor does not, and raises: PerChannel((0, 1)) says
+    it for a batch of sequences (examples, tokens, features).
+    """
+
+
+@dataclasses.dataclass(frozen=True)
 class PerBlock:
-    """A scale for each run of `size` elements along one axis, every other axis separate.
+    """A scale for each run of `size` elements along one axis, or for each tile along several; other axes separate.
 
     Attributes:
-      axis: static int; negatives count from the end. None means the contracted axis of the op that uses the tensor.
-      size: static int >= 1; it must divide the length of that axis.
+      axis: static int, or tuple of ints; negatives count from the end. None means the contracted axis of the op that
+        uses the tensor.
+      size: static int >= 1, or a tuple with one for each axis, such as PerBlock((-2, -1), (128, 128)); each must divide
+        the length of its axis.
 
     The qparams of a tensor have its shape, but with the number of blocks on `axis`.
     """
 
-    axis: int | None
-    size: int
+    axis: int | tuple[int, ...] | None
+    size: int | tuple[int, ...]
 
     def __post_init__(self):
-        if self.axis is not None:
-            object.__setattr__(self, "axis", checks.static_int("axis", self.axis))
-        object.__setattr__(self, "size", checks.static_int_between("size", self.size, 1, 2**31 - 1))
+        axes = tuple(None if a is None else checks.static_int("axis", a) for a in _several(self.axis))
+        sizes = tuple(checks.static_int_between("size", n, 1, 2**31 - 1) for n in _several(self.size))
+        if len(axes) != len(sizes) or not axes or len(set(axes)) < len(axes) or (len(axes) > 1 and None in axes):
+            raise ValueError(
+                f"`axis` must name at least one axis and none of them twice, and `size` have one number for each, got "
+                f"axis={self.axis} and size={self.size}. Tiles of a matrix are PerBlock((-2, -1), (128, 128))."
+            )
+        object.__setattr__(self, "axis", axes[0] if len(axes) == 1 else axes)
+        object.__setattr__(self, "size", sizes[0] if len(axes) == 1 else sizes)
+
+    @property
+    def sizes(self) -> dict[Any, int]:
+        """The size of the blocks along each axis."""
+        return dict(zip(_several(self.axis), _several(self.size), strict=True))
 
 
-Granularity = PerTensor | PerChannel | PerBlock
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+Granularity = PerTensor | PerChannel | PerToken | PerBlock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class QuantSpec:
-    """How a tensor is quantized: `real = (q - zero_point) * scale` with integers `qmin <= q <= qmax`.
+    """How a tensor is quantized: `real = (q - zero_point) * scale` with `qmin <= q <= qmax`, integers or narrow floats.
 
     Static and hashable: it goes through `jax.jit` as a static argument, equal specs share one trace, and it is a leaf
     of a tree of specs. It holds no array; the numbers are in `QParams`.
 
     Attributes:
-      bits: static int, 2 to 16. 8 and fewer are held in int8 or uint8, more in int16 or uint16.
+      bits: static int, 2 to 16. 8 and fewer are held in int8 or uint8, more in int16 or uint16. A format has its own.
       signed: whether q is; the grid is [-2 ** (bits - 1), 2 ** (bits - 1) - 1], or [0, 2 ** bits - 1].
       symmetric: the zero point is 0 by definition and never read. Affine, its opposite, trains one.
       narrow_range: drops the lowest q, so that a symmetric signed grid has as many steps below 0 as above.
-        None means: if symmetric and signed.
-      granularity: PerTensor(), PerChannel(axis) or PerBlock(axis, size).
+        None means: if symmetric and signed, and not scale_rule="half_step".
+      granularity: PerTensor(), PerChannel(axis), PerToken() or PerBlock(axis, size).
       rounding: of x / scale, a correctly rounded quotient. "half_even"; "half_up", floor(v + 0.5) with the sum
         rounded, as in `jaxquant.tf`; "half_away"; "stochastic", up with the probability of the fraction, which needs
         a `key` wherever it is used.
+      scale_dtype: what holds the scale, which is rounded to it wherever it is used; QParams stay float32. "float32";
+        "float16" and "bfloat16", to nearest; "float8_e8m0fnu", powers of two; "float8_e4m3fn", to nearest and beside
+        one float32 for the tensor, the largest of them / 448: of blocks.
+      scale_rule: of scales that are powers of two: "ceil" takes the next one above, which clips nothing; "floor",
+        OCP's, 2 ** (floor(log2(largest value)) - the exponent of the largest level), which clips up to an eighth in
+        e4m3. Of signed symmetric integers with float32 scales: "half_step" divides the largest value by qmax + 1/2 and
+        not by qmax, so that it lies half a step beyond the last level; the grid then has its lowest q.
+      format: None for integers; else q is a narrow float, signed and symmetric, without its infinities and NaN:
+        "float8_e4m3fn" (to 448), "float8_e5m2" (57344), "float8_e3m4" (15.5), "float8_e4m3b11fnuz" (30),
+        "float6_e2m3fn" (7.5), "float6_e3m2fn" (28) or "float4_e2m1fn" (6). Held in that dtype; float6, which XLA does
+        not have, in float8_e4m3fn, which has all its levels.
 
     Raises:
       TypeError: for an argument of another kind, traced ones among them.
-      ValueError: for bits outside 2..16, an unknown rounding, an axis named twice, or a narrow symmetric unsigned
-        grid, which would not hold 0.
+      ValueError: for bits outside 2..16, an unknown rounding or format, an axis named twice, a narrow symmetric
+        unsigned grid, which would not hold 0, a format beside bits or signs of integers, or "half_step" for
+        anything but signed symmetric integers with float32 scales.
 
     >>> from jaxquant import PerChannel, QuantSpec
     >>> QuantSpec(bits=4, granularity=PerChannel(-1))
@@ -107,6 +146,14 @@ class QuantSpec:
         checks.argument_names("QuantSpec", kw, fields)
         if args:
             raise TypeError(f"QuantSpec takes its arguments by name, got {args}. Pass bits={args[0]!r}.")
+        if kw.get("format") is not None:  # here, where what was passed differs from what is the default
+            levels = FLOATS[checks.one_of("format", kw["format"], tuple(FLOATS))]
+            for name, own in {"bits": levels.bits, "signed": True, "symmetric": True, "narrow_range": True}.items():
+                if kw.get(name, own) != own:
+                    raise ValueError(
+                        f"`{name}` must be left out beside format={levels.name!r}, got {kw[name]!r}: a float is signed "
+                        f"and symmetric, and this one has {levels.bits} bits."
+                    )
         return super().__new__(cls)
 
     bits: int = 8
@@ -115,6 +162,9 @@ class QuantSpec:
     narrow_range: bool | None = None
     granularity: Granularity = PerTensor()
     rounding: str = "half_even"
+    format: str | None = None
+    scale_dtype: str = "float32"
+    scale_rule: str = "ceil"
 
     def __post_init__(self):
         if isinstance(self.bits, Array | np.ndarray):
@@ -123,11 +173,13 @@ class QuantSpec:
                 "For bits that change without a recompile pass `bits=` to fit_qparams and fake_quant."
             )
         set_ = lambda name, value: object.__setattr__(self, name, value)
+        if self.format is not None:
+            set_("bits", FLOATS[self.format].bits)
         set_("bits", checks.static_int_between("bits", self.bits, 2, 16))
         set_("signed", checks.static_bool("signed", self.signed))
         set_("symmetric", checks.static_bool("symmetric", self.symmetric))
         if self.narrow_range is None:
-            set_("narrow_range", self.symmetric and self.signed)
+            set_("narrow_range", self._is_narrow_by_default)
         set_("narrow_range", checks.static_bool("narrow_range", self.narrow_range))
         if self.narrow_range and self.symmetric and not self.signed:
             raise ValueError(
@@ -135,30 +187,70 @@ class QuantSpec:
                 "and without it 0 could not be represented. Leave it None."
             )
         checks.one_of("rounding", self.rounding, ROUNDINGS)
+        checks.one_of("scale_dtype", self.scale_dtype, tuple(SCALES))
+        checks.one_of("scale_rule", self.scale_rule, ("ceil", "floor", "half_step"))
+        if self.scale_rule == "floor" and self.scale_dtype != "float8_e8m0fnu":
+            raise ValueError(
+                f"`scale_rule` says which power of two a scale becomes, got 'floor' with scale_dtype="
+                f"{self.scale_dtype!r}. Pass scale_dtype='float8_e8m0fnu', or leave the rule out."
+            )
+        if self.scale_rule == "half_step" and (
+            self.format or self.scale_dtype != "float32" or not self.symmetric or not self.signed
+        ):
+            raise ValueError(
+                "`scale_rule='half_step'` is of signed symmetric integers with float32 scales, got "
+                f"signed={self.signed}, symmetric={self.symmetric}, format={self.format!r} and "
+                f"scale_dtype={self.scale_dtype!r}. Leave the rule out."
+            )
+        if self.scale_dtype.startswith("float8") and not self.symmetric:
+            raise ValueError(
+                f"`symmetric` must be True with scale_dtype={self.scale_dtype!r}, got False. Leave it out, or hold "
+                "the scale in float32, float16 or bfloat16."
+            )
         if not isinstance(self.granularity, Granularity):
             raise TypeError(
-                f"`granularity` must be PerTensor(), PerChannel(axis) or PerBlock(axis, size), got "
+                f"`granularity` must be PerTensor(), PerChannel(axis), PerToken() or PerBlock(axis, size), got "
                 f"{self.granularity!r}. An axis alone is PerChannel({self.granularity!r})."
+            )
+        if self.has_tensor_scale and isinstance(self.granularity, PerTensor):
+            raise ValueError(
+                "`granularity` must be PerBlock(axis, size) with scale_dtype='float8_e4m3fn', got PerTensor(): one "
+                "scale of the tensor scales the scales of blocks. nvfp4_spec(axis) is blocks of 16."
             )
 
     @property
-    def qmin(self) -> int:
-        """The lowest q."""
-        return int(self.signed) * -(2 ** (self.bits - 1)) + bool(self.narrow_range)
+    def _is_narrow_by_default(self) -> bool:
+        return self.symmetric and self.signed and self.scale_rule != "half_step"
 
     @property
-    def qmax(self) -> int:
+    def levels(self) -> Integers | Float:
+        """What q is."""
+        return FLOATS[self.format] if self.format else Integers(self.bits, self.signed, bool(self.narrow_range))
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether one float32 for the tensor scales the scales of its blocks."""
+        return self.scale_dtype == "float8_e4m3fn"
+
+    @property
+    def qmin(self) -> int | float:
+        """The lowest q."""
+        return self.levels.qmin
+
+    @property
+    def qmax(self) -> int | float:
         """The highest q."""
-        return 2 ** (self.bits - self.signed) - 1
+        return self.levels.qmax
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype that holds q."""
-        return np.dtype(f"{'' if self.signed else 'u'}int{8 if self.bits <= 8 else 16}")
+        return self.levels.dtype
 
     def __repr__(self):
         implied = {field.name: field.default for field in dataclasses.fields(self)}
-        implied["narrow_range"] = self.symmetric and self.signed
+        implied["narrow_range"] = self._is_narrow_by_default
+        implied["bits"] = self.bits if self.format else implied["bits"]
         said = [f"{name}={getattr(self, name)!r}" for name, v in implied.items() if getattr(self, name) != v]
         return f"QuantSpec({', '.join(said)})"
 
@@ -215,6 +307,105 @@ def activation_spec(bits: int = 8, symmetric: bool = False, **kw: Any) -> QuantS
     return QuantSpec(bits=bits, symmetric=symmetric, **kw)
 
 
+def float8_spec(format: str = "float8_e4m3fn", granularity: Granularity = PerTensor(), **kw: Any) -> QuantSpec:
+    """The spec of a float8 tensor: a float32 scale, the largest magnitude / the largest number of the format.
+
+    Args:
+      format: static, as in QuantSpec: "float8_e4m3fn", or "float8_e5m2" of more range and fewer digits, ...
+      granularity: PerTensor(), or PerChannel(axis); PerChannel(None) for the output channels of a weight.
+      **kw: any other attribute of QuantSpec.
+
+    Raises:
+      TypeError, ValueError: as QuantSpec, and for a format of other bits.
+
+    >>> from jaxquant import float8_spec
+    >>> float8_spec()
+    QuantSpec(format='float8_e4m3fn')
+    >>> float8_spec().qmax
+    448.0
+    """
+    _checked_keywords("float8_spec", kw, ["format", "granularity"], "")
+    names = tuple(name for name, levels in FLOATS.items() if levels.bits == 8)
+    return QuantSpec(format=checks.one_of("format", format, names), granularity=granularity, **kw)
+
+
+def mxfp8_spec(axis: int | None = None, format: str = "float8_e4m3fn", **kw: Any) -> QuantSpec:
+    """Microscaling: float8 in blocks of 32, with a power of two for a scale.
+
+    Args:
+      axis: static int, along which the blocks run. None means the contracted axis of the op, which `quantize_fn` knows.
+      format: static, a float8 as in QuantSpec.
+      **kw: any other attribute of QuantSpec; scale_rule="floor" is the scale of the OCP specification.
+
+    Raises:
+      TypeError, ValueError: as QuantSpec, and for a format of other bits.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, but for the default scale_rule.
+
+    >>> from jaxquant import mxfp8_spec
+    >>> mxfp8_spec(-1)
+    QuantSpec(granularity=PerBlock(axis=-1, size=32), format='float8_e4m3fn', scale_dtype='float8_e8m0fnu')
+    """
+    return _microscaling("mxfp8_spec", axis, 8, kw, format=format)
+
+
+def mxfp6_spec(axis: int | None = None, format: str = "float6_e2m3fn", **kw: Any) -> QuantSpec:
+    """Microscaling: float6 in blocks of 32, with a power of two for a scale. As `mxfp8_spec`.
+
+    >>> from jaxquant import mxfp6_spec
+    >>> mxfp6_spec(-1).qmax
+    7.5
+    """
+    return _microscaling("mxfp6_spec", axis, 6, kw, format=format)
+
+
+def mxfp4_spec(axis: int | None = None, **kw: Any) -> QuantSpec:
+    """Microscaling: float4_e2m1fn in blocks of 32, with a power of two for a scale. As `mxfp8_spec`.
+
+    >>> from jaxquant import mxfp4_spec
+    >>> mxfp4_spec(-1).qmax
+    6.0
+    """
+    return _microscaling("mxfp4_spec", axis, 4, kw, format="float4_e2m1fn")
+
+
+def mxint8_spec(axis: int | None = None, **kw: Any) -> QuantSpec:
+    """Microscaling: 8-bit integers in blocks of 32, with a power of two for a scale. As `mxfp8_spec`.
+
+    >>> from jaxquant import mxint8_spec
+    >>> mxint8_spec(-1)
+    QuantSpec(granularity=PerBlock(axis=-1, size=32), scale_dtype='float8_e8m0fnu')
+    """
+    return _microscaling("mxint8_spec", axis, None, kw)
+
+
+def nvfp4_spec(axis: int | None = None, **kw: Any) -> QuantSpec:
+    """NVFP4: float4_e2m1fn in blocks of 16, with a float8_e4m3fn for a scale, and one float32 that scales those.
+
+    Args:
+      axis: static int, along which the blocks run. None means the contracted axis of the op, which `quantize_fn` knows.
+      **kw: any other attribute of QuantSpec.
+
+    Raises:
+      TypeError, ValueError: as QuantSpec.
+
+    Source: NVIDIA's NVFP4.
+
+    >>> from jaxquant import nvfp4_spec
+    >>> nvfp4_spec(-1)
+    QuantSpec(granularity=PerBlock(axis=-1, size=16), format='float4_e2m1fn', scale_dtype='float8_e4m3fn')
+    """
+    _checked_keywords("nvfp4_spec", kw, ["axis", "format", "scale_dtype"], "axis")
+    return QuantSpec(format="float4_e2m1fn", granularity=PerBlock(axis, 16), scale_dtype="float8_e4m3fn", **kw)
+
+
+def _microscaling(name: str, axis: Any, bits: int | None, kw: dict[str, Any], **format: Any) -> QuantSpec:
+    _checked_keywords(name, kw, ["axis", "format", "scale_dtype"], "axis")
+    if bits:
+        checks.one_of("format", format["format"], tuple(n for n, levels in FLOATS.items() if levels.bits == bits))
+    return QuantSpec(granularity=PerBlock(axis, 32), scale_dtype="float8_e8m0fnu", **format, **kw)
+
+
 def _checked_keywords(function: str, kw: dict[str, Any], own: list[str], instead: str) -> None:
     if instead and "granularity" in kw:
         raise TypeError(f"`granularity` cannot be passed here: {instead} say it. Build a QuantSpec(...) directly.")
@@ -232,12 +423,15 @@ def checked(spec: Any) -> QuantSpec:
     return spec
 
 
-_GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerBlock)}
+_GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerToken, PerBlock)}
 
 
 def spec_to_json(spec: QuantSpec) -> dict[str, Any]:
     """The spec as what JSON can hold: for files, and for programs that are exported with QArrays as arguments."""
     fields = {name: getattr(spec, name) for name in ("bits", "signed", "symmetric", "narrow_range", "rounding")}
+    for name in ("format", "scale_dtype", "scale_rule"):  # not of those before: their files stay
+        if getattr(spec, name) != QuantSpec.__dataclass_fields__[name].default:
+            fields[name] = getattr(spec, name)
     return fields | {"granularity": type(spec.granularity).__name__, **vars(spec.granularity)}
 
 
@@ -246,9 +440,7 @@ def spec_from_json(fields: dict[str, Any]) -> QuantSpec:
     fields = dict(fields)
     kind = _GRANULARITIES[fields.pop("granularity")]
     of_kind = {field.name: fields.pop(field.name) for field in dataclasses.fields(kind)}
-    if isinstance(axis := of_kind.get("axis"), list):  # JSON has no tuples
-        of_kind["axis"] = tuple(axis)
-    return QuantSpec(granularity=kind(**of_kind), **fields)
+    return QuantSpec(granularity=kind(**of_kind), **fields)  # which take lists for tuples, which JSON does not have
 
 
 def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -256,6 +448,12 @@ def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     kind = spec.granularity
     if isinstance(kind, PerTensor):
         return ()
+    if isinstance(kind, PerToken):
+        raise ValueError(
+            f"{spec} does not say which axes are contracted: only the op that uses the tensor knows it. Got shape "
+            f"{shape}; name those that are not, such as PerChannel(0) for rows, or PerChannel((0, 1)) for a batch of "
+            "sequences."
+        )
     if kind.axis is None:
         name = "channel_axis" if isinstance(kind, PerChannel) else "axis"
         raise ValueError(
@@ -273,39 +471,40 @@ def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
         raise ValueError(f"{kind} names an axis of an array of shape {shape} twice. Name each once.")
     if isinstance(kind, PerChannel):
         return tuple(n if i in axes else 1 for i, n in enumerate(shape))
-    (axis,), length = axes, shape[axes[0]]
-    if length % kind.size:
-        fitting = ", ".join(str(n) for n in range(1, length + 1) if length % n == 0)
-        raise ValueError(
-            f"`size` of {kind} does not divide the length {length} of axis {axis}, shape {shape}. "
-            f"Sizes that do: {fitting}."
-        )
-    return (*shape[:axis], length // kind.size, *shape[axis + 1 :])
+    sizes = dict(zip(axes, kind.sizes.values(), strict=True))
+    for axis, size in sizes.items():
+        if (length := shape[axis]) % size:
+            fitting = ", ".join(str(n) for n in range(1, length + 1) if length % n == 0)
+            raise ValueError(
+                f"`size` of {kind} does not divide the length {length} of axis {axis}, shape {shape}. "
+                f"Sizes that do: {fitting}."
+            )
+    return tuple(n // sizes.get(i, 1) for i, n in enumerate(shape))
 
 
-def granularity_of(groups: tuple[int, ...], shape: tuple[int, ...]) -> PerTensor | PerChannel | PerBlock | None:
-    """The granularity with these numbers of groups along the axes of an array; None if there is none that says it."""
-    separate = [i for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if g == n != 1]
-    blocks = [i for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if g not in (1, n)]
-    if not blocks:
-        return PerChannel(tuple(separate)) if separate else PerTensor()
-    (axis, *others) = blocks
-    alone = not others and all(g == n for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if i != axis)
-    return PerBlock(axis, shape[axis] // groups[axis]) if alone else None
+def granularity_of(groups: tuple[int, ...], shape: tuple[int, ...]) -> PerTensor | PerChannel | PerBlock:
+    """The granularity with these numbers of groups along the axes of an array."""
+    separate = tuple(i for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if g == n != 1)
+    if all(g in (1, n) for g, n in zip(groups, shape, strict=True)):
+        return PerChannel(separate) if separate else PerTensor()
+    sizes = {i: n // g for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if g != n}
+    return PerBlock(tuple(sizes), tuple(sizes.values()))
 
 
-def grid(spec: QuantSpec, bits: Any, dtype: Any) -> tuple[Any, Any]:
-    """`qmin` and `qmax` as scalars of the dtype of the computation: constants, or arrays for traced `bits`.
+def limits_of(spec: QuantSpec, bits: Any = None) -> tuple[Any, Any]:
+    """`qmin` and `qmax` as float32: constants, or arrays for traced `bits`.
 
     Traced bits are limited to [2, spec.bits], which cannot be checked. By shifts: `exp2` is not exact everywhere.
     """
     if bits is None:
-        return np.dtype(dtype).type(spec.qmin), np.dtype(dtype).type(spec.qmax)
+        return np.float32(spec.qmin), np.float32(spec.qmax)
+    if spec.format:
+        raise ValueError(f"`bits` is a schedule of integers, got {bits!r} with {spec}. Leave it None.")
     bits = _bits(spec, bits)
     half = lax.shift_left(jnp.int32(1), bits - 1)
     low, high = (-half, half - 1) if spec.signed else (jnp.zeros_like(half), 2 * half - 1)
     low = low + int(bool(spec.narrow_range))
-    return jnp.asarray(low, dtype), jnp.asarray(high, dtype)
+    return low.astype(jnp.float32), high.astype(jnp.float32)
 
 
 def _bits(spec: QuantSpec, bits: Any) -> Array:

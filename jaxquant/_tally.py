@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ._affine import quantize, real_values
+from ._grid import QParams
 from ._groups import broadcast_groups
-from ._ranges._range import QParams
+from ._qarray import QArray
 from ._spec import QuantSpec
 
 _COUNTED_BITS = 8  # levels are counted up to here
@@ -28,7 +29,7 @@ class Tally(NamedTuple):
       noise: float32, the sum of the squares of their errors.
       max_error: float32, the largest error.
       clipped: uint32, the values that lie more than half a step beyond the last level.
-      levels: uint32[2 ** bits], how many values have each level; of no size above 8 bits.
+      levels: uint32[2 ** bits], how many values have each level, 2 ** 8 for floats; of no size above 8 bits.
     """
 
     size: Array
@@ -54,11 +55,11 @@ def tally(x: Array, spec: QuantSpec, qparams: QParams | None = None) -> Tally:
     count = lambda mask: jnp.sum(mask, dtype=jnp.uint32)
     error = jnp.where(finite, jnp.abs(real - x), 0)
     last = (q.values == spec.qmin) | (q.values == spec.qmax)
-    half = broadcast_groups(q.scale, q.shape).astype(jnp.float32) * 0.5
-    levels = jnp.zeros(2**spec.bits if spec.bits <= _COUNTED_BITS else 0, jnp.uint32)
+    half = broadcast_groups(q.step, q.shape) * (spec.levels.last_step / 2)
+    width = _COUNTED_BITS if spec.format else spec.bits
+    levels = jnp.zeros(2**width if width <= _COUNTED_BITS else 0, jnp.uint32)
     if levels.size:
-        lowest = -(2 ** (spec.bits - 1)) if spec.signed else 0
-        levels = levels.at[q.values.astype(jnp.int32) - lowest].add(finite.astype(jnp.uint32))
+        levels = levels.at[_level_number(q)].add(finite.astype(jnp.uint32))
     return Tally(
         count(finite),
         jnp.sum(jnp.where(finite, x * x, 0)),
@@ -67,6 +68,15 @@ def tally(x: Array, spec: QuantSpec, qparams: QParams | None = None) -> Tally:
         count(finite & last & (error > half * (1 + 1e-5))),
         levels,
     )
+
+
+def _level_number(q: QArray) -> Array:
+    """Of each value, from 0; of floats by their bits, one zero alone."""
+    if not q.spec.format:
+        return q.values.astype(jnp.int32) + (2 ** (q.spec.bits - 1) if q.spec.signed else 0)
+    # float4 has no bits that XLA can look at.
+    values = q.values.astype(jnp.float8_e4m3fn if q.spec.bits == 4 else q.spec.dtype)
+    return jnp.where(values == 0, 0, lax.bitcast_convert_type(values, jnp.uint8)).astype(jnp.int32)
 
 
 def merge_tallies(a: Tally, b: Tally) -> Tally:

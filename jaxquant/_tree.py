@@ -17,10 +17,10 @@ from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_flatten_with_path
 from . import _checks as checks
 from . import _numerics as num
 from ._affine import checked_qparams, dequantize, fake_quant, quantize, scale_gradient
+from ._grid import QParams
 from ._qarray import QArray
 from ._ranges._fit import fit_qparams
-from ._ranges._range import QParams
-from ._spec import QuantSpec, grid, qparams_shape
+from ._spec import QuantSpec, limits_of, qparams_shape
 
 KINDS = ("weight", "act_act", "derived", "captured", "gradient")
 
@@ -363,7 +363,7 @@ def with_lsq_gradient(qparams: QParams, size: int, spec: QuantSpec, bits: Any) -
     """The qparams of a tensor of a size, with their gradient multiplied as LSQ does."""
     sharing = size // max(math.prod(qparams.scale.shape), 1)
     # Guarded, because XLA makes of 1 / sqrt an rsqrt, which differs in the last bit.
-    factor = 1 / num.guard(jnp.sqrt(max(sharing, 1) * grid(spec, bits, jnp.float32)[1]))
+    factor = 1 / num.guard(jnp.sqrt(max(sharing, 1) * limits_of(spec, bits)[1]))
     return QParams(*(scale_gradient(v, factor) for v in qparams))
 
 

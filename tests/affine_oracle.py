@@ -94,9 +94,13 @@ def gradients(g, x, scale, zero_point, spec, noise=None):
     at = Levels(x, scale, zero_point, spec, noise)
     below, above = at.unclipped < at.qmin, at.unclipped > at.qmax
     inside = (at.qmin <= at.unclipped) & (at.unclipped <= at.qmax)
+    with np.errstate(all="ignore"):
+        # Exact but for the quotient: more digits than float64 has, where x is of float64.
+        left = np.longdouble(at.unclipped - at.zero_point) * at.scale - flush(x.astype(at.dtype))
+        error = (left / at.scale).astype(at.dtype)
     steps = np.select(
         [below, above, inside],
-        [at.qmin - at.zero_point, at.qmax - at.zero_point, sub(sub(at.unclipped, at.zero_point), at.quotient)],
+        [at.qmin - at.zero_point, at.qmax - at.zero_point, error],
         at.dtype.type(0),
     )
     wide, groups = g.astype(at.dtype), np.shape(scale)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import collections
+import gc
+import itertools
 import os
+import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
@@ -20,6 +23,20 @@ hypothesis.settings.register_profile("jaxquant", derandomize=True, deadline=None
 hypothesis.settings.load_profile("jaxquant")
 
 collect_ignore = ["data"]  # scripts that need TensorFlow
+
+
+TESTS, MAPPED, MOST = itertools.count(), *map(pathlib.Path, ("/proc/self/maps", "/proc/sys/vm/max_map_count"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Frees the compiled programs of earlier tests before they take all the memory mappings of the process.
+
+    Linux allows 65,530, a program takes about 14, and XLA dies of a lack of them, after two thousand slow tests.
+    """
+    if next(TESTS) % 20 == 0 and MOST.exists() and MAPPED.read_bytes().count(b"\n") > int(MOST.read_text()) // 2:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

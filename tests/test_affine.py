@@ -37,7 +37,7 @@ JUDGE = "NumPy oracle"
 SHAPE = 4, 6, 192
 BITS = 2, 3, 4, 8, 12, 16
 ROUNDINGS = "half_even", "half_up", "half_away"
-GRANULARITIES = PerTensor(), PerChannel(-1), PerBlock(-1, 8), PerChannel((0, -2)), PerBlock(1, 3)
+GRANULARITIES = PerTensor(), PerChannel(-1), PerBlock(-1, 8), PerChannel((0, -2)), PerBlock((-2, -1), (3, 96))
 SCALE_KINDS = 6
 
 
@@ -62,7 +62,8 @@ def qparams_shape(spec, shape):
         return ()
     axes = np.atleast_1d(kind.axis) % len(shape)
     if isinstance(kind, PerBlock):
-        return tuple(n // kind.size if i in axes else n for i, n in enumerate(shape))
+        sizes = dict(zip(axes, np.atleast_1d(kind.size), strict=True))
+        return tuple(int(n // sizes.get(i, 1)) for i, n in enumerate(shape))
     return tuple(n if i in axes else 1 for i, n in enumerate(shape))
 
 

@@ -62,6 +62,16 @@ SPECS = [
     (lambda x: QuantSpec(narrow_range=0), TypeError, "`narrow_range`", "int"),
     (lambda x: QuantSpec(rounding="nearest"), ValueError, "`rounding`", "'nearest'"),
     (lambda x: QuantSpec(rounding=None), TypeError, "`rounding`", "NoneType"),
+    (lambda x: QuantSpec(scale_rule="half"), ValueError, "`scale_rule`", "'half'"),
+    *[
+        (lambda x, kw=kw: QuantSpec(scale_rule="half_step", **kw), ValueError, "symmetric integers", said)
+        for kw, said in [
+            ({"signed": False}, "signed=False"),
+            ({"symmetric": False}, "symmetric=False"),
+            ({"format": "float4_e2m1fn"}, "format='float4_e2m1fn'"),
+            ({"scale_dtype": "float8_e8m0fnu"}, "scale_dtype='float8_e8m0fnu'"),
+        ]
+    ],
     (lambda x: of(-1), TypeError, "`granularity`", "PerChannel(-1)"),
     (lambda x: of(PerTensor), TypeError, "`granularity`", "PerTensor"),
     (lambda x: of(None), TypeError, "`granularity`", "None"),
@@ -70,8 +80,13 @@ SPECS = [
     (lambda x: PerChannel(x[0, 0].astype(int)), TypeError, "`axis`", "int32"),
     (lambda x: PerChannel((0, 0)), ValueError, "`axis`", "(0, 0)"),
     (lambda x: PerChannel(()), ValueError, "`axis`", "()"),
-    *[(lambda x, v=v: PerBlock(v, 2), TypeError, "`axis`", text) for v, text in [*not_static, ((0, 1), "tuple")]],
+    *[(lambda x, v=v: PerBlock(v, 2), TypeError, "`axis`", text) for v, text in not_static],
+    *[(lambda x, v=v: PerBlock((0, v), (2, 2)), TypeError, "`axis`", text) for v, text in not_static],
     *[(lambda x, v=v: PerBlock(0, v), TypeError, "`size`", text) for v, text in [*not_static, (None, "NoneType")]],
+    *[
+        (lambda x, v=v, n=n: PerBlock(v, n), ValueError, "`size` have one number for each", f"axis={v}")
+        for v, n in [((0, 1), 2), (0, (2, 2)), ((0, 1), (2, 2, 2)), ((0, 0), (2, 2)), ((None, 1), (2, 2)), ((), ())]
+    ],
     (lambda x: PerBlock(x[0, 0].astype(int), 2), TypeError, "`axis`", "int32"),
     (lambda x: PerBlock(0, x[0, 0].astype(int)), TypeError, "`size`", "int32"),
     (lambda x: PerBlock(0, 0), ValueError, "`size`", "got 0."),
@@ -107,6 +122,8 @@ SHARED = [
             (weight_spec(block_size=2), ValueError, "axis", "shape (4, 6)"),
             (of(PerBlock(5, 2)), ValueError, "PerBlock(axis=5, size=2)", "rank 2"),
             (of(PerBlock(-1, 4)), ValueError, "`size`", BLOCKS),
+            (of(PerBlock((0, -1), (1, 4))), ValueError, "`size`", BLOCKS),
+            (of(PerBlock((0, -2), (1, 1))), ValueError, "names an axis", "twice"),
         ]
     ],
     (lambda x: jq.fake_quant(x[0, 0], of(PerChannel(0))), ValueError, "PerChannel(0)", "rank 0"),
@@ -314,11 +331,19 @@ INTEGERS = [
     (lambda x: jq.conv_general_dilated(KERNEL.values, KERNEL, (1,), "SAME"), TypeError, "`a`", "int8"),
     (lambda x: jq.conv_general_dilated(IMAGE, None, (1,), "SAME"), TypeError, "`b`", "NoneType"),
     (lambda x: jq.conv_general_dilated(Q, KERNEL, (1,), "SAME"), ValueError, "`a`", "(4, 6) and (3, 2, 3)"),
+    (lambda x: jq.conv_general_dilated(*[jq.quantize(x[0], S)] * 2, (), ()), ValueError, "`a`", "(6,) and (6,)"),
     (lambda x: conv((1,), "SAME", (2,)), ValueError, "`padding`", "'SAME'"),
     (lambda x: conv((1,), "BOTH"), ValueError, "`padding`", "'BOTH'"),
     (lambda x: conv((1,), None), TypeError, "`padding`", "None"),
     (lambda x: conv((1,), ((0.5, 1.5),)), TypeError, "`padding`", "float"),
     (lambda x: conv((1,), (1,)), TypeError, "`padding`", "(1,)"),
+    (
+        lambda x: jq.conv_general_dilated(*[jq.quantize(x[None, None], S)] * 2, (1, 1), ((1, 1), 1)),
+        TypeError,
+        "`padding`",
+        "((1, 1), 1)",
+    ),
+    (lambda x: conv((1,), ((1, 1, 1),)), TypeError, "`padding`", "((1, 1, 1),)"),
     (lambda x: conv((1,), ((x[0, 0].astype(int), 0),)), TypeError, "`padding`", "int32"),
     (lambda x: conv(1, "SAME"), TypeError, "`window_strides`", "int"),
     (lambda x: conv((1,), "SAME", rhs_dilation=2), TypeError, "`rhs_dilation`", "int"),

@@ -37,6 +37,8 @@ index = lambda w, i: jax.lax.dynamic_index_in_dim(w, i, 0, keepdims=False)
         ((6, 2, 4), lambda w, i: w.reshape(6, 8), PerChannel(1), PerChannel((1, 2))),
         ((2, 4, 6), lambda w, i: w.reshape(8, 6), PerChannel(1), PerChannel(2)),
         ((2, 4, 6), lambda w, i: w.reshape(8, 6), PerBlock(0, 2), PerBlock(1, 2)),
+        ((3, 6, 8), index, PerBlock((0, 1), (2, 4)), PerBlock((1, 2), (2, 4))),
+        ((6, 8), lambda w, i: w.T, PerBlock((0, 1), (2, 3)), PerBlock((0, 1), (3, 2))),
         ((6, 8), lambda w, i: w.reshape(6, 2, 4), PerChannel((1, 2)), PerChannel(1)),
         ((6, 8), lambda w, i: w[:, :4], PerChannel(1), PerChannel(1)),
         ((6, 1), lambda w, i: w, PerChannel(1), PerTensor()),

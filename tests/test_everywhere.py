@@ -16,6 +16,7 @@ from uses import POINT, TOKENS, X, normal, together
 from jaxquant import (
     PerBlock,
     PerChannel,
+    PerToken,
     QArray,
     QParams,
     QuantSpec,
@@ -88,7 +89,7 @@ def test_none_makes_an_entry_dynamic():
     assert only["v:input"] is not None
     shapes = jax.ShapeDtypeStruct(X.shape, X.dtype)
     assert q.init_qparams(P2, shapes, ranges={})["v:input"] is None
-    per_token = quantize_fn(mlp, [Rule("*", W, activation_spec(8, granularity=PerChannel(None)))])
+    per_token = quantize_fn(mlp, [Rule("*", W, activation_spec(8, granularity=PerToken()))])
     assert per_token.observe(P2, X) == {}
     assert per_token.init_qparams(P2, X)["v:input"] is None
 
@@ -114,6 +115,17 @@ def test_a_nan_reaches_the_results_that_it_enters_and_no_others():
     assert np.isfinite(np.delete(y, 1, 1)).all()
 
 
+@pytest.mark.parametrize("granularity", [PerChannel(None), PerBlock(0, 32), PerBlock((0, 1), (32, 16))], ids=repr)
+def test_a_nan_of_a_matrix_reaches_its_column(granularity):
+    """So large that the maximum of XLA:CPU forgets it."""
+    q = quantize_fn(lambda w, x: x @ w, [Rule("**", QuantSpec(bits=4, granularity=granularity), activation_spec())])
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(8, 96), (96, 48)]))
+    for of_x, of_w in [(x, w.at[3, 5].set(jnp.nan)), (x.at[6, 2].set(jnp.nan), w)]:
+        want = np.isnan(of_x @ of_w)
+        assert want.any()
+        np.testing.assert_array_equal(np.isnan(q(of_w, of_x)), want)
+
+
 def refused(f, match, kind=ValueError):
     with pytest.raises(kind, match=match):
         f()
@@ -136,7 +148,7 @@ def test_slips_in_qparams_and_ranges_are_told():
     refused(init(ranges | {"v:input": Range(jnp.zeros(2), jnp.ones(2))}), r"At 'v:input'.*shape")
     refused(init(ranges | {"v:input": Range(jnp.inf, -jnp.inf)}), "At 'v:input'.*no batch has reached")
     refused(init(3), "`ranges` must be a dict", TypeError)
-    per_token = quantize_fn(mlp, [Rule("*", W, activation_spec(8, granularity=PerChannel(None)))])
+    per_token = quantize_fn(mlp, [Rule("*", W, activation_spec(8, granularity=PerToken()))])
     refused(lambda: per_token(P2, X, qparams=s), "At 'v:input'.*dynamic always")
     own = quantize_fn(lambda p, x, qparams=None: mlp(p, x), RULES)
     refused(lambda: own.freeze(P2, X, qparams=s), "`qparams` is an argument of the function")

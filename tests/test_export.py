@@ -18,6 +18,7 @@ from lanes import cases
 from jaxquant import (
     PerBlock,
     PerChannel,
+    PerToken,
     QArray,
     QParams,
     QuantSpec,
@@ -37,7 +38,7 @@ pytest.importorskip("flatbuffers", reason="jax needs it to write a program")
 RNG = np.random.default_rng(0)
 MATMUL = (((1,), (0,)), ((), ()))
 SYMMETRIC = activation_spec(8, symmetric=True)
-PER_TOKEN = activation_spec(8, granularity=PerChannel(None))
+PER_TOKEN = activation_spec(8, granularity=PerToken())
 BLOCKS = activation_spec(8, granularity=PerBlock(None, 16))
 
 

@@ -205,6 +205,8 @@ QARRAYS |= {
     "no axis yet": qarray(weight_spec(8), (5, 3), (1, 3)),
     "blocks": qarray(weight_spec(4, channel_axis=-1, block_size=3), (9, 5), (3, 5)),
     "blocks of 8 bits": qarray(QuantSpec(granularity=PerBlock(0, 4)), (8, 2), (2, 2)),
+    "tiles": qarray(QuantSpec(bits=4, granularity=PerBlock((0, -1), (3, 5))), (9, 2, 5), (3, 2, 1)),
+    "half step": qarray(QuantSpec(bits=4, scale_rule="half_step"), (5,), ()),
     "affine": qarray(activation_spec(), (3, 5), ()),
     "affine 2 unsigned": qarray(activation_spec(2, signed=False), (13,), ()),
     "affine channel 16": qarray(QuantSpec(bits=16, symmetric=False, granularity=PerChannel(1)), (3, 5), (1, 5)),

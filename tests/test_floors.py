@@ -20,7 +20,9 @@ FLOORS = {
     "_version": 0,
     "_groups": 0,
     "_pack": 1,
+    "_formats": 0.5,
     "_spec": 1,
+    "_grid": 1.1,
     "_ranges/_range": 2,
     "_ranges/_histogram": 2.1,  # one folder, and each file stands on the one before
     "_ranges/_fit": 2.1,
@@ -30,6 +32,7 @@ FLOORS = {
     "_tally": 4,
     "_report": 7,
     "_integer/_contract": 4,
+    "_integer/_digits": 4.05,
     "_integer/_dot": 4.1,
     "_integer/_conv": 4.1,
     "_tree": 4,

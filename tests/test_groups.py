@@ -76,6 +76,11 @@ def test_an_axis_of_size_1_that_comes_or_goes_stands_alone():
         assert [tuple(map(tuple, run)) for run in groups.segments(old, new)] == want
 
 
+def test_the_runs_of_a_reshape_are_as_short_as_possible():
+    runs = [tuple(map(tuple, run)) for run in groups.segments((2, 2, 6, 5), (4, 2, 3, 5))]
+    assert runs == [((0, 1), (0,)), ((2,), (1, 2)), ((3,), (3,))]
+
+
 def test_reshaped_to_and_from_nothing():
     assert groups.reshaped(np.ones((1, 1), np.float32), (1, 1), ()).shape == ()
     assert groups.reshaped(np.ones((), np.float32), (), (1, 1)).shape == (1, 1)

@@ -104,6 +104,12 @@ def test_matmul(of_a, of_b, execution, compared):
         assert differ == 0
 
 
+def test_a_matmul_of_unsigned_16_bits():
+    rng, wide = np.random.default_rng(3), QuantSpec(bits=16, signed=False, symmetric=False)
+    a, b = array(rng, (5, 60), wide), array(rng, (60, 7), per_channel(TYPES["unsigned affine"], -1))
+    assert_same_bits(dot_general(a, b, MATMUL), matmul64(a, b))
+
+
 @cases(
     ("length", "of_a", "execution"),
     itertools.product([1, 519, 1041, 16384], ["symmetric", "affine"], EXECUTIONS),
@@ -208,6 +214,8 @@ def in_blocks(a, b, size):
         (QuantSpec(symmetric=False, granularity=PerBlock(1, 8)), QuantSpec(granularity=PerChannel(-1)), 8),
         (QuantSpec(granularity=PerChannel(0)), QuantSpec(granularity=PerBlock(1, 2)), 1),  # blocks on a free axis
         (QuantSpec(granularity=PerBlock(1, 96)), weight_spec(4, -1, 96), 96),
+        (QuantSpec(granularity=PerBlock(1, 16)), QuantSpec(bits=4, granularity=PerBlock((0, 1), (16, 5))), 16),
+        (QuantSpec(granularity=PerBlock((0, 1), (3, 32))), QuantSpec(granularity=PerBlock((0, 1), (96, 2))), 32),
     ],
     ids=str,
 )
@@ -329,6 +337,13 @@ def test_convolutions_that_one_float32_sum_does_not_hold(shape_a, shape_b, group
     a, b = array(rng, shape_a, TYPES["affine"], True), array(rng, shape_b, weight_spec(8, -1), True)
     args = (1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1), NHWC, groups
     assert_same_bits(conv_general_dilated(a, b, *args, execution=execution), conv64(a, b, *args))
+
+
+def test_a_convolution_of_16_bits_with_8():
+    rng = np.random.default_rng(9)
+    a, b = array(rng, (2, 5, 4, 3), QuantSpec(bits=16)), array(rng, (3, 2, 3, 4), weight_spec(8, -1))
+    args = (1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1), NHWC
+    assert_same_bits(conv_general_dilated(a, b, *args), conv64(a, b, *args))
 
 
 PADDINGS = ((0, 0), (-1, 1)), ((0, 0), (5, 5))  # negative, and wider than the window

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other judges: onnxruntime's QuantizeLinear and integer kernels, PyTorch's fake quantize and its learned gradients.
+"""Other judges: onnxruntime's QuantizeLinear and integer kernels, PyTorch's fake quantize and its learned gradients,
+and torchao's MX and NVFP4.
 
 Needs the `judges` extra. Every run draws another seed, which is printed with the counts; JAXQUANT_SEED
 repeats a run.
@@ -13,6 +14,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from exact import differing
@@ -28,6 +30,10 @@ from jaxquant import (
     dequantize,
     dot_general,
     fake_quant,
+    mxfp4_spec,
+    mxfp6_spec,
+    mxfp8_spec,
+    nvfp4_spec,
     quantize,
 )
 
@@ -326,3 +332,76 @@ def test_learned_scale_and_zero_point(bits, layout, torch, compared):
             differ = differing_but_zeros(dzero, want_zero)
             compared(TORCH, f"learnable_{layout}, d/dzero_point", want_zero.size, differ)
             assert differ == 0, f"seed {SEED}, {spec}"
+
+
+def any_blocks(rng, blocks, size, largest):
+    """Normal values and heavy tails; a third of the blocks ends at, or just beside, a power of two times `largest`."""
+    x = np.where(rng.random((blocks, 1)) < 0.5, rng.normal(size=(blocks, size)), rng.standard_t(3, (blocks, size)))
+    x = (x * np.exp2(rng.integers(-40, 41, (blocks, 1)))).astype(np.float32)
+    end = np.exp2(np.ceil(np.log2(np.abs(x).max(1)))).astype(np.float32) * np.float32(largest)
+    end = (end.view(np.int32) + rng.integers(-2, 3, blocks, np.int32)).view(np.float32)
+    at, ends = rng.integers(0, size, blocks), rng.random(blocks) < 1 / 3
+    x[np.arange(blocks)[ends], at[ends]] = end[ends]
+    return x
+
+
+def codes_of(data, dtype):
+    """torchao's codes as the floats that they stand for; float4 has two in a byte, the first in the low half."""
+    data = np.asarray(data)
+    if dtype == ml_dtypes.float4_e2m1fn:
+        data = np.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1)
+    return data.view(dtype).astype(np.float32)
+
+
+MX = {
+    "float8_e4m3fn": (mxfp8_spec, "float8_e4m3fn"),
+    "float8_e5m2": (mxfp8_spec, "float8_e5m2"),
+    "float6_e2m3fn": (mxfp6_spec, "fp6_e2m3"),
+    "float6_e3m2fn": (mxfp6_spec, "fp6_e3m2"),
+    "float4_e2m1fn": (mxfp4_spec, "float4_e2m1fn_x2"),
+}
+
+
+@pytest.mark.parametrize("rule", ["ceil", "floor"])
+@pytest.mark.parametrize("format", MX)
+def test_microscaling(format, rule, torch, compared):
+    """100,000 blocks in each case. Left out is what torchao's log2 gets wrong beside a power of two."""
+    mx = installed("torchao.prototype.mx_formats.mx_tensor")[0]
+    modes = installed("torchao.prototype.mx_formats.config")[0].ScaleCalculationMode
+    make, name = MX[format]
+    kw = {} if make is mxfp4_spec else {"format": format}
+    spec, dtype = make(-1, scale_rule=rule, **kw), getattr(ml_dtypes, format)
+    x = any_blocks(np.random.default_rng([SEED, *format.encode(), *rule.encode()]), 100_000, 32, spec.qmax)
+    kind = getattr(torch, name, name)
+    scale, data = mx.to_mx(torch.from_numpy(x), kind, 32, modes.RCEIL if rule == "ceil" else modes.FLOOR)
+    data = data.view(torch.uint8) if data.dtype != torch.uint8 else data
+    scale, values = np.exp2(scale.view(torch.uint8).numpy().astype(np.float32) - 127), codes_of(data, dtype)
+    q, right = quantize(x, spec), np.full(len(x), True)
+    if rule == "ceil":
+        mantissa, exponent = np.frexp(np.abs(x).max(1) / np.float32(spec.qmax))
+        exact = np.ldexp(np.float32(1), exponent - (mantissa == 0.5)).reshape(-1, 1)
+        assert differing(q.scale.astype(jnp.float32), exact) == 0
+        right = (scale == exact)[:, 0]
+        assert right.mean() > 0.8  # a third of the blocks lies beside a power of two
+    differ = differing(q.scale.astype(np.float32)[right], scale[right])
+    differ += differing(q.values.astype(np.float32)[right], values[right])
+    compared(f"torchao, seed {SEED}", f"{format} {rule}, but {(~right).sum()} blocks", values[right].size, differ)
+    assert differ == 0
+
+
+def test_nvfp4(torch, compared):
+    """torchao multiplies by the reciprocal of the scales, where we divide: values on a tie may go the other way."""
+    nvfp4 = installed("torchao.prototype.mx_formats.nvfp4_tensor")[0]
+    x = np.random.default_rng(SEED).normal(size=(100_000, 16)).astype(np.float32)
+    x[0, 0] = 10.5  # 6 * 448 / 256, so that the scale of the tensor is a power of two
+    whole = nvfp4.per_tensor_amax_to_scale(torch.tensor(10.5))
+    scale, data = nvfp4.nvfp4_quantize(torch.from_numpy(x), 16, whole)
+    q, scale = quantize(x, nvfp4_spec(-1)), scale.float().numpy()
+    assert differing(q.tensor_scale, whole.numpy()) == 0
+    steps = np.abs(x / (scale * whole.numpy()))
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+    apart = (np.abs(steps[..., None] - ties) > 4e-7 * ties).all(-1)
+    differ = differing(q.scale.astype(np.float32), scale)
+    differ += differing(q.values.astype(np.float32)[apart], codes_of(data, ml_dtypes.float4_e2m1fn)[apart])
+    compared(f"torchao, seed {SEED}", f"nvfp4, but {(~apart).sum()} ties", int(apart.sum()), differ)
+    assert differ == 0

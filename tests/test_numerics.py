@@ -84,7 +84,7 @@ def test_nudge_is_the_oracle(num_bits, narrow):
 
 def test_product_has_the_signs_of_a_product():
     g, mask = jnp.asarray([-1.0, np.nan, np.inf, -2.0]), jnp.asarray([False, False, False, True])
-    assert_same_bits(jax.jit(num.product)(g, mask), np.array([-0.0, np.nan, np.nan, -2.0], np.float32))
+    assert_same_bits(jax.jit(num.masked_product)(g, mask), np.array([-0.0, np.nan, np.nan, -2.0], np.float32))
 
 
 def test_along_axis():

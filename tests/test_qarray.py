@@ -24,7 +24,15 @@ from jaxquant import (
 
 SHAPE = 4, 6, 8
 X = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
-GRANULARITIES = PerTensor(), PerChannel(0), PerChannel((0, -1)), PerChannel((0, 1, 2)), PerBlock(1, 3), PerBlock(-1, 2)
+GRANULARITIES = [
+    PerTensor(),
+    PerChannel(0),
+    PerChannel((0, -1)),
+    PerChannel((0, 1, 2)),
+    PerBlock(1, 3),
+    PerBlock(-1, 2),
+]
+GRANULARITIES += [PerBlock((1, -1), (3, 4)), PerBlock((0, 1, 2), (2, 2, 8))]
 MOVES = {
     "T": lambda v: v.T,
     "first": lambda v: v[0],
@@ -180,11 +188,13 @@ def test_granularities_move_with_the_axes():
     assert of(PerBlock(1, 3), "merged") == PerBlock(0, 3)
     assert of(PerBlock(-1, 2), "T") == PerBlock(0, 2)
     assert of(PerBlock(-1, 2), "split") == PerBlock(3, 2)
+    assert of(PerBlock((1, -1), (3, 4)), "T") == PerBlock((0, 1), (4, 3))
+    assert of(PerBlock((1, -1), (3, 4)), "first") == PerBlock((0, 1), (3, 4))
 
 
-def test_blocks_beside_shared_axes_become_channels():
+def test_channels_that_are_merged_become_blocks():
     got = quantized(PerChannel(0)).reshape(24, 8)
-    assert (got.spec.granularity, got.scale.shape) == (PerChannel(0), (24, 1))
+    assert (got.spec.granularity, got.scale.shape) == (PerBlock((0, 1), (6, 8)), (4, 1))
 
 
 def test_an_iteration_ends_and_an_index_is_checked():

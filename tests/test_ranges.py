@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranges and qparams: against NumPy bit for bit, on every road, and the searched ones against a dense search."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -26,6 +27,7 @@ from jaxquant import (
     Range,
     activation_spec,
     ema_ranges,
+    fake_quant,
     fit_qparams,
     histogram,
     merge_histograms,
@@ -184,6 +186,36 @@ def test_minmax_and_percentile_are_a_numpy_loop_over_the_groups(granularity, spe
     assert np.isfinite(got.scale).all()
 
 
+@three_specs
+@pytest.mark.parametrize("shape", [(4096,), (96, 48)], ids=str)
+def test_a_nan_hides_no_other_value(spec, shape):
+    """The maximum of XLA:CPU forgets a NaN, and what it saw before, in arrays as large as these."""
+    fitted = jax.jit(lambda x: fit_qparams(x, spec))
+    size, x = math.prod(shape), np.ones(shape, F)
+    for i in range(0, size, size // 9):
+        for beside in (1, 8, 48, 1024):
+            x.flat[i], x.flat[(i + beside) % size] = 1000, 1
+            want = fitted(x)
+            x.flat[(i + beside) % size] = np.nan
+            assert_same_bits(fitted(x), want)
+            x.flat[i] = x.flat[(i + beside) % size] = 1
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_half_step_leaves_the_largest_value_half_a_step_beyond_the_last_level(bits):
+    plain, spec = (QuantSpec(bits=bits, granularity=PerChannel(-1), scale_rule=rule) for rule in ("ceil", "half_step"))
+    x = np.random.default_rng(bits).normal(size=(64, 32)).astype(F)
+    largest = np.abs(x).max(0, keepdims=True)
+    want = largest / F(2 ** (bits - 1) - 0.5)
+    assert_same_bits(fit_qparams(x, spec).scale, want)
+    assert_same_bits(qparams_from_range(Range(-largest, largest / 2), spec).scale, want)
+    assert_same_bits(fit_qparams(x, dataclasses.replace(spec, bits=16), bits=jnp.int32(bits)).scale, want)
+    error = lambda spec: np.mean((fake_quant(x, spec) - x) ** 2)
+    assert bits == 8 or error(spec) < 0.95 * error(plain)
+    # The range is that of the data, so that none of them is clipped away from its gradient.
+    assert_same_bits(jax.grad(lambda x: fake_quant(x, spec).sum())(x), np.ones_like(x))
+
+
 @cases(
     ("size", "percentile"),
     itertools.product([1, 2, 101, 1001], [0.5, 50, 99.9, 100]),
@@ -194,6 +226,12 @@ def test_percentiles_of_any_size_are_order_statistics(percentile, size):
     for spec in (SPECS["symmetric"], SPECS["affine"]):
         want = numpy_fit(x[:, None], spec, (1, 1), "percentile", percentile)
         same(fit_qparams(x, spec, "percentile", percentile=percentile), [v[0, 0] for v in want])
+
+
+def test_each_side_leaves_out_half_of_what_is_left_out():
+    x = jnp.arange(100_001.0)
+    for spec, ends in ((SPECS["symmetric"], [-95000, 95000]), (SPECS["affine"], [2500, 97500])):
+        same(fit_qparams(x, spec, "percentile", percentile=95), qparams_from_range(Range(*map(float, ends)), spec))
 
 
 @pytest.mark.slow
@@ -298,7 +336,7 @@ def test_small_channels_of_half_precision_keep_a_useful_scale(method, dtype):
 @cases(
     ("method", "spec"),
     itertools.product(["minmax", "percentile", "mse", "lsq"], THREE),
-    [("minmax", THREE[0]), ("percentile", THREE[1]), ("lsq", THREE[2])],
+    [("minmax", THREE[0]), ("percentile", THREE[1]), ("lsq", THREE[2]), ("mse", THREE[0])],
 )
 def test_data_without_a_range(spec, method):
     nothing = QParams(F(1), F(0 if spec.symmetric else spec.qmin))
@@ -404,6 +442,13 @@ def check_search(columns, spec, bits, traced):
     best = np.array([dense_search(v, narrower) for v in x])
     worse = {n: f"{a / b - 1:.2%}" for n, a, b in zip(columns, found, best, strict=True) if a > 1.01 * b + 1e-12}
     assert worse == {}
+
+
+def test_mse_leaves_out_one_outlier_of_many_values():
+    x, spec = np.random.default_rng(0).normal(size=8192), QuantSpec(bits=3, symmetric=False)
+    x[0] = 20
+    error = squared_error(x.astype(F), *(np.asarray(v, float) for v in fit_qparams(x.astype(F), spec, "mse")), spec)
+    assert error.min() <= 1.01 * dense_search(x, spec)
 
 
 @cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [(8, THREE[2])])

@@ -15,7 +15,7 @@ from jax import lax
 from uses import X, normal
 
 from jaxquant import (
-    PerChannel,
+    PerToken,
     QuantSpec,
     Rule,
     activation_spec,
@@ -144,6 +144,12 @@ def test_other_widths_are_those_of_a_rule_of_these_bits():
     assert found()["v:input"].by_bits == {}
 
 
+def test_other_widths_have_the_scale_rule():
+    q = quantize_fn(mlp, [Rule("*", weight_spec(4, scale_rule="half_step"))])
+    row = report(q, PARAMS, X, loss=loss, bits=(4,))["v"]
+    assert row.by_bits[4] == pytest.approx(row.change, rel=1e-4)
+
+
 def test_rows_are_in_the_order_of_their_cost():
     changes = [row.change for row in found()]
     assert changes == sorted(changes, reverse=True)
@@ -187,7 +193,7 @@ def test_learned_qparams_and_frozen_parameters():
 
 
 def test_per_token_and_stochastic_specs():
-    rules = [Rule("v", weight_spec(4, rounding="stochastic"), activation_spec(8, granularity=PerChannel(None)))]
+    rules = [Rule("v", weight_spec(4, rounding="stochastic"), activation_spec(8, granularity=PerToken()))]
     rows = report(quantize_fn(mlp, rules), PARAMS, X)
     assert rows["v:input"].sqnr > 40
     assert rows["v"].sqnr == pytest.approx(found()["v"].sqnr)

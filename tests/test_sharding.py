@@ -39,6 +39,7 @@ from jaxquant import (
     quantize_params,
     weight_spec,
 )
+from jaxquant.tf import fake_quant_with_min_max_args
 
 F = np.float32
 SCRIPTS = pathlib.Path(__file__).parents[1] / "docs" / "sharding"
@@ -66,9 +67,11 @@ SPECS = {
     "columns": QuantSpec(bits=4, rounding="half_away", granularity=PerChannel(-1), **AFFINE),
     "blocks/of rows": QuantSpec(bits=4, granularity=PerBlock(0, 4), **AFFINE),
     "blocks/of columns": QuantSpec(signed=False, rounding="half_up", granularity=PerBlock(-1, 2), **AFFINE),
+    "tiles": QuantSpec(bits=4, granularity=PerBlock((0, 1), (4, 2)), **AFFINE),
 }
 RULES = list(SPECS.items())
 GROUPS = {"tensor": (), "rows": (16, 1), "columns": (1, 8), "blocks/of rows": (4, 8), "blocks/of columns": (16, 4)}
+GROUPS["tiles"] = 4, 4
 GRID = (2, 2), ("data", "model")
 LAYOUTS = {
     "fsdp, rows": (((4,), ("data",)), P("data", None)),
@@ -322,3 +325,26 @@ def test_the_script_runs(script, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_the_gradient_of_a_static_range_is_sharded_as_its_input():
+    x = np.linspace(-9, 9, 16, dtype=F)
+    grad = jax.grad(lambda x: fake_quant_with_min_max_args(x).sum())
+    with jax.set_mesh(of := mesh("Explicit")):
+        sharded = jax.device_put(x, NamedSharding(of, P("data")))
+        got = jax.jit(grad)(sharded)
+        assert jax.typeof(got).sharding.spec == P("data")
+    same(got, grad(x))
+
+
+@pytest.mark.parametrize("split", [P("data", None), P(None, "model"), P("data", "model")], ids=str)
+def test_tiles_inside_the_shards_of_an_explicit_mesh(split):
+    """JAX refuses to split two axes of a sharded array in one reshape."""
+    x, spec = jax.random.normal(jax.random.key(0), (16, 24)), QuantSpec(bits=4, granularity=PerBlock((0, 1), (4, 6)))
+    f = jax.jit(jax.value_and_grad(lambda x: (fake_quant(x, spec) ** 2).sum()))
+    g = jax.jit(lambda x: fake_quant(x, spec))
+    want, gradient = g(x), f(x)[1]
+    with jax.set_mesh(of := mesh("Explicit", *GRID)):
+        sharded = jax.device_put(x, NamedSharding(of, split))
+        assert_same_bits(g(sharded), want)
+        assert_same_bits(f(sharded)[1], gradient)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from exact import assert_same_bits
 
-from jaxquant import PerBlock, PerChannel, PerTensor, QuantSpec, activation_spec, weight_spec
-from jaxquant._spec import grid, qparams_shape
+from jaxquant import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, activation_spec, weight_spec
+from jaxquant._spec import limits_of, qparams_shape
 
 SOME = [
     QuantSpec(),
@@ -42,6 +42,10 @@ def test_a_spec_prints_what_differs_from_the_default():
     assert repr(activation_spec(signed=False)) == "QuantSpec(signed=False, symmetric=False)"
     assert repr(QuantSpec(symmetric=False, narrow_range=True)) == "QuantSpec(symmetric=False, narrow_range=True)"
     assert repr(PerBlock(-1, 8)) == "PerBlock(axis=-1, size=8)"
+    assert repr(PerBlock([-2, -1], (8, 4))) == "PerBlock(axis=(-2, -1), size=(8, 4))"
+    assert repr(weight_spec(4, -1, scale_rule="half_step")) == (
+        "QuantSpec(bits=4, granularity=PerChannel(-1), scale_rule='half_step')"
+    )
 
 
 @pytest.mark.parametrize(("signed", "narrow"), FLAGS)
@@ -59,6 +63,8 @@ def test_narrow_range_is_on_when_symmetric_and_signed():
     on = {(s, y): QuantSpec(signed=s, symmetric=y).narrow_range for s, y in FLAGS}
     assert on == {(False, False): False, (False, True): False, (True, False): False, (True, True): True}
     assert QuantSpec(narrow_range=False).qmin == -128
+    assert QuantSpec(scale_rule="half_step").qmin == -128
+    assert QuantSpec(scale_rule="half_step", narrow_range=True).qmin == -127
 
 
 def test_integers_and_bools_of_numpy_are_those_of_python():
@@ -77,6 +83,12 @@ def test_axes_have_one_form(axis, same):
     assert a != PerChannel(5)
 
 
+def test_blocks_along_one_axis_have_one_form():
+    assert PerBlock([-1], (8,)) == PerBlock(-1, 8)
+    assert hash(PerBlock((0, 1), (2, 4))) == hash(PerBlock([0, 1], [2, 4]))
+    assert PerBlock((0, 1), (2, 4)).sizes == {0: 2, 1: 4}
+
+
 @pytest.mark.parametrize(("channel_axis", "axis"), [(-1, -2), (0, 1), (1, 0), (-2, -1), (None, None)])
 def test_blocks_of_a_weight_run_along_the_axis_beside_its_channels(channel_axis, axis):
     assert weight_spec(4, channel_axis, 16) == QuantSpec(bits=4, granularity=PerBlock(axis, 16))
@@ -90,6 +102,11 @@ def test_weight_and_activation_specs():
         signed=False, rounding="half_up", granularity=PerChannel(None)
     )
     assert activation_spec(4, True, granularity=PerChannel(0)) == QuantSpec(bits=4, granularity=PerChannel(0))
+
+
+def test_a_tensor_alone_does_not_say_its_tokens():
+    with pytest.raises(ValueError, match=r"PerToken.*which axes are contracted.*PerChannel\(\(0, 1\)\)"):
+        qparams_shape(QuantSpec(granularity=PerToken()), (2, 3, 4))
 
 
 def test_a_spec_is_a_leaf_and_cannot_change():
@@ -128,6 +145,8 @@ def test_equal_specs_share_one_trace():
         (PerBlock(0, 8), (8, 3), (1, 3)),
         (PerBlock(-2, 1), (8, 3), (8, 3)),
         (PerBlock(1, 2), (3, 0, 2), (3, 0, 2)),
+        (PerBlock((-2, -1), (4, 2)), (3, 8, 6), (3, 2, 3)),
+        (PerBlock((1, 0), (2, 4)), (4, 6), (1, 3)),
     ],
     ids=repr,
 )
@@ -138,13 +157,13 @@ def test_the_shape_of_the_qparams(granularity, shape, expected):
 @pytest.mark.parametrize(("signed", "narrow"), FLAGS)
 def test_the_traced_grid_is_the_static_one(signed, narrow):
     of = lambda bits: QuantSpec(bits=bits, signed=signed, symmetric=signed, narrow_range=narrow)
-    traced = jax.jit(jax.vmap(lambda bits: grid(of(16), bits, jnp.float32)))(jnp.arange(2, 17))
-    static = [[float(end) for end in grid(of(bits), None, jnp.float32)] for bits in range(2, 17)]
+    traced = jax.jit(jax.vmap(lambda bits: limits_of(of(16), bits)))(jnp.arange(2, 17))
+    static = [[float(end) for end in limits_of(of(bits))] for bits in range(2, 17)]
     for got, want, name in zip(traced, np.float32(static).T, ("qmin", "qmax"), strict=True):
         assert_same_bits(got, want, name)
     assert static == [[of(bits).qmin, of(bits).qmax] for bits in range(2, 17)]
 
 
 def test_traced_bits_are_limited_to_those_of_the_spec():
-    ends = jax.jit(jax.vmap(lambda bits: grid(QuantSpec(bits=4), bits, jnp.float32)))(jnp.array([-3, 1, 2, 4, 9]))
+    ends = jax.jit(jax.vmap(lambda bits: limits_of(QuantSpec(bits=4), bits)))(jnp.array([-3, 1, 2, 4, 9]))
     assert [e.tolist() for e in ends] == [[-1, -1, -1, -7, -7], [1, 1, 1, 7, 7]]

@@ -64,6 +64,8 @@ TABLE = [
     (lambda: Q(X, V3_TWICE, V3, "int8", axis=1), ValueError, "`min_range`", "[2. 2. 2.]"),
     (lambda: Q(X, V3, V3, "int8"), ValueError, "`min_range`", "(3,)"),
     (lambda: Q(X, -V3, 1.0, "int8", axis=1), ValueError, "`max_range`", "()"),
+    (lambda: Q(X, -V3, 1.0, "int8", axis=1), ValueError, "each slice of `input` along axis 1", "()"),
+    (lambda: Q(X, -V3, V3, "int8"), ValueError, "For a range a slice pass `axis`", "(3,)"),
     (lambda: Q(X, -V3, V3, "int8", axis=0), ValueError, "`min_range`", "(3,)"),
     (lambda: Q(X, -V3, V3, "int8", axis=2), ValueError, "`axis=2`", "rank 2"),
     (lambda: Q(X, -V3, V3, "int8", axis=1.0), TypeError, "`axis`", "float"),
@@ -352,6 +354,27 @@ def test_a_tensorflow_call_of_quantize_and_dequantize_ports_unchanged(op):
 def test_a_tensorflow_call_of_quantize_and_dequantize_alone_ports_unchanged(op, first):
     names = list(inspect.signature(op).parameters)
     assert names[: 3 + len(first)] == ["input", "min_range", "max_range", *first]
+
+
+def test_a_range_of_any_width_where_that_is_asked_for():
+    assert_same_bits(Q(X, -1.0, 1.0, "int8", ensure_minimum_range=0).output, Q(X, -1.0, 1.0, "int8").output)
+
+
+SHARED = {"num_bits": 8, "narrow_range": False}
+OF_ARGS = {"min": -6, "max": 6, **SHARED}
+OF_ROUND_TRIP = {"signed_input": True, **SHARED, "range_given": False, "round_mode": "HALF_TO_EVEN", "axis": None}
+OF_QUANTIZE = {"mode": "MIN_COMBINED", "round_mode": "HALF_AWAY_FROM_ZERO", "narrow_range": False, "axis": None}
+OF_QUANTIZE |= {"ensure_minimum_range": 0.01}
+OF_DEQUANTIZE = {"mode": "MIN_COMBINED", "axis": None, "narrow_range": False}
+DEFAULTS = [(ARGS, OF_ARGS), (ARGS_G, OF_ARGS), *[(op, SHARED) for op in (VARS, VARS_G, PER, PER_G)]]
+DEFAULTS += [(QDQ, OF_ROUND_TRIP), (QDQ2, OF_ROUND_TRIP), (Q, OF_QUANTIZE), (tf.quantize_v2, OF_QUANTIZE)]
+
+
+@pytest.mark.parametrize(("op", "defaults"), [*DEFAULTS, (DQ, OF_DEQUANTIZE)], ids=lambda v: getattr(v, "__name__", ""))
+def test_the_defaults_are_tensorflows(op, defaults):
+    parameters = inspect.signature(op).parameters.values()
+    given = {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in ("name", "dtype")}
+    assert given == defaults
 
 
 @pytest.mark.parametrize(

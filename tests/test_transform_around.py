@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxquant import PerChannel, Rule, activation_spec, fake_quant, quantize_fn, weight_spec
+from jaxquant import PerToken, Rule, activation_spec, fake_quant, quantize_fn, weight_spec
 
-TOKENS = activation_spec(8, granularity=PerChannel(None))
+TOKENS = activation_spec(8, granularity=PerToken())
 BOTH, PER_TOKEN = ((Rule("**", weight_spec(8), spec),) for spec in (activation_spec(8), TOKENS))
 WEIGHTS = (("**", weight_spec(8)),)
 RULES = {"weights": WEIGHTS, "both": BOTH, "per token": PER_TOKEN}

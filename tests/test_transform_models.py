@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import cases
 
-from jaxquant import PerChannel, QArray, Rule, activation_spec, quantize_fn, weight_spec
+from jaxquant import PerToken, QArray, Rule, activation_spec, quantize_fn, weight_spec
 
 W, A = weight_spec(8), activation_spec(8)
 CHANNEL, WHOLE, TOKEN = Grid(), Grid(affine=True, whole=True), Grid(affine=True)
@@ -321,7 +321,7 @@ def equinox(spec, grid):
     )  # fmt: skip
 
 
-PER_TOKEN = activation_spec(8, granularity=PerChannel(None))
+PER_TOKEN = activation_spec(8, granularity=PerToken())
 PLAIN = {
     "mlp": lambda: mlp(Rule("**", W, A), on(WHOLE, CHANNEL)),
     "mlp, per token": lambda: mlp(Rule("**", W, PER_TOKEN), on(TOKEN, CHANNEL)),

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
-from jaxquant import PerBlock, PerChannel, PerTensor, QuantSpec, Rule, activation_spec, quant_point, weight_spec
+from jaxquant import (
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    PerToken,
+    QuantSpec,
+    Rule,
+    activation_spec,
+    quant_point,
+    weight_spec,
+)
 
 W8, A8 = weight_spec(8), activation_spec(8)
 KEY = jax.random.key(0)
@@ -279,7 +289,7 @@ def test_a_predicate_sees_the_parameter():
         (weight_spec(8, (0, -2)), A8, PerChannel((1, 2)), PerTensor()),
         (weight_spec(8, block_size=2), A8, PerBlock(0, 2), PerTensor()),
         (QuantSpec(granularity=PerBlock(-1, 2)), A8, PerBlock(0, 2), PerTensor()),
-        (W8, activation_spec(granularity=PerChannel(None)), PerChannel((1, 2)), PerChannel(0)),
+        (W8, activation_spec(granularity=PerToken()), PerChannel((1, 2)), PerChannel(0)),
         (W8, activation_spec(granularity=PerBlock(None, 2)), PerChannel((1, 2)), PerBlock(1, 2)),
         (QuantSpec(), activation_spec(granularity=PerChannel(0)), PerTensor(), PerChannel(0)),
     ],
@@ -499,6 +509,8 @@ MISFITS = [
     (DOT, ("*", blocks(3, 2)), ["At 'w'", "(6, 4)"]),
     (DOT, ("*", weight_spec(4, block_size=4)), ["At 'w'", "size=4", "6", "Sizes that do: 1, 2, 3, 6"]),
     (DOT, Rule("*", W8, channels(2)), ["At 'w:input'", "PerChannel(2)"]),
+    (DOT, Rule("*", W8, channels(None)), ["At 'w:input'", "output channels of a weight", "Say PerToken()"]),
+    (DOT, ("*", QuantSpec(granularity=PerToken())), ["At 'w'", "is of activations", "PerChannel(None)"]),
     (DOT, Rule("*", W8, blocks(1, 4)), ["At 'w:input'", "1, 2, 3, 6"]),
     (DOT, Rule("*", weight_spec(8, 0), A8), ["'w'", "contracted", "PerChannel(0)", "PerBlock"]),
     (DOT, Rule("*", W8, channels(1)), ["'w:input'", "contracted"]),

@@ -186,7 +186,7 @@ def test_a_parameter_that_is_gathered_by_data_is_named_and_not_left_in_float():
     assert plan["dot_general_0:rhs"].why == 'experts, gathered by data; Rule(..., kind="act_act")'
     assert plan["dot_general_0:lhs"].why == 'no parameter; Rule(..., kind="act_act")'
     assert plan.counts["left in float by a rule"] == (1, 48, 192)
-    plan = quantize_fn(experts, [*EVERY, Rule("dot_general_0", activation=W8, kind="act_act")]).plan(EXPERTS, X, CHOICE)
+    plan = quantize_fn(experts, [*EVERY, Rule("dot_general_0", activation=A8, kind="act_act")]).plan(EXPERTS, X, CHOICE)
     assert plan.counts["quantized"].parameters == 2
 
 

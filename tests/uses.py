@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxquant import PerChannel, QuantSpec, Rule, activation_spec, weight_spec
+from jaxquant import PerToken, QuantSpec, Rule, activation_spec, weight_spec
 
 W, A = weight_spec(8), activation_spec(8)
 
@@ -134,7 +134,7 @@ USES = {
     ),
     "per token": use(
         lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"],
-        Rule("*", weight_spec(4, block_size=8), activation_spec(8, granularity=PerChannel(None))),
+        Rule("*", weight_spec(4, block_size=8), activation_spec(8, granularity=PerToken())),
         w=normal(1, 8, 24), v=normal(2, 24, 8),
     ),
     "activation alone": use(lambda p, x: x @ p["w"], Rule("w", None, A), w=normal(1, 8, 24)),

@@ -18,7 +18,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import real_values
-from .._groups import broadcast_groups
+from .._groups import apart, broadcast_groups
 from .._qarray import QArray, checked_qarray
 from .._spec import QuantSpec
 
@@ -29,8 +29,8 @@ EXECUTIONS = ("auto", "int8", "float32")
 
 
 def bound(spec: QuantSpec) -> int:
-    """The largest magnitude of `values - zero_point`."""
-    return max(-spec.qmin, spec.qmax) if spec.symmetric else spec.qmax - spec.qmin
+    """The largest magnitude of `values - zero_point` of integers."""
+    return int(max(-spec.qmin, spec.qmax) if spec.symmetric else spec.qmax - spec.qmin)
 
 
 class Codes(NamedTuple):
@@ -84,6 +84,16 @@ def in_output(name: str, v: Array, shape: tuple[int, ...], places: dict[int, int
 def scaled(acc: Array, a_scale: Array, b_scale: Array) -> Array:
     """The real values of an accumulator."""
     return num.guard(acc.astype(jnp.float32) * (a_scale * b_scale))
+
+
+def with_flags(scale: Array, flags: Array) -> Array:
+    """Scales with flags added to them, which are NaN or 0 and have size 1, or the length, on each axis."""
+    if scale.ndim:
+        scale = lax.reshape(scale, [*[1] * (flags.ndim - scale.ndim), *scale.shape])
+        for axis, n in enumerate(flags.shape):
+            if n != 1 != scale.shape[axis]:  # blocks, each element of which has a flag of its own
+                scale = apart(scale, axis, n)
+    return scale + flags
 
 
 def is_at_most(length: Any, limit: int) -> bool:
@@ -144,7 +154,14 @@ def contract(
     `x` and `w` are there to be differentiated, twice too; no pass computes their values, which it has as integers.
     The flags are added to the scales of the result alone.
     """
-    flagged = lambda q, flags: q if flags is None else dataclasses.replace(q, scale=q.scale + flags)
+
+    def flagged(q: QArray, flags: Array | None) -> QArray:
+        if flags is None:
+            return q
+        if q.tensor_scale is not None:
+            return dataclasses.replace(q, tensor_scale=q.tensor_scale + flags)
+        return dataclasses.replace(q, scale=with_flags(q.scale.astype(jnp.float32), flags))
+
     return op.exact(*map(flagged, (a, b), nan_flags))
 
 

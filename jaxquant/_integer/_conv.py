@@ -21,11 +21,11 @@ from ._contract import (
     checked_execution,
     codes,
     contraction,
-    fits,
     in_output,
     scaled,
     with_real_values,
 )
+from ._digits import in_digits, sum_of_digits
 
 
 class Conv(NamedTuple):
@@ -54,8 +54,11 @@ class Conv(NamedTuple):
     def exact(self, a: QArray, b: QArray) -> Array:
         """The scaled integer convolution."""
         length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
-        fits(length, a.spec, b.spec, self.execution)
-        acc = self._in_float32(a, b) if self.execution == "float32" else self._in_integers(a, b, length)
+        specs, (batch, *_), (out, *_) = (a.spec, b.spec), self.dimensions.lhs_spec, self.dimensions.rhs_spec
+        summed = [i for i in range(a.ndim) if i != batch], [i for i in range(b.ndim) if i != out]
+        in_units = self._in_float32 if self.execution == "float32" else lambda x, w: self._in_integers(x, w, length)
+        (a, *_), (b, *_) = parts = in_digits(a, b, summed)
+        acc = sum_of_digits(*parts, specs, length, self.execution, in_units)
         return scaled(acc, self._place("a", a.scale, a, acc.ndim), self._place("b", b.scale, b, acc.ndim))
 
     def _place(self, name: str, v: Array, q: QArray, ndim: int) -> Array:

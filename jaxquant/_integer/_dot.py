@@ -15,6 +15,7 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
 from .._qarray import QArray, checked_qarray, permutation
+from .._spec import QuantSpec
 from ._contract import (
     EXACT,
     bound,
@@ -23,11 +24,11 @@ from ._contract import (
     chunks,
     codes,
     contraction,
-    fits,
     in_output,
     scaled,
     with_real_values,
 )
+from ._digits import in_digits, sum_of_digits
 
 
 class Dot(NamedTuple):
@@ -53,23 +54,27 @@ class Dot(NamedTuple):
 
     def exact(self, a: QArray, b: QArray) -> Array:
         """The scaled integer contraction, block by block where a scale changes along it."""
-        blocks = [self._blocks(a, b, i, j) for i, j in zip(*self.contracted, strict=True)]
-        if math.prod(blocks) == 1:
-            (a, *of_a), (b, *of_b) = (
-                _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
-            )
-            (ca, cb), (ba, bb) = zip(of_a, of_b, strict=True)
-            return self._replace(contracted=(ca, cb), batch=(ba, bb))._block(a, b)
-        a, b = (
-            _stacked(q, dict(zip(axes, blocks, strict=True))) for q, axes in zip((a, b), self.contracted, strict=True)
+        specs = a.spec, b.spec
+        (stored_a, *of_a), (stored_b, *of_b) = (
+            _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
         )
+        (ca, cb), (ba, bb) = zip(of_a, of_b, strict=True)
+        parts = in_digits(stored_a, stored_b, (ca, cb))
+        blocks = [self._blocks(parts[0][0], parts[1][0], specs, i, j) for i, j in zip(ca, cb, strict=True)]
+        self = self._replace(contracted=(ca, cb), batch=(ba, bb))
+        if math.prod(blocks) == 1:
+            return self._block(*parts, specs)
+        stacked = [
+            [_stacked(q, dict(zip(axes, blocks, strict=True))) for q in digits]
+            for digits, axes in zip(parts, self.contracted, strict=True)
+        ]
         # One after the other, so that the order of the float sum is fixed.
-        first = self._block(_first(a), _first(b))  # for its type alone: XLA drops the value
+        first = self._block(_first(stacked[0]), _first(stacked[1]), specs)  # for its type alone: XLA drops the value
         total, _ = num.vary_together(num.shard_like(jnp.zeros_like(first), first), first)
-        step = lambda total, blocks: (total + self._block(*blocks), None)
-        return lax.scan(step, total, (a, b))[0]
+        step = lambda total, blocks: (total + self._block(blocks[0], blocks[1], specs), None)
+        return lax.scan(step, total, stacked)[0]
 
-    def _blocks(self, a: QArray, b: QArray, i: int, j: int) -> int:
+    def _blocks(self, a: QArray, b: QArray, specs: tuple[QuantSpec, QuantSpec], i: int, j: int) -> int:
         """How many runs of constant scale an axis has."""
         length = a.shape[i]
         runs = [_groups(q)[axis] for q, axis in ((a, i), (b, j))]
@@ -78,19 +83,18 @@ class Dot(NamedTuple):
         if length and any(n == length > 1 for n in runs):
             raise ValueError(
                 f"Axis {i} of `a`, shape {a.shape}, and axis {j} of `b`, shape {b.shape}, are contracted, and one of "
-                f"them has a scale of its own for each element: {a.spec}, {b.spec}. Share the scale along it: "
+                f"them has a scale of its own for each element: {specs[0]}, {specs[1]}. Share the scale along it: "
                 "PerTensor, PerChannel on another axis, or PerBlock along it."
             )
         return length // math.gcd(*(length // max(n, 1) for n in runs)) if length else 1
 
-    def _block(self, a: QArray, b: QArray) -> Array:
-        length = math.prod(a.shape[i] for i in self.contracted[0])
-        fits(length, a.spec, b.spec, self.execution)
-        acc = self._in_float32(a, b, length) if self.execution == "float32" else self._in_integers(a, b, length)
-        a_at, b_at = self._places(a, b)
-        return scaled(
-            acc, *(in_output(n, q.scale, q.shape, at, acc.ndim) for n, q, at in (("a", a, a_at), ("b", b, b_at)))
-        )
+    def _block(self, a: Sequence[QArray], b: Sequence[QArray], specs: tuple[QuantSpec, QuantSpec]) -> Array:
+        """The contraction of operands in digits, with one scale along the contracted axes."""
+        length = math.prod(a[0].shape[i] for i in self.contracted[0])
+        in_units = self._in_float32 if self.execution == "float32" else self._in_integers
+        acc = sum_of_digits(a, b, specs, length, self.execution, lambda x, w: in_units(x, w, length))
+        at = zip(("a", "b"), (a[0], b[0]), self._places(a[0], b[0]), strict=True)
+        return scaled(acc, *(in_output(name, q.scale, q.shape, places, acc.ndim) for name, q, places in at))
 
     def _free(self, ndim: int, side: int) -> list[int]:
         taken = {*self.contracted[side], *self.batch[side]}
@@ -186,9 +190,10 @@ def _as_stored(
     free = [i for i in there if i not in (*contracted, *batch)]
     if not q.order or free != sorted(free):  # the free axes of the result are in the order of the array's
         return q, contracted, batch
-    scale, zero_point = (lax.transpose(v, there) if v.ndim == q.ndim else v for v in (q.scale, q.zero_point))
+    lying = lambda v: lax.transpose(v, there) if v is not None and v.ndim == q.ndim else v
     at = lambda axes: tuple(there.index(i) for i in axes)
-    return QArray(q.stored, scale, zero_point, q.spec, q.dtype), at(contracted), at(batch)
+    stored = QArray(q.stored, lying(q.scale), lying(q.zero_point), q.spec, q.dtype, tensor_scale=lying(q.tensor_scale))
+    return stored, at(contracted), at(batch)
 
 
 def _groups(q: QArray) -> tuple[int, ...]:
@@ -206,15 +211,13 @@ def _stacked(q: QArray, blocks: dict[int, int]) -> QArray:
         return lax.reshape(v, [math.prod(blocks.values()), *v.shape[len(at) :]])
 
     # At least one value for each block, also where one was shared by several.
-    sizes = [blocks.get(i, g) for i, g in enumerate(_groups(q))]
-    split = lambda v: stack(
-        jnp.broadcast_to(v, sizes) if v.ndim == 0 else jnp.broadcast_to(broadcast_groups(v, tuple(sizes)), sizes), sizes
-    )
+    sizes = tuple(blocks.get(i, g) for i, g in enumerate(_groups(q)))
+    split = lambda v: stack(jnp.broadcast_to(broadcast_groups(v, sizes), sizes), sizes)
     return QArray(stack(q.values, q.shape), split(q.scale), split(q.zero_point), q.spec, q.dtype)
 
 
-def _first(q: QArray) -> QArray:
-    return jax.tree.map(lambda v: v[0], q)
+def _first(stacked: list[QArray]) -> list[QArray]:
+    return jax.tree.map(lambda v: v[0], stacked)
 
 
 def _dimension_numbers(value: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -75,9 +75,7 @@ class Inputs(NamedTuple):
         n = len(location)
         inside = [key for key, at in self.first.items() if at[:n] == location]
         seen = {key: self.nothing(key, [at for at in self.scans[key] if at[:n] == location]) for key in inside}
-        leaves, structure = jax.tree.flatten(seen)
-        together = num.vary_together(*leaves, *jax.tree.leaves(ins)) if leaves else ()
-        return jax.tree.unflatten(structure, together[: len(leaves)])
+        return num.vary_together(seen, ins)[0] if seen else seen
 
 
 class Replacements:

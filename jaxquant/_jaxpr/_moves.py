@@ -18,7 +18,6 @@ from .. import _groups as groups
 from .. import _numerics as num
 from .._affine import real_values
 from .._qarray import QArray, own_values
-from .._spec import PerTensor
 from ._program import avals, param
 
 
@@ -166,7 +165,7 @@ def is_moved(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
 
 def _is_like(a: QuantizedParam, b: QuantizedParam) -> bool:
     """Whether the integers of two have one meaning, so that one array can hold them."""
-    plain = lambda held: (dataclasses.replace(held.spec, granularity=PerTensor()), set(held.of_groups) - {"nan_flags"})
+    plain = lambda held: (vars(held.spec) | {"granularity": None}, set(held.of_groups) - {"nan_flags"})
     return plain(a) == plain(b)
 
 
@@ -281,7 +280,8 @@ def qarray(held: QuantizedParam) -> QArray:
     zero_point = held.of_groups.get("zero_point")
     zero_point = jnp.zeros_like(scale, held.spec.dtype) if zero_point is None else zero_point
     assert held.integers is not None
-    return QArray.of_stored(held.integers, scale, zero_point, held.spec, held.dtype, held.order)
+    of_tensor = held.of_groups.get("tensor_scale")
+    return QArray.of_stored(held.integers, scale, zero_point, held.spec, held.dtype, held.order, of_tensor)
 
 
 def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From data to the scale and zero point, by four methods."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -14,14 +15,19 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._formats import FLOATS
+from .._grid import TINY, Grid, QParams
 from .._groups import broadcast_groups, reduce_groups
-from .._spec import QuantSpec, checked, grid, qparams_shape
-from ._range import LARGEST, TINY, QParams, finite_or, no_nonfinite, range_of, rows_of, to_qparams, with_zeros
+from .._spec import QuantSpec, checked, limits_of, qparams_shape
+from ._range import LARGEST, finite_or, grid_of_range, no_nonfinite, range_of, rows_of
+
+Limits = tuple[Any, Any]  # qmin and qmax
 
 
-def _minmax(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
-    qparams = range_of(x, spec, lambda x_min, x_max, _: to_qparams(x_min, x_max, spec, qmin, qmax))
-    return with_zeros(qparams)
+def _minmax(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
+    fitted = lambda x_min, x_max, _: grid_of_range(x_min, x_max, spec, limits)[:2]
+    scale, zero_point = range_of(x, spec, fitted)
+    return Grid(scale, zero_point, *limits).qparams
 
 
 def _mean(x: Array, shape: tuple[int, ...]) -> Array:
@@ -31,8 +37,8 @@ def _mean(x: Array, shape: tuple[int, ...]) -> Array:
     return total(jnp.where(finite, x, 0)) / jnp.maximum(total(finite.astype(x.dtype)), 1)
 
 
-def _lsq(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
-    scale, zero_point = _minmax(x, spec, qmin, qmax)
+def _lsq(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
+    (scale, zero_point), (qmin, qmax) = _minmax(x, spec, limits), limits
     steps = qmax - zero_point if spec.symmetric else jnp.maximum(qmax - zero_point, zero_point - qmin)
     x = num.upcast(x, num.compute_dtype(x.dtype))
     # In units of the min-max scale, so that no sum overflows.
@@ -53,11 +59,11 @@ def _order_statistics(x: Array, below: float, above: float) -> tuple[Array, Arra
     return pick(beyond(below)), pick(last - beyond(above))
 
 
-def _percentile(x: Array, spec: QuantSpec, qmin: Array, qmax: Array, percentile: float) -> QParams:
+def _percentile(x: Array, spec: QuantSpec, limits: Limits, percentile: float) -> QParams:
     shape = qparams_shape(spec, x.shape)
     rows = rows_of(num.upcast(x, num.compute_dtype(x.dtype)), shape)
     if not rows.shape[1]:
-        return _minmax(x, spec, qmin, qmax)
+        return _minmax(x, spec, limits)
     if spec.symmetric and spec.signed:
         _, high = _order_statistics(jnp.abs(rows), 0.0, (100 - percentile) / 100)
         low = -high
@@ -65,7 +71,7 @@ def _percentile(x: Array, spec: QuantSpec, qmin: Array, qmax: Array, percentile:
         outside = (100 - percentile) / 200
         low, high = _order_statistics(rows, outside, outside)
     low, high = (end.reshape(shape).astype(jnp.float32) for end in (low, high))
-    return with_zeros(to_qparams(low, high, spec, qmin, qmax))
+    return grid_of_range(low, high, spec, limits).qparams
 
 
 class _Trial(NamedTuple):
@@ -76,18 +82,19 @@ class _Trial(NamedTuple):
     error: Array
 
 
-def _trial(v: Array, ratio: Array, zero_point: Array, qmin: Array, qmax: Array) -> _Trial:
+def _trial(v: Array, ratio: Array, zero_point: Array, spec: QuantSpec, limits: Limits) -> _Trial:
     """The error of a grid on `v`, after the least-squares step of its scale for the levels that it assigns.
 
     The step makes of any guess the best scale of its neighbourhood: the error is a chain of parabolas, one for each
     assignment of values to levels, and this is the lowest point of the one that the guess lies on.
     """
     total = lambda t: reduce_groups(jnp.sum, t, ratio.shape)
-    here, zero = broadcast_groups(ratio, v.shape), broadcast_groups(zero_point, v.shape)
+    grid = Grid(ratio, zero_point, *limits).over(v)
     finite = jnp.abs(v) < jnp.inf
-    q = jnp.where(finite, num.clip(num.affine_level(v, here, zero, "half_even", None), qmin, qmax) - zero, 0)
-    rest = jnp.where(finite, v - q * here, 0)
-    slope, curvature = total(rest * q), jnp.maximum(total(q * q), 1)  # integers: 1 only where all are 0
+    q = jnp.where(finite, num.clip(grid.level(v, spec), grid.qmin, grid.qmax) - grid.zero_point, 0)
+    rest = jnp.where(finite, v - q * grid.scale, 0)
+    slope, curvature = total(rest * q), total(q * q)
+    curvature = jnp.where(curvature > 0, curvature, 1)  # all levels are 0
     return _Trial(ratio + slope / curvature, zero_point, total(rest * rest) - slope * slope / curvature)
 
 
@@ -109,8 +116,36 @@ def _density(size: int, steps: int, least: int, most: int) -> int:
     return int(np.clip(2 * steps * min(size, 1024 // max(size, 1)), least, most))
 
 
-def _mse(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
-    start = _minmax(x, spec, qmin, qmax)
+def _nearby_scale(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
+    """The scale of min-max, or one beside it that its dtype holds, whichever has the least squared error."""
+    spec = dataclasses.replace(spec, rounding="half_even", scale_rule="ceil")
+    x = num.upcast(x, num.compute_dtype(x.dtype))
+    start = Grid(_minmax(x, spec, limits).scale, None, *limits).used(spec, fitted=True)
+    if start.tensor_scale is None:
+        others = [lax.max(start.scale * 0.5, TINY)]
+    else:  # e4m3 beside e4m3; but for the largest, from which the scale of the tensor is derived
+        held = FLOATS["float8_e4m3fn"]
+        beside = lambda by: num.clip(held.nearest(num.guard(start.scale * by), "half_even", None), held.unit, held.qmax)
+        others = [num.select(start.scale == held.qmax, start.scale, beside(by)) for by in (0.937, 1.063)]
+
+    def error(scale: Array) -> Array:
+        grid = Grid(scale, None, *limits, start.tensor_scale).over(x)
+        wrong = jnp.where(jnp.abs(x) < jnp.inf, grid.value(grid.level(x, spec)) - x, 0)
+        unit = broadcast_groups(start.step.astype(x.dtype), x.shape)  # so that no square overflows or vanishes
+        return reduce_groups(jnp.sum, num.divide(wrong, unit) ** 2, scale.shape)
+
+    best, least = start.scale, error(start.scale)
+    for scale in others:
+        found = error(scale)
+        best, least = num.select(found < least, scale, best), jnp.minimum(found, least)
+    return Grid(start._replace(scale=best).step, None, *limits).qparams
+
+
+def _mse(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
+    if spec.scale_dtype.startswith("float8"):
+        return _nearby_scale(x, spec, limits)
+    start, (qmin, qmax) = _minmax(x, spec, limits), limits
+    nearest = dataclasses.replace(spec, rounding="half_even")  # whatever the spec rounds
     # In units of the min-max scale, so that no square overflows or vanishes.
     x = num.upcast(x, num.compute_dtype(x.dtype)).astype(jnp.float32)
     v = num.divide(x, broadcast_groups(start.scale, x.shape))
@@ -120,7 +155,7 @@ def _mse(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
     def search(best: _Trial, grid_of: Callable, candidates: Any) -> _Trial:
         def step(best, candidate):
             ratio, zero_point = grid_of(candidate)
-            return _better(best, _trial(v, ratio, zero_point, qmin, qmax)), None
+            return _better(best, _trial(v, ratio, zero_point, nearest, limits)), None
 
         return lax.scan(step, best, jnp.asarray(candidates, jnp.float32))[0]
 
@@ -128,8 +163,8 @@ def _mse(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
         ratio = jnp.maximum((high * ends[1] - low * ends[0]) / (qmax - qmin), TINY)
         return ratio, jnp.clip(qmin - jnp.round(low * ends[0] / ratio), qmin, qmax)
 
-    best = _trial(v, jnp.ones_like(start.scale), start.zero_point, qmin, qmax)
-    steps = spec.qmax if spec.symmetric else (spec.qmax - spec.qmin) // 2
+    best = _trial(v, jnp.ones_like(start.scale), start.zero_point, nearest, limits)
+    steps = (spec.levels.number - 1) // (2 if spec.signed or not spec.symmetric else 1)
     dense = np.geomspace(1.6, 0.25, _density(size, steps, 64, 4096))
     best = search(best, lambda ratio: (jnp.ones_like(low) * ratio, start.zero_point), np.r_[_SHRINK, dense])
     shifts, near = [0.0], np.linspace(0.9, 1.1, 33)
@@ -140,16 +175,16 @@ def _mse(x: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
     nearby = lambda c: (centre.ratio * c[0], jnp.clip(centre.zero_point + c[1], qmin, qmax))
     best = search(best, nearby, [(r, s) for r in near for s in shifts])
     for _ in range(2):
-        best = _better(best, _trial(v, best.ratio, best.zero_point, qmin, qmax))
+        best = _better(best, _trial(v, best.ratio, best.zero_point, nearest, limits))
     scale = num.guard(start.scale * best.ratio)
     return QParams(jnp.where(scale < TINY, TINY, scale), best.zero_point)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "method", "percentile"))
-def _fit(x: Array, qmin: Array, qmax: Array, spec: QuantSpec, method: str, percentile: float) -> QParams:
+def _fit(x: Array, limits: Limits, spec: QuantSpec, method: str, percentile: float) -> QParams:
     if method == "percentile":
-        return _percentile(x, spec, qmin, qmax, percentile)
-    return _METHODS[method](x, spec, qmin, qmax)
+        return _percentile(x, spec, limits, percentile)
+    return _METHODS[method](x, spec, limits)
 
 
 _METHODS: dict[str, Callable] = {"minmax": _minmax, "mse": _mse, "lsq": _lsq}
@@ -172,7 +207,8 @@ def fit_qparams(
       groups of fewer than 1 / (1 - percentile / 100) values it is "minmax".
     - "mse": the grid with the least mean squared error. Searched from shrunken min-max ranges, each followed by the
       least-squares step of the scale; within 1 % of a dense search. About 190 passes over x, 800 if affine, and more
-      in groups of fewer than 1,024 values, whose error has many valleys: up to 4,300, affine 10,000, at 8 bits.
+      in groups of fewer than 1,024 values, whose error has many valleys: up to 4,300, affine 10,000, at 8 bits. Of
+      scales in float8 the better one beside the scale of "minmax": two or three passes.
     - "lsq": scale = 2 * mean(|x|) / sqrt(qmax), from which learned scales train best at 2 and 3 bits, and far from the
       least error at 8; if affine, with the zero point of "minmax" and the steps on the longer side of it for qmax.
 
@@ -186,8 +222,8 @@ def fit_qparams(
 
     Returns:
       QParams of float32 for every dtype of x, always finite, scale >= 2 ** -126. Values that are all 0, or none, give
-      scale 1. Sums of floats ("mse", "lsq") may differ in the last bits from program to program; the others do not.
-      Under `shard_map` they are of the shard.
+      scale 1 (2 ** -126 where a scale of the tensor scales it). Sums of floats ("mse", "lsq") may differ in the last
+      bits from program to program; the others do not. Under `shard_map` they are of the shard.
 
     Gradient: none; `fake_quant` trains the QParams themselves.
 
@@ -208,4 +244,4 @@ def fit_qparams(
     checks.one_of("method", method, ("minmax", "percentile", "mse", "lsq"))
     percentile = checks.percentage("percentile", percentile)
     no_nonfinite(x, nonfinite)
-    return _fit(lax.stop_gradient(x), *grid(spec, bits, jnp.float32), spec, method, percentile)
+    return _fit(lax.stop_gradient(x), limits_of(spec, bits), spec, method, percentile)

@@ -16,10 +16,11 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._formats import power_of_two_below
+from .._grid import TINY, Grid, QParams
 from .._groups import reduce_groups
-from .._spec import QuantSpec, checked, grid, qparams_shape
+from .._spec import QuantSpec, checked, limits_of, qparams_shape
 
-TINY = np.float32(jnp.finfo(jnp.float32).tiny)
 LARGEST = np.float32(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
 _ZERO = np.float32(0)
 
@@ -34,22 +35,8 @@ class Range(NamedTuple):
     x_max: Any
 
 
-class QParams(NamedTuple):
-    """The numbers of an affine grid: `real = (q - zero_point) * scale`.
-
-    Attributes:
-      scale: float32 > 0. Scalar per tensor; else of the rank of the tensor, with size 1 on the axes that share one and
-        the number of blocks on an axis of blocks. Leading axes of size 1 may be left out.
-      zero_point: float32 of the same shape, integers in [qmin, qmax]; 0 for a symmetric spec.
-    """
-
-    scale: Any
-    zero_point: Any
-
-
-# So that an exported program can take and return them.
+# So that an exported program can take and return it.
 jax.export.register_namedtuple_serialization(Range, serialized_name="jaxquant.Range")
-jax.export.register_namedtuple_serialization(QParams, serialized_name="jaxquant.QParams")
 
 
 def no_nonfinite(x: Array, nonfinite: str) -> None:
@@ -82,7 +69,8 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
 
     The values are masked only if there are some to mask: XLA:CPU reduces what it reads, or its absolute value, at the
     speed of memory, and what else it computes first several times slower, through a copy of the array. `then` is on
-    both sides of the condition, so that its result stands alone, as in `num.once`; `finite` says, static, on which.
+    both sides of the condition, so that its result stands alone, as in `num.computed_once`; `finite` says, static, on
+    which.
     """
     shape = qparams_shape(spec, x.shape)
     x = num.upcast(x, num.compute_dtype(x.dtype))
@@ -94,13 +82,13 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
         return then(None, ends[0], finite) if len(ends) == 1 else then(*ends, finite)
 
     masked = lambda x: of([reduce_groups(reduction(finite_or), x, shape) for reduction in reductions], False)
-    return lax.cond(_finite(x, plain), lambda x: of(plain, True), masked, x)
+    return lax.cond(_is_finite(x), lambda x: of(plain, True), masked, x)
 
 
 def if_finite(x: Array, then: Callable[[bool], Any]) -> Any:
     """`then(finite)` on both sides of a condition, whether all of `x` is finite, as in `range_of`."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    return lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(True), lambda: then(False))
+    return lax.cond(_is_finite(x), lambda: then(True), lambda: then(False))
 
 
 _LOWEST = lambda mask: lambda x, axes: lax.reduce_min(mask(x, jnp.inf), axes)
@@ -108,17 +96,13 @@ _HIGHEST = lambda mask: lambda x, axes: lax.reduce_max(mask(x, -jnp.inf), axes)
 _LARGEST = lambda mask: lambda x, axes: lax.reduce_max(mask(jnp.abs(x), -jnp.inf), axes)
 
 
-def _finite(x: Array, extremes: list[Array]) -> Array:
-    """Whether all of `x` is finite, from its extremes where they tell; False too where a sum overflows.
+def _is_finite(x: Array) -> Array:
+    """Whether all of `x` is finite; False too where its sum overflows.
 
-    By sums, because XLA:CPU compiles one kernel for a sum and three for any other reduction. And because the maximum
-    over devices forgets the NaN of one of them, and with it all that device saw: there the sum is of x.
+    By the sum, because a maximum need not tell: over devices, and on XLA:CPU since jax 0.10 in large arrays, it forgets
+    a NaN and what it saw before it.
     """
-    total = lambda v: jnp.sum(v) if v.ndim else v
-    if jax.device_count() > 1:
-        return jnp.abs(total(x)) < jnp.inf
-    # The lowest from the highest: of infinities that is one, or NaN.
-    return jnp.abs(functools.reduce(jnp.subtract, [total(end) for end in reversed(extremes)])) < jnp.inf
+    return jnp.abs(jnp.sum(x)) < jnp.inf
 
 
 def _to_float32(end: Array) -> Array:
@@ -130,7 +114,7 @@ def _to_float32(end: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _observe(x: Array, spec: QuantSpec) -> Range:
-    both_ends = dataclasses.replace(spec, symmetric=False, narrow_range=False)
+    both_ends = QuantSpec(symmetric=False, granularity=spec.granularity)
     return range_of(x, both_ends, lambda x_min, x_max, _: Range(x_min, x_max))
 
 
@@ -176,32 +160,35 @@ def _scale(width: Array, steps: Any) -> Array:
     return num.select(positive, lax.max(quotient, TINY), 1)
 
 
-def to_qparams(x_min: Array | None, x_max: Array, spec: QuantSpec, qmin: Any, qmax: Any) -> QParams:
-    """The qparams of a range without NaN: the formulas of `qparams_from_range`, inside a compiled program.
+def grid_of_range(x_min: Array | None, x_max: Array, spec: QuantSpec, limits: tuple[Any, Any]) -> Grid:
+    """The grid of a range without NaN: the formulas of `qparams_from_range`, inside a compiled program.
 
-    No `x_min` is the range of the largest absolute value `x_max`. The zero point of a symmetric spec is None, for 0.
+    No `x_min` is the range of the largest absolute value `x_max`.
     """
+    qmin, qmax = limits
+    if spec.has_tensor_scale:  # blocks of zeros must not be the largest
+        scale = grid_of_range(x_min, x_max, dataclasses.replace(spec, scale_dtype="float32"), limits).scale
+        largest = x_max if x_min is None else lax.max(-x_min, x_max)
+        return Grid(num.select(largest > 0, scale, TINY), None, *limits)
+    if spec.scale_rule == "floor" and spec.symmetric:
+        largest = lax.min(x_max if x_min is None or not spec.signed else lax.max(-x_min, x_max), LARGEST)
+        return Grid(num.select(largest > 0, power_of_two_below(largest, qmax), 1), None, *limits)
+    last = qmax + np.float32(0.5) if spec.scale_rule == "half_step" else qmax
     # Constants would be folded before the rewrites that `num.divide` stops.
     if x_min is None:
-        return QParams(_scale(lax.min(lax.optimization_barrier(x_max), LARGEST), qmax), None)
+        return Grid(_scale(lax.min(lax.optimization_barrier(x_max), LARGEST), last), None, *limits)
     x_min, x_max = _extended(*lax.optimization_barrier((x_min, x_max)))
     if spec.symmetric:
-        return QParams(_scale(lax.max(-x_min, x_max) if spec.signed else x_max, qmax), None)
+        return Grid(_scale(lax.max(-x_min, x_max) if spec.signed else x_max, last), None, *limits)
     scale = _scale(x_max - x_min, qmax - qmin)
     zero_point = qmin - num.round_half_even(num.divide(x_min, scale))
-    return QParams(scale, lax.min(lax.max(zero_point, qmin), qmax))
+    return Grid(scale, lax.min(lax.max(zero_point, qmin), qmax), *limits)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _qparams_from_range(x_min: Array, x_max: Array, spec: QuantSpec, qmin: Array, qmax: Array) -> QParams:
+def _qparams_from_range(x_min: Array, x_max: Array, spec: QuantSpec, limits: tuple[Any, Any]) -> QParams:
     x_min, x_max = (num.select(v == v, v, 0) for v in (x_min, x_max))
-    return with_zeros(to_qparams(x_min, x_max, spec, qmin, qmax))
-
-
-def with_zeros(qparams: QParams) -> QParams:
-    """With the zero point of a symmetric spec as the array that users have."""
-    scale, zero_point = qparams
-    return QParams(scale, jnp.zeros_like(scale) if zero_point is None else zero_point)
+    return grid_of_range(x_min, x_max, spec, limits).qparams
 
 
 def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
@@ -211,8 +198,8 @@ def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
 
         scale = (x_max - x_min) / (qmax - qmin);  zero_point = qmin - round(x_min / scale)
 
-    Symmetric: `scale = max(-x_min, x_max) / qmax`, unsigned `x_max / qmax`, and the zero point is 0. The quotients are
-    correctly rounded, ties to even.
+    Symmetric: `scale = max(-x_min, x_max) / qmax`, unsigned `x_max / qmax`, and the zero point is 0; with
+    scale_rule="half_step" the divisor is qmax + 1/2. The quotients are correctly rounded, ties to even.
 
     Args:
       r: Range of numbers or of floating arrays of one shape, real values, traced or not; or a dict of them.
@@ -239,12 +226,12 @@ def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
     [4.0, -123.0]
     """
     spec = checked(spec)
-    limits = grid(spec, bits, jnp.float32)
+    limits = limits_of(spec, bits)
 
     def of(r: Range) -> QParams:
         x_min, x_max = checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32))
         checks.shape("x_max", x_max, x_min.shape, "the shape of `x_min`, one range for each scale")
-        return _qparams_from_range(x_min, x_max, spec, *limits)
+        return _qparams_from_range(x_min, x_max, spec, limits)
 
     return for_each(of, Range, "qparams_from_range", r=r)
 

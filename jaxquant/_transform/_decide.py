@@ -12,7 +12,7 @@ import numpy as np
 from .. import _checks as checks
 from .._jaxpr._program import Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin, Walk
-from .._spec import PerBlock, PerChannel, PerTensor, QuantSpec, qparams_shape
+from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
 from .._tree import KINDS, Rule, named_in_errors
 from ._entries import Entries
 from ._match import Matcher, Op, gathered_by_data, is_wanted, names_of, ops_of
@@ -71,28 +71,45 @@ def _on_operand(
     picked = [i for i, along in enumerate(operand.origin.axes) if PICKED in along and is_weight]
     if isinstance(kind, PerTensor):
         return per_channel(picked) if picked else spec
+    rows = per_channel([i for i in range(ndim) if i not in contracted])
+    if isinstance(kind, PerToken):
+        if is_weight:
+            raise ValueError(
+                f"{spec} is of activations, and this is the weight. Give it PerChannel(None), a scale for each output "
+                "channel, as weight_spec(bits) does."
+            )
+        return rows
     if kind.axis is None:
         if isinstance(kind, PerChannel):
-            return per_channel([i for i in range(ndim) if i not in contracted])
+            if not is_weight:
+                raise ValueError(
+                    f"{spec} is of the output channels of a weight, and this operand of shape {operand.shape} is none. "
+                    "Say PerToken() for a scale along each row that is contracted, or name the axes: PerChannel(axis)."
+                )
+            return rows
         if len(contracted) != 1:
             raise ValueError(
                 f"{spec} has blocks along the contracted axis, and this op contracts {len(contracted)} of shape "
-                f"{operand.shape}: {contracted}. Name one: QuantSpec(granularity=PerBlock(axis, {kind.size}))."
+                f"{operand.shape}: {contracted}. Name the axis of the blocks: "
+                f"QuantSpec(granularity=PerBlock(axis, {kind.size}))."
             )
         return with_(PerBlock(contracted[0], kind.size))
     if operand.origin.path is None:
         return spec
     qparams_shape(with_(PerChannel(kind.axis)), leaf.shape)
-    of_leaf = {a % len(leaf.shape) for a in (kind.axis if isinstance(kind.axis, tuple) else (kind.axis,))}
-    axes = [i for i, along in enumerate(operand.origin.axes) if along & of_leaf or i in picked]
-    split = isinstance(kind, PerBlock) and len(axes) != 1
-    if split or any(not operand.origin.axes[i] - {JOINED, PICKED} <= of_leaf for i in axes):
+    named = [a % len(leaf.shape) for a in (kind.axis if isinstance(kind.axis, tuple) else (kind.axis,))]
+    axes = [i for i, along in enumerate(operand.origin.axes) if along.intersection(named) or i in picked]
+    alone = [[i for i in axes if operand.origin.axes[i] - {JOINED, PICKED} == {a}] for a in named]
+    split = isinstance(kind, PerBlock) and (len(axes) != len(named) or any(len(at) != 1 for at in alone))
+    if split or any(not operand.origin.axes[i] - {JOINED, PICKED} <= set(named) for i in axes):
         raise ValueError(
             f"{kind} of a parameter of shape {leaf.shape} is no axis of the operand of shape {operand.shape} that the "
             f"function makes of it, whose axes run along {[sorted(along) for along in operand.origin.axes]}. Name axes "
             "that stay apart from the others, or leave the axis None for the output channels of the op."
         )
-    return with_(PerBlock(axes[0], kind.size)) if isinstance(kind, PerBlock) else per_channel(axes)
+    if isinstance(kind, PerBlock):
+        return with_(PerBlock(tuple(i for at in alone for i in at), tuple(kind.sizes.values())))
+    return per_channel(axes)
 
 
 def _check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...]) -> None:
@@ -116,8 +133,8 @@ def _check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...]
 def _check_shared(spec: QuantSpec, shape: tuple[int, ...], contracted: tuple[int, ...], op: str) -> None:
     """A scale that is applied after the contraction is shared along it, or by the blocks of a dot."""
     kind, groups = spec.granularity, qparams_shape(spec, shape) or (1,) * len(shape)
-    blocked = kind.axis % len(shape) if isinstance(kind, PerBlock) and kind.axis is not None else None
-    separate = [i for i in contracted if groups[i] > 1 and (i != blocked or op != "dot_general")]
+    blocked = {axis % len(shape) for axis in kind.sizes} if isinstance(kind, PerBlock) and op == "dot_general" else ()
+    separate = [i for i in contracted if groups[i] > 1 and i not in blocked]
     if separate:
         raise ValueError(
             f"along the contracted axes {separate} of an operand of shape {shape}, {spec} has a scale of its own for "

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._affine import qparams_of_shape
+from .._grid import QParams
 from .._jaxpr._program import Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin
 from .._qarray import QArray
-from .._ranges._range import QParams
-from .._spec import PerBlock, PerChannel, PerTensor, QuantSpec, qparams_shape
+from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
 from .._tree import Rule, named_in_errors
 from ._plan import nearest
 
@@ -97,7 +97,7 @@ class Entries:
             self.of[key] = self.of[key]._replace(sites=(*self.of[key].sites, name))
             return
         kind = rule.activation.granularity if rule.activation else spec.granularity
-        is_dynamic = isinstance(spec.granularity, PerBlock) or (isinstance(kind, PerChannel) and kind.axis is None)
+        is_dynamic = isinstance(spec.granularity, PerBlock) or isinstance(kind, PerToken)
         self.of[key] = Entry(
             key, spec, operand.shape, operand.dtype, False, rule, (name,), is_dynamic=is_dynamic,
             location=contraction.location, turn=turn, stack=contraction.stack, is_seen=not contraction.in_condition,
@@ -197,7 +197,7 @@ class Entries:
 
     def check_frozen(self, frozen: Mapping[str, QArray]) -> None:
         """A QArray under a rule must be what the rule makes of the parameter."""
-        plain = lambda spec: dataclasses.replace(spec, granularity=PerTensor())
+        plain = lambda spec: vars(spec) | {"granularity": None}
         for path, q in frozen.items():
             entry = self.of.get(path)
             if entry is None:
@@ -271,21 +271,23 @@ def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int,
     kind, ndim = spec.granularity, len(operand.shape)
     axis = getattr(kind, "axis", ())
     own = {a % ndim for a in (axis if isinstance(axis, tuple) else (axis,))}
-    size = kind.size if isinstance(kind, PerBlock) else 0
+    sizes = {a % ndim: size for a, size in kind.sizes.items()} if isinstance(kind, PerBlock) else {}
     said: dict[int, set[int]] = {a: set() for a in range(len(shape))}  # of each axis: 1 separate, 0 shared, else blocks
     for i, along in enumerate(operand.origin.axes):
-        separate = isinstance(kind, PerBlock) if i not in own else isinstance(kind, PerChannel)
+        separate = bool(sizes) or (i in own and isinstance(kind, PerChannel))
         innermost = max(along - {JOINED, PICKED}, default=None)
         for a in along - {JOINED, PICKED}:
-            said[a].add(size if size and i in own and a == innermost else int(separate or bool(size)))
+            said[a].add(sizes[i] if i in sizes and a == innermost else int(separate))
     if any(len(of) > 1 for of in said.values()):
         raise ValueError(_unsayable(spec, operand, path, shape))
     of_axis = {a: next(iter(of), 1) for a, of in said.items() if shape[a] > 1}
-    blocks = [a for a, of in of_axis.items() if of > 1]
-    if blocks and (shape[blocks[0]] % size or any(not of for of in of_axis.values())):
+    blocks = {a: of for a, of in of_axis.items() if of > 1}
+    if any(shape[a] % size for a, size in blocks.items()):
         raise ValueError(_unsayable(spec, operand, path, shape))
     separate = tuple(a for a, of in of_axis.items() if of == 1)
-    granularity = PerBlock(blocks[0], size) if blocks else PerChannel(separate) if separate else PerTensor()
+    granularity = PerChannel(separate) if separate else PerTensor()
+    if blocks:
+        granularity = PerBlock(tuple(blocks), tuple(blocks.values()))
     return dataclasses.replace(spec, granularity=granularity)
 
 

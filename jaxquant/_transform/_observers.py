@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._grid import QParams
 from .._ranges._histogram import Histogram, histogram, merge_histograms
-from .._ranges._range import QParams, Range, merge_ranges, observe
+from .._ranges._range import Range, merge_ranges, observe
 from .._spec import QuantSpec
 from .._tally import merge_tallies, tally, tally_across
 from ._entries import Entry

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._spec import PerBlock, PerTensor, QuantSpec
+from .._spec import PerBlock, PerChannel, PerToken, QuantSpec
 from .._table import as_html, as_text
 
 _HEADER = "site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "left in float because"
@@ -132,9 +132,14 @@ def pattern_in_words(pattern: Any) -> str:
 def in_words(spec: QuantSpec) -> str:
     """A spec in a cell of a table."""
     kind = spec.granularity
-    per = "tensor" if isinstance(kind, PerTensor) else f"channel {kind.axis}"
+    per = (
+        f"channel {kind.axis}" if isinstance(kind, PerChannel) else "token" if isinstance(kind, PerToken) else "tensor"
+    )
     if isinstance(kind, PerBlock):
-        per = f"block of {kind.size} on {kind.axis}"
+        per = f"block of {' x '.join(map(str, kind.sizes.values()))} on {kind.axis}"
+    per += "" if spec.scale_dtype == "float32" else f", scale {spec.scale_dtype}"
+    if spec.format:
+        return f"{spec.format} per {per}"
     sign = "" if spec.signed else "unsigned "
     return f"{spec.bits} bits {sign}{'symmetric' if spec.symmetric else 'affine'} per {per}"
 

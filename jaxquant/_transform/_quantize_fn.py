@@ -16,13 +16,14 @@ from jax import Array
 
 from .. import _checks as checks
 from .._affine import quantize
+from .._grid import QParams
 from .._integer._contract import checked_execution
 from .._jaxpr._evaluate import Scope
 from .._jaxpr._program import traced
 from .._jaxpr._walk import DATA, POINT, Origin, Walk, parameter
 from .._qarray import QArray
 from .._ranges._fit import fit_qparams
-from .._ranges._range import QParams, Range, qparams_from_range
+from .._ranges._range import Range, qparams_from_range
 from .._tally import Tally
 from .._tree import Rules, checked_rules, named_in_errors, with_lsq_gradient, with_paths
 from ._call import Call, Static, is_qarray, is_traced, paths_of, refuse_lost_changes, with_own
@@ -228,7 +229,7 @@ class QuantizedFunction:
                     own = jax.random.fold_in(key, entry.turn) if rounds and key is not None else None
                     leaf = quantize(leaf, entry.spec, (qparams or {}).get(path), key=own)
                 values = leaf.values
-                if entry.spec.bits <= 4 and not entry.is_multiplied:
+                if entry.spec.bits <= 4 and not entry.spec.format and not entry.is_multiplied:
                     values = values.astype(jnp.int4 if entry.spec.signed else jnp.uint4)
                 leaf = dataclasses.replace(leaf, values=values, order=entry.order)
             new.append(leaf)
@@ -442,7 +443,7 @@ class QuantizedFunction:
 
 def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams:
     if isinstance(leaf, QArray):
-        return QParams(leaf.scale, leaf.zero_point.astype(jnp.float32))
+        return QParams(leaf.step, leaf.zero_point.astype(jnp.float32))
     return fit_qparams(leaf, entry.spec, method)
 
 
@@ -487,8 +488,8 @@ def quantize_fn(
         model of flax, nnx, equinox or haiku is applied in it as always.
       rules: static, as in `match_rules`, or with all that `Rule` says; the first that matches an op decides about it. A
         pair (pattern, spec) quantizes the weight alone; Rule(pattern, weight=, activation=) both operands. A spec whose
-        axis is None is complete: for a weight it means the output channels of the op; for an activation all axes but
-        the contracted, so PerChannel(None) is per token. Axes of a parameter are counted on the parameter.
+        axis is None is complete: PerChannel(None) are the output channels of the op, blocks run along the contracted
+        axis; PerToken() is for activations. Axes of a parameter are counted on the parameter.
       params_argnum: static int, the positional argument of f that holds the parameters.
       execution: static, as in `dot_general`; does not affect the result.
       strict: static bool. True makes sites that no rule matches an error.

@@ -12,7 +12,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import fake_quant, quantize_straight_through, real_values, with_gradient_of
-from .._groups import apart
+from .._grid import QParams
 from .._integer._contract import contract
 from .._integer._conv import Conv
 from .._integer._dot import Dot
@@ -21,8 +21,7 @@ from .._jaxpr._moves import QuantizedParam, dequantized, qarray
 from .._jaxpr._program import CONTRACTIONS, Location
 from .._jaxpr._walk import Contraction
 from .._qarray import QArray
-from .._ranges._range import QParams
-from .._spec import PerChannel, QuantSpec, granularity_of, qparams_shape
+from .._spec import QuantSpec, granularity_of, qparams_shape
 from .._tree import named_in_errors
 from ._decide import Decision, Decisions
 from ._entries import Entry
@@ -82,7 +81,7 @@ class Sites(NamedTuple):
         entry = self.decisions.entries.of.get(path)
         if isinstance(value, QArray):
             if self.is_float or self.site:
-                qparams, value = QParams(value.scale, value.zero_point), real_values(value, value.dtype)
+                qparams, value = QParams(value.step, value.zero_point), real_values(value, value.dtype)
             else:
                 return _held(path, value, (entry or value).spec, {}, None)
         if entry is None or self.is_float:
@@ -193,7 +192,7 @@ class Sites(NamedTuple):
             qparams, v = QParams(**held.of_groups) if held.of_groups else None, held.floats["real"]
         info = self.decisions.plan[decision.names[side]]
         if side == decision.weight and qparams is not None:
-            info, qparams = _fitting(info, qparams, v.shape)
+            info = _fitting(info, qparams, v.shape)
         return self._given(info._replace(qparams=qparams), v)
 
     def _given(self, info: Site, x: Array) -> Array:
@@ -207,19 +206,14 @@ class Sites(NamedTuple):
         return y
 
 
-def _fitting(info: Site, qparams: QParams, shape: tuple[int, ...]) -> tuple[Site, QParams]:
+def _fitting(info: Site, qparams: QParams, shape: tuple[int, ...]) -> Site:
     """A site with the granularity that the qparams of a part of a parameter have, where it is finer than its spec."""
     assert info.spec is not None
     groups = qparams_shape(info.spec, shape) or (1,) * len(shape)
     if qparams.scale.shape == groups:
-        return info, qparams
+        return info
     granularity = granularity_of(qparams.scale.shape, shape)
-    if granularity is None:
-        separate = tuple(i for i, n in enumerate(qparams.scale.shape) if n > 1)
-        for i in separate:
-            qparams = QParams(*(apart(v, i, shape[i]) for v in qparams))
-        granularity = PerChannel(separate)
-    return info._replace(spec=dataclasses.replace(info.spec, granularity=granularity)), qparams
+    return info._replace(spec=dataclasses.replace(info.spec, granularity=granularity))
 
 
 class ReadInFloat(ValueError):
@@ -243,6 +237,8 @@ def _held(
     of_groups = {"scale": _of_rank(q.scale, q.ndim)}
     if not spec.symmetric:
         of_groups["zero_point"] = _of_rank(q.zero_point, q.ndim)
+    if q.tensor_scale is not None:
+        of_groups["tensor_scale"] = _of_rank(q.tensor_scale, q.ndim)
     if nan_flags is not None:
         of_groups["nan_flags"] = nan_flags
     return QuantizedParam(q.stored, floats, of_groups, (path,), spec, q.dtype, order=q.order)

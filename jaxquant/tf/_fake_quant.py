@@ -47,7 +47,7 @@ def _fake_quant(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float, 
 
 
 def _inside(g: Array, x: Array, nudged: num.Nudged, unset: Array) -> Array:
-    return num.product(g, (nudged.x_min <= x) & (x <= nudged.x_max) | unset)
+    return num.masked_product(g, (nudged.x_min <= x) & (x <= nudged.x_max) | unset)
 
 
 @functools.partial(jax.jit, static_argnames=("qmin", "qmax"))
@@ -64,7 +64,7 @@ def _gradients(g: Array, x: Array, x_min: Array, x_max: Array, qmin: float, qmax
     leading = tuple(range(x.ndim - x_min.ndim))
 
     def total(outside: Array) -> Array:
-        sums = jnp.where(unset, 0, num.product(g, outside)).sum(leading)
+        sums = jnp.where(unset, 0, num.masked_product(g, outside)).sum(leading)
         # TensorFlow's sums start at +0, so a lone -0 gives +0. A plain `+ 0` XLA drops.
         return sums + jnp.where(sums == sums, 0, jnp.nan)
 
@@ -83,7 +83,7 @@ def _args_fwd(x, x_min, x_max, qmin, qmax):
 
 
 def _args_bwd(qmin, qmax, residuals, g):
-    return num.shard_like(_input_gradient(g, *residuals, qmin, qmax), residuals[0]), None, None
+    return _input_gradient(g, *residuals, qmin, qmax), None, None
 
 
 _args.defvjp(_args_fwd, _args_bwd)

@@ -52,7 +52,7 @@ _ROUND = {"HALF_TO_EVEN": num.round_half_even, "HALF_UP": num.round_half_up}
 def _gradient(g: Array, x: Array, x_min: Array, x_max: Array, axis: int | None) -> Array:
     x_min, x_max = (num.along_axis(v, axis, x.ndim) for v in (x_min, x_max))
     x = num.upcast(x, x_min.dtype)
-    return num.product(g, (x_min <= x) & (x <= x_max))
+    return num.masked_product(g, (x_min <= x) & (x <= x_max))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7, 8))

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Changes one thing at a time in the numeric floors, and says which changes no test sees.
+
+    .venv/bin/python .ci/mutants.py [--count 300] [--seed 0] [--share 1/2]
+
+Needs the `test` extra; not part of .ci/run, because it takes an hour or two. First the default tests run once under
+coverage, nothing traced kept from one to the next, which tells the tests that reach a line and their seconds (kept in
+.mutants.json: remove it when the tests have changed). A mutant meets the tests that reach its lines, or its file if it
+is a constant: those that saw mutants of the file before, then the quickest, until one fails. Each --share i/n takes
+every n-th mutant, in a copy of the project.
+"""
+
+import argparse
+import ast
+import collections
+import copy
+import itertools
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+import coverage
+import jax
+import pytest
+
+FLOORS = "_numerics.py", "_groups.py", "_affine.py", "_pack.py", "_integer/*.py", "_ranges/*.py", "tf/*.py"
+COMPARED = {"Lt": "LtE Gt", "LtE": "Lt GtE", "Gt": "GtE Lt", "GtE": "Gt LtE", "Eq": "NotEq", "NotEq": "Eq"}
+COMPARED |= {"Is": "IsNot", "IsNot": "Is", "In": "NotIn", "NotIn": "In"}
+COMPUTED = {"Add": "Sub", "Sub": "Add", "Mult": "Div", "Div": "Mult", "FloorDiv": "Mult", "Mod": "FloorDiv"}
+COMPUTED |= {
+    "Pow": "Mult",
+    "LShift": "RShift",
+    "RShift": "LShift",
+    "BitAnd": "BitOr",
+    "BitOr": "BitAnd",
+    "BitXor": "BitAnd",
+}
+CALLED = dict([("min", "max"), ("minimum", "maximum"), ("reduce_min", "reduce_max"), ("floor", "ceil"), ("any", "all")])
+CALLED |= {b: a for a, b in CALLED.items()}
+SWAPPED = {"select", "where", "clip", "divide", "sub", "div", "rem", "cond"}  # their last two arguments
+SKIPPED = ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom
+
+
+def changes(node):
+    """What an expression may be instead."""
+
+    def changed(**fields):
+        new = copy.copy(node)
+        vars(new).update(fields)
+        return new
+
+    match node:
+        case ast.Compare():
+            for i, op in enumerate(node.ops):
+                for name in COMPARED[type(op).__name__].split():
+                    yield changed(ops=[*node.ops[:i], getattr(ast, name)(), *node.ops[i + 1 :]])
+        case ast.BinOp() if type(node.op).__name__ in COMPUTED:
+            yield changed(op=getattr(ast, COMPUTED[type(node.op).__name__])())
+        case ast.BoolOp():
+            yield changed(op=ast.And() if isinstance(node.op, ast.Or) else ast.Or())
+            for i in range(len(node.values)):
+                yield changed(values=node.values[:i] + node.values[i + 1 :])
+        case ast.UnaryOp(op=ast.Not() | ast.USub()):
+            yield node.operand
+        case ast.IfExp() if not isinstance(node.test, ast.Compare):
+            yield changed(test=ast.UnaryOp(ast.Not(), node.test))
+        case ast.Constant(value=bool()):
+            yield ast.Constant(not node.value)
+        case ast.Constant(value=int() | float()):
+            yield from (ast.Constant(node.value + 1), ast.Constant(node.value - 1))
+        case ast.Attribute(attr=name) if name in CALLED:
+            yield changed(attr=CALLED[name])
+        case ast.Name(id=name) if name in CALLED:
+            yield changed(id=CALLED[name])
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=[*some, a, b]) if name in SWAPPED:
+            yield changed(args=[*some, b, a])
+
+
+def sites(node, negated=False):
+    """(expression, what it becomes) everywhere, but in annotations, decorators, messages and docstrings."""
+    if isinstance(node, SKIPPED) or (isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"):
+        return
+    yield from ((node, new) for new in changes(node))
+    if negated:
+        yield node, ast.UnaryOp(ast.Not(), node)
+    for name, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and name not in ("annotation", "returns", "decorator_list"):
+                is_test = (isinstance(node, ast.If | ast.While) and name == "test") or name == "ifs"
+                yield from sites(child, is_test and not isinstance(child, ast.Compare))
+
+
+def mutants(path):
+    """(file, line, before, after, mutated source), with the lines below where they were."""
+    source = path.read_bytes()
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+    for old, new in sites(ast.parse(source)):
+        begin, end = starts[old.lineno - 1] + old.col_offset, starts[old.end_lineno - 1] + old.end_col_offset
+        after = ast.unparse(ast.fix_missing_locations(ast.Expression(new)))
+        if ast.unparse(old) != after:
+            lines = "\n" * (old.end_lineno - old.lineno)
+            mutated = source[:begin] + f"({after}{lines})".encode() + source[end:]
+            yield str(path), range(old.lineno, old.end_lineno + 1), ast.unparse(old), after, mutated
+
+
+def pytest_runtest_setup():
+    """In the workers of `reach`: a test reaches what it needs, even where one before it has traced the same."""
+    jax.clear_caches()
+
+
+class Seconds(collections.Counter):
+    """Of each test."""
+
+    def pytest_runtest_logreport(self, report):
+        self[report.nodeid] += report.duration
+
+
+def reach(files):
+    """({test: its seconds}, {file: {line: the tests that reach it}})."""
+    seconds = Seconds()
+    options = ["--cov=jaxquant", "--cov-context=test", "--cov-report=", "-p", "mutants", "-q"]
+    pytest.main([*files, *options], [seconds])
+    data, lines = coverage.CoverageData(), {}
+    data.read()
+    for path in data.measured_files():
+        contexts = data.contexts_by_lineno(path).items()
+        lines[os.path.relpath(path)] = {n: sorted({name.split("|")[0] for name in of if name}) for n, of in contexts}
+    return seconds, lines
+
+
+OPTIONS = "-q", "-x", "-o", "addopts=-m 'not slow' --doctest-modules", "-p", "no:cacheprovider"
+
+
+def failed(project, tests, seconds):
+    """The first of the tests that fails in a copy of the project; what they say where it is none of them; or None."""
+    env = os.environ | {"PYTHONPATH": project, "PYTHONDONTWRITEBYTECODE": "1"}  # a file may change twice in a second
+    env["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(".pytest_cache/xla")
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "-rfE", *tests]
+    try:
+        ran = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=60 + 5 * seconds)
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    said = [line.split(" ", 1)[1] for line in ran.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return (said[0].split(" - ")[0] if said else ran.stdout[-2000:]) if ran.returncode else None
+
+
+def run(project, of_test, tests_of, options):
+    """Prints what survives, and the counts."""
+    every = [m for glob in FLOORS for path in sorted(pathlib.Path("jaxquant").glob(glob)) for m in mutants(path)]
+    chosen = random.Random(options.seed).sample(every, min(options.count, len(every)))
+    share, of = map(int, options.share.split("/"))
+    saw, counts = collections.defaultdict(collections.Counter), collections.Counter()
+    for path, lines, before, after, mutated in chosen[share - 1 :: of]:
+        reached = tests_of[path]
+        tests = {t for n in lines for t in reached.get(str(n), ())} or {
+            t for of_line in reached.values() for t in of_line
+        }
+        order = sorted(tests, key=lambda test: (-saw[path][test], of_test[test]))
+        target, start = pathlib.Path(project, path), time.monotonic()
+        original = target.read_bytes()
+        target.write_bytes(mutated)
+        by = None
+        for part in (order[:40], order[40:]):  # most do not survive the first few, which are collected sooner than all
+            by = by or (failed(project, part, sum(of_test[test] for test in part)) if part else None)
+        target.write_bytes(original)
+        saw[path][by] += 1
+        verdict = "killed" if by else "survived"
+        counts[verdict] += 1
+        what = f"{verdict}, {len(order)} tests, {time.monotonic() - start:.0f} s: {path}:{lines[0]}"
+        print(f"{what}: {before}  ->  {after}  [{by}]", flush=True)
+    print(dict(counts), f"of {len(every)} possible")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", default="1/1")
+    options = parser.parse_args()
+    root = pathlib.Path(__file__).resolve().parents[1]
+    os.chdir(root)
+    sys.path.insert(0, "tests")
+    os.environ["PYTHONPATH"] = str(root / ".ci")  # of the workers, which find this file
+    if not os.path.exists(".mutants.json"):
+        pathlib.Path(".mutants.json").write_text(json.dumps(reach(["jaxquant", "tests"])))
+    with tempfile.TemporaryDirectory() as folder:
+        project = shutil.copytree(
+            root, f"{folder}/project", ignore=shutil.ignore_patterns(".*cache", ".venv", "output")
+        )
+        run(project, *json.loads(pathlib.Path(".mutants.json").read_text()), options)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of a quantized tensor: as they are trained, and as they are used."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from . import _numerics as num
+from ._formats import SCALES, highest_bit, power_of_two_above, power_of_two_below
+from ._groups import broadcast_groups
+from ._spec import QuantSpec
+
+TINY = np.float32(jnp.finfo(jnp.float32).tiny)
+
+
+class QParams(NamedTuple):
+    """The numbers of an affine grid: `real = (q - zero_point) * scale`.
+
+    Attributes:
+      scale: float32 > 0. Scalar per tensor; else of the rank of the tensor, with size 1 on the axes that share one and
+        the number of blocks on an axis of blocks. Leading axes of size 1 may be left out.
+      zero_point: float32 of the same shape, integers in [qmin, qmax]; 0 for a symmetric spec.
+    """
+
+    scale: Any
+    zero_point: Any
+
+
+# So that an exported program can take and return them.
+jax.export.register_namedtuple_serialization(QParams, serialized_name="jaxquant.QParams")
+
+
+class Grid(NamedTuple):
+    """The levels that values are rounded to, with a scale for each group, or spread over the values of a tensor.
+
+    No zero point is 0, of a symmetric spec. The ends are scalars: constants, or arrays of a schedule of bits. Where
+    there is a scale of the tensor, it scales the others: `value = (level * scale) * tensor_scale`.
+    """
+
+    scale: Any
+    zero_point: Any
+    qmin: Any
+    qmax: Any
+    tensor_scale: Any = None
+
+    @property
+    def qparams(self) -> QParams:
+        """As users see them, who have an array of zeros for the zero point of a symmetric spec."""
+        return QParams(self.scale, jnp.zeros_like(self.scale) if self.zero_point is None else self.zero_point)
+
+    def used(self, spec: QuantSpec, fitted: bool = False) -> "Grid":
+        """As it is used, wherever an optimizer left it: with scales as their dtype holds them.
+
+        The scale is not tiny and the zero point on the grid; what was just fitted is so already.
+        """
+        return (self if fitted else self._limited())._with_scales_of(spec)
+
+    def _limited(self) -> "Grid":
+        def scale_used(scale):
+            # NaN for what is no number: integers cannot hold it, and it must not look like one.
+            return num.select(scale < TINY, TINY, num.select(scale < jnp.inf, scale, jnp.nan))
+
+        def both_used(scale, zero_point):
+            scale = num.select(zero_point == zero_point, scale_used(scale), jnp.nan)
+            return scale, num.clip(num.round_half_even(zero_point), self.qmin, self.qmax)
+
+        if self.zero_point is None:
+            return self._replace(scale=_once(scale_used, self.scale))
+        scale, zero_point = _once(both_used, self.scale, self.zero_point)
+        return self._replace(scale=scale, zero_point=zero_point)
+
+    def _with_scales_of(self, spec: QuantSpec) -> "Grid":
+        if spec.scale_dtype == "float32":
+            return self
+        if spec.scale_dtype == "float8_e8m0fnu":
+            # Of a scale, the largest value is that of the last level.
+            mantissa = self.qmax / highest_bit(self.qmax)
+            below = lambda scale: power_of_two_below(scale * mantissa, 1.0)
+            return self._replace(scale=_once(below if spec.scale_rule == "floor" else power_of_two_above, self.scale))
+        held, tensor_scale = SCALES[spec.scale_dtype], None
+        assert held is not None
+        if spec.has_tensor_scale:
+            most = jnp.max(num.select(self.scale == self.scale, self.scale, 0), initial=0.0)
+            tensor_scale = lax.max(num.divide(most, held.qmax), np.float32(TINY / held.unit))  # no step below TINY
+
+        def rounded(scale):
+            scale = scale if tensor_scale is None else num.divide(scale, tensor_scale)
+            return num.clip(held.nearest(scale, "half_even", None), held.unit, held.qmax)
+
+        return self._replace(scale=_once(rounded, self.scale), tensor_scale=tensor_scale)
+
+    def over(self, x: Array) -> "Grid":
+        """For the values of `x`: in their dtype, each with the scale and the zero point of its group."""
+        spread = lambda v: broadcast_groups(v.astype(x.dtype), x.shape)
+        ends = self.qmin.astype(x.dtype), self.qmax.astype(x.dtype)
+        groups = (None if v is None else spread(v) for v in (self.scale, self.zero_point, self.tensor_scale))
+        scale, zero_point, tensor_scale = groups
+        return Grid(scale, zero_point, *ends, tensor_scale)
+
+    @property
+    def step(self) -> Array:
+        """The real value of one level, by which values are divided."""
+        return num.product_of_scales(self.scale, self.tensor_scale)
+
+    def level(self, x: Array, spec: QuantSpec, noise: Array | None = None) -> Array:
+        """The level of each real value, not yet clipped."""
+        return num.affine_level(x, self.step, self.zero_point, lambda v: spec.levels.nearest(v, spec.rounding, noise))
+
+    def value(self, level: Array) -> Array:
+        """The real value of each level, clipped first; NaN stays."""
+        return self.real(lax.min(lax.max(level, self.qmin), self.qmax))
+
+    def real(self, level: Array, guarded: bool = True) -> Array:
+        """The real value of each level on the grid; not guarded, for what only a contraction reads."""
+        value = num.affine_value(level, self.scale, self.zero_point, guarded)
+        if self.tensor_scale is None:
+            return value
+        return num.guard(value * self.tensor_scale) if guarded else value * self.tensor_scale
+
+    def held(self, level: Array, spec: QuantSpec) -> Array:
+        """The levels, clipped, in the dtype that holds them."""
+        return spec.levels.held(level, self.qmin, self.qmax)
+
+
+def _once(f: Callable, *arrays: Array) -> Any:
+    return num.computed_once(f, *arrays) if jnp.ndim(arrays[0]) else f(*arrays)
+
+
+def grid_of(qparams: QParams, spec: QuantSpec, ends: tuple[Any, Any]) -> Grid:
+    """The grid of qparams, not yet limited; the zero point of a symmetric spec is never read."""
+    return Grid(qparams.scale, None if spec.symmetric else qparams.zero_point, *ends)

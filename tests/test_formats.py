@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Narrow floats: their levels against ml_dtypes, the round trip on every route, and exact contractions of them."""
+
+import dataclasses
+import itertools
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from exact import assert_same_bits, x64
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from lanes import cases, in_turn
+
+import jaxquant as jq
+from jaxquant import PerBlock, PerChannel, PerTensor, QParams, QuantSpec, Range, Rule, float8_spec
+from jaxquant._formats import FLOATS
+from jaxquant._integer._digits import _rounded
+from jaxquant._spec import ROUNDINGS
+
+F = np.float32
+MATMUL = ((1,), (0,)), ((), ())
+NHWC = "NHWC", "HWIO", "NHWC"
+GRANULARITIES = PerTensor(), PerChannel(-1), PerChannel((0, 1)), PerBlock((0, 1), (8, 4))
+
+
+def dtype_of(name):
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+def level_values(name):
+    """All finite values of a format, ascending."""
+    values = np.arange(2 ** FLOATS[name].bits, dtype=np.uint8).view(dtype_of(name)).astype(F)
+    return np.unique(values[np.isfinite(values)])
+
+
+def near_ties(name):
+    """Each level, each tie of two, and what is 2 ** k ulp beside them."""
+    levels = level_values(name)
+    middle = (levels[1:].astype(np.float64) + levels[:-1]) / 2  # exact in float32
+    centres = np.concatenate([levels, middle, [1.02 * levels[-1], 1e30, -3e38]]).astype(F)
+    steps = [0, *(sign * 2**k for k in range(23) for sign in (1, -1))]
+    values = np.concatenate([(centres.view(np.int32) + step).view(F) for step in steps])
+    return values[np.isfinite(values)]
+
+
+def values_of(dtype):
+    """Every finite value of a dtype of 16 bits."""
+    values = np.arange(2**16, dtype=np.uint16).view(dtype)
+    return values[np.isfinite(values.astype(F))]
+
+
+def cast(x, name):
+    """By ml_dtypes, saturating."""
+    levels = level_values(name)
+    return np.clip(x.astype(F), levels[0], levels[-1]).astype(dtype_of(name)).astype(F)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_the_gradient_to_a_scale_is_rounded_once(name):
+    """A scale for each value, against fractions: the level minus x / scale, or the last level where that is beyond."""
+    spec, rng = QuantSpec(format=name, granularity=PerChannel(-1)), np.random.default_rng(9)
+    scale = np.exp2(rng.uniform(-60, 60, (1, 400))).astype(F)
+    x = (np.exp2(rng.uniform(-12, 1, scale.shape)) * rng.choice([-1.1, 1.1], scale.shape) * spec.qmax * scale).astype(F)
+    level = jq.quantize(x, spec, QParams(scale, scale * 0)).values.astype(F)
+    dx, dscale = jax.grad(lambda x, s: jq.fake_quant(x, spec, QParams(s, s * 0)).sum(), (0, 1))(x, scale)
+    assert 0 < dx.sum() < dx.size
+    for got, passed, value, s, q in zip(*(np.ravel(v).tolist() for v in (dscale, dx, x, scale, level)), strict=True):
+        assert F(got) == F(float(Fraction(q) - int(passed) * Fraction(value) / Fraction(s))), (value, s)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_levels_are_the_finite_values_of_the_dtype(name):
+    levels, want = FLOATS[name], level_values(name)
+    assert (levels.number, levels.qmax, levels.qmin) == (len(want), want[-1], want[0])
+    assert (levels.unit, levels.last_step) == (want[want > 0][0], want[-1] - want[-2])
+    assert jax.dtypes.finfo(levels.dtype).max >= levels.qmax
+
+
+ROUTES = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "scan": lambda f: lambda x: lax.scan(lambda _, v: (None, f(v)), None, x.reshape(-1, 7))[1].reshape(-1),
+    "beside": lambda f: jax.jit(lambda x: f(x * 1.0) + 0.0),
+}
+
+
+@cases(("name", "route"), itertools.product(FLOATS, ROUTES), in_turn([(name,) for name in FLOATS], ROUTES))
+def test_levels_are_those_of_ml_dtypes(name, route, compared):
+    x = near_ties(name)
+    x = x[: len(x) // 7 * 7]
+    spec, one = QuantSpec(format=name), QParams(1.0, 0.0)
+    got = ROUTES[route](lambda x: jq.fake_quant(x, spec, one))(x)
+    want = cast(x, name) + F(0)  # one zero
+    compared("ml_dtypes", name, x.size, int((np.asarray(got) != want).sum()))
+    assert_same_bits(got, want, name)
+
+
+@cases(
+    ("name", "dtype"),
+    itertools.product(FLOATS, ["float16", "bfloat16"]),
+    [("float8_e4m3fn", "bfloat16"), ("float4_e2m1fn", "float16")],
+)
+def test_codes_of_every_value_of_16_bits_are_those_of_ml_dtypes(name, dtype, compared):
+    x = values_of(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    q = jq.quantize(jnp.asarray(x), QuantSpec(format=name), QParams(1.0, 0.0))
+    got, want = np.asarray(q.values).astype(F), cast(x, name)
+    want = np.where(want == 0, np.abs(want), want) if name.endswith("uz") else want  # which has one zero
+    compared("ml_dtypes", f"{name} of {dtype}", x.size, int((got != want).sum()))
+    assert q.values.dtype == FLOATS[name].dtype
+    assert_same_bits(got, want, name)
+
+
+@pytest.mark.parametrize("rounding", ["half_even", "half_away", "half_up"])
+def test_ties_round_as_the_spec_says(rounding):
+    x, spec = F([2.5, -2.5, 3.5, -3.5, 5, -5, 0.25, -0.25]), QuantSpec(format="float4_e2m1fn", rounding=rounding)
+    want = {
+        "half_even": [2, -2, 4, -4, 4, -4, 0, 0],
+        "half_away": [3, -3, 4, -4, 6, -6, 0.5, -0.5],
+        "half_up": [3, -2, 4, -3, 6, -4, 0.5, 0],
+    }
+    assert jq.fake_quant(x, spec, QParams(1.0, 0.0)).tolist() == want[rounding]
+
+
+def test_float64_is_rounded_once():
+    with x64():
+        x = np.float64([1 + 2**-4 + 2**-40, 1 + 2**-4, 1 + 2**-4 - 2**-40])  # of a tie in e4m3
+        assert jq.fake_quant(x, float8_spec(), QParams(1.0, 0.0)).tolist() == [1.125, 1.0, 1.0]
+
+
+def test_stochastic_rounding_is_right_on_average():
+    spec = float8_spec(rounding="stochastic")
+    y = jq.fake_quant(jnp.full(20_000, 1.03), spec, QParams(1.0, 0.0), key=jax.random.key(0))
+    assert set(np.unique(y)) == {F(1.0), F(1.125)}
+    assert abs(float(y.mean()) - 1.03) < 0.002
+
+
+def data(dtype, shape=(16, 24)):
+    x = np.random.default_rng(0).standard_t(3, size=shape) * 0.3
+    x[0, 0], x[3, 3], x[:, 5] = 1e30 if dtype != "float16" else 6e4, -0.0, 0
+    x[:2, 7] = 1e-39, -1e-41
+    return jnp.asarray(x, dtype)
+
+
+EVERY = list(itertools.product(FLOATS, ROUNDINGS, ["float32", "bfloat16", "float16"], GRANULARITIES))
+
+
+@cases(("name", "rounding", "dtype", "granularity"), EVERY, EVERY[::23])
+def test_fake_quant_is_quantize_and_dequantize(name, rounding, dtype, granularity):
+    x, spec = data(dtype), QuantSpec(format=name, rounding=rounding, granularity=granularity)
+    key = jax.random.key(1) if rounding == "stochastic" else None
+    y = jq.fake_quant(x, spec, key=key)
+    q = jq.quantize(x, spec, key=key)
+    assert_same_bits(y, jq.dequantize(q))
+    assert_same_bits(jax.jit(lambda x: jq.fake_quant(x, spec, key=key) + 0)(x), y)
+    assert bool(jnp.isfinite(y).all())
+    assert q.scale.shape == jq.fit_qparams(x, spec).scale.shape
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_what_is_not_finite(name):
+    x, spec = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1.0]), QuantSpec(format=name)
+    y, q = jq.fake_quant(x, spec), jq.quantize(x, spec)
+    assert_same_bits(y, F([np.nan, 1, -1, 1]))
+    has_nan = q.spec.bits > 4
+    assert_same_bits(np.asarray(q.values).astype(F)[1:], F([spec.qmax, spec.qmin, spec.qmax]))
+    assert bool(np.isnan(np.asarray(q.values[0], F))) == has_nan
+    for scale in (0.0, -1.0, jnp.nan):  # where an optimizer left it
+        y = jq.fake_quant(jnp.array([0.0, 1.0]), spec, QParams(scale, 0.0))
+        assert bool(jnp.isfinite(y).all()) == (scale == scale)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_the_gradient_is_cut_where_the_rounded_value_is_beyond_the_grid(name):
+    spec, levels = QuantSpec(format=name), FLOATS[name]
+    tie = levels.qmax + levels.last_step / 2
+    x = F([0.3, levels.qmax, np.nextafter(F(tie), F(0)), tie, np.nextafter(F(tie), F(1e9)), -2 * tie, np.nan])
+    dx, dq = jax.grad(lambda x, q: jq.fake_quant(x, spec, q).sum(), (0, 1))(x, QParams(jnp.float32(1), 0.0))
+    stays = levels.qmax / levels.last_step % 2 == 0  # to even
+    assert dx.tolist() == [1, 1, 1, float(stays), 0, 0, 0]
+    level = cast(x[:-1], name)
+    steps = np.where(np.abs(x[:-1]) > tie if stays else np.abs(x[:-1]) >= tie, level, level - x[:-1])
+    assert_same_bits(dq.scale, F(np.cumsum(steps.astype(F), dtype=F)[-1]))
+    fitted = jax.grad(lambda x: jq.fake_quant(x, spec).sum())
+    assert fitted(data("float32", (8, 8))).min() == 1
+    end, ratio = float(np.finfo(F).max) / 2, tie / levels.qmax  # where ranges end
+    assert fitted(F([end * (0.1 + 0.9 * ratio), end * (0.01 + ratio)])).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_fits_of_a_float(name):
+    x, spec = data("float32")[1:], QuantSpec(format=name, granularity=PerChannel(-1))
+    errors = {}
+    for method in ("minmax", "percentile", "mse", "lsq"):
+        qparams = jq.fit_qparams(x, spec, method)
+        errors[method] = float(jnp.sum((jq.fake_quant(x, spec, qparams) - x) ** 2))
+    assert errors["mse"] < errors["minmax"] * 0.999
+    assert errors["mse"] <= min(errors.values())
+    ranges = jq.observe(x, spec)
+    assert_same_bits(jq.qparams_from_range(ranges, spec).scale, jq.fit_qparams(x, spec).scale)
+    assert_same_bits(jq.qparams_from_range(Range(-3.0, 7.0), spec).scale, F(7) / F(spec.qmax))
+
+
+def wide_range(rng, shape):
+    return (rng.normal(size=shape) * np.exp(rng.normal(size=shape) * 2)).astype(F)
+
+
+def rounded(n):
+    """An integer as the nearest float32, ties to even."""
+    size, few = abs(n), max(abs(n).bit_length() - 24, 0)
+    q, rest = divmod(size, 1 << few)
+    half = (1 << few) >> 1
+    q += few > 0 and (rest > half or (rest == half and q % 2 == 1))
+    return F(-1 if n < 0 else 1) * F(q) * F(2.0**few)
+
+
+def integers_of(q):
+    """Exact Python integers, in units of the format."""
+    values = np.asarray(q.values).astype(np.float64)
+    zero = np.broadcast_to(np.asarray(q.zero_point), q.shape) if not q.spec.symmetric else 0
+    return np.vectorize(int, otypes=[object])((values - zero) / q.spec.levels.unit)
+
+
+def exact_matmul(a, b):
+    acc = np.vectorize(rounded, otypes=[F])(integers_of(a) @ integers_of(b))
+    return acc * F(a.spec.levels.unit * b.spec.levels.unit) * (np.asarray(a.scale) * np.asarray(b.scale))
+
+
+INT8, INT16 = QuantSpec(symmetric=False, granularity=PerChannel(0)), QuantSpec(bits=16, granularity=PerChannel(0))
+PAIRS = [
+    ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn"), ("float8_e3m4", "float8_e4m3b11fnuz"),
+    ("float6_e2m3fn", "float6_e3m2fn"), ("float4_e2m1fn", "float4_e2m1fn"), ("float4_e2m1fn", "float8_e4m3fn"),
+    (INT8, "float8_e4m3fn"), (INT16, "float8_e4m3fn"), (INT8, "float4_e2m1fn"),
+]  # fmt: skip
+
+
+@cases(
+    ("a", "b", "length"),
+    [(*pair, length) for pair in PAIRS for length in (0, 1, 37, 300, 10699 if "float8_e5m2" in pair else 16384)],
+    in_turn(PAIRS, [300, 37, 1, 0]),
+)
+def test_a_product_is_the_exact_sum_rounded_once(a, b, length, compared):
+    rng, rows = np.random.default_rng(length), 3 if length > 1000 else 5
+    a = a if isinstance(a, QuantSpec) else QuantSpec(format=a, granularity=PerChannel(0))
+    x, w = wide_range(rng, (rows, length)), wide_range(rng, (length, 6))
+    if length > 1:  # what cancels
+        x[:, length // 2 : length // 2 * 2], w[length // 2 : length // 2 * 2] = x[:, : length // 2], -w[: length // 2]
+    qa, qb = jq.quantize(x, a), jq.quantize(w, QuantSpec(format=b, granularity=PerChannel(1)))
+    y = jq.dot_general(qa, qb, MATMUL)
+    want = exact_matmul(qa, qb)
+    compared("Python integers", "dot_general of floats", y.size, int((np.asarray(y) != want).sum()))
+    assert_same_bits(y + 0, want + F(0))
+    assert_same_bits(jq.dot_general(qa, qb, MATMUL, execution="float32"), y)
+    order = rng.permutation(length)
+    moved = lambda q, at: dataclasses.replace(q, values=q.values[at])
+    assert_same_bits(jq.dot_general(moved(qa, (slice(None), order)), moved(qb, order), MATMUL), y)
+
+
+@pytest.mark.parametrize("execution", ["int8", "float32"])
+def test_a_sharded_sum_has_the_same_bits(execution):
+    rng, mesh = np.random.default_rng(0), jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    a, b = jq.quantize(wide_range(rng, (5, 64)), float8_spec()), jq.quantize(wide_range(rng, (64, 3)), float8_spec())
+    at = lambda q, *axes: dataclasses.replace(q, values=jax.device_put(q.values, NamedSharding(mesh, P(*axes))))
+    dot = jax.jit(lambda a, b: jq.dot_general(a, b, MATMUL, execution=execution))
+    assert_same_bits(dot(at(a, None, "d"), at(b, "d", None)), dot(a, b))
+
+
+def test_sums_of_digits_are_rounded_once():
+    rng = np.random.default_rng(0)
+    numbers = [int(n) for n in rng.integers(-(2**62), 2**62, 4000)] + [0, 1, -1, 2**24 + 1, -(2**24) - 3, 2**63 - 1]
+    numbers = [n >> int(s) for n, s in zip(numbers, [*rng.integers(0, 62, 4000), *[0] * 6], strict=True)]
+    numbers += [(2**24 + k) * 2**s + d for k in range(4) for s in range(1, 37) for d in (-1, 0, 1)]
+    numbers += [(2**25 + 2 * k + 1) * 2**s + d for k in range(4) for s in range(1, 36) for d in (-1, 0, 1)]
+    digits = []
+    for n in numbers:  # digits that int32 sums may be, and not those of base 256
+        parts = [int(v) for v in rng.integers(-(2**24), 2**24, 6)]
+        rest = n - sum(p << (8 * i) for i, p in enumerate(parts))
+        low = rest & 255
+        digits.append([parts[0] + low, *parts[1:6], (rest - low) >> 48, 0])
+        left = n - sum(p << (8 * i) for i, p in enumerate(digits[-1]))
+        for i in range(6):  # what is left below 2 ** 48, byte by byte
+            digits[-1][i] += (left >> (8 * i)) & 255 if i < 5 else left >> 40
+    sums = np.array(digits, object)
+    assert all(sum(int(p) << (8 * i) for i, p in enumerate(row)) == n for row, n in zip(digits, numbers, strict=True))
+    keep = (abs(sums) < 2**31).all(1)
+    assert keep.sum() > 4000
+    got = jax.jit(lambda *parts: _rounded(list(parts)))(*(jnp.asarray(v.astype(np.int32)) for v in sums[keep].T))
+    assert_same_bits(got, F([rounded(n) for n, k in zip(numbers, keep, strict=True) if k]) + F(0))
+
+
+@pytest.mark.parametrize("execution", ["int8", "float32"])
+@pytest.mark.parametrize(
+    ("of_x", "of_w"), [(float8_spec(), "float8_e4m3fn"), (QuantSpec(symmetric=False), "float8_e5m2")]
+)
+def test_a_convolution_is_its_patches_times_its_kernel(of_x, of_w, execution):
+    rng = np.random.default_rng(0)
+    x, kernel = wide_range(rng, (2, 6, 5, 3)), wide_range(rng, (3, 2, 3, 4))
+    qx = jq.quantize(x, of_x)
+    qk = jq.quantize(kernel, QuantSpec(format=of_w, granularity=PerChannel(-1)))
+    y = jq.conv_general_dilated(qx, qk, (1, 1), "VALID", dimension_numbers=NHWC, execution=execution)
+    patch = lambda v: np.stack([v[:, i : i + 4, j : j + 4] for i in range(3) for j in range(2)], 3)
+    rows = dataclasses.replace(qx, values=jnp.asarray(patch(np.asarray(qx.values)).reshape(-1, 18)))
+    column = dataclasses.replace(
+        qk, values=qk.values.reshape(18, 4), scale=qk.scale.reshape(1, 4), zero_point=qk.zero_point.reshape(1, 4),
+    )  # fmt: skip
+    assert_same_bits(y.reshape(-1, 4) + 0, exact_matmul(rows, column) + F(0))
+
+
+def test_a_nan_is_in_what_it_enters():
+    x = np.ones((3, 4), F)
+    x[1, 2] = np.nan
+    q, w = jq.quantize(x, float8_spec(), QParams(1.0, 0.0)), jq.quantize(np.ones((4, 2), F), float8_spec())
+    assert np.isnan(jq.dot_general(q, w, MATMUL)).tolist() == [[False] * 2, [True] * 2, [False] * 2]
+    image = jq.quantize(x.reshape(3, 2, 2, 1), float8_spec(), QParams(1.0, 0.0))
+    kernel = jq.quantize(np.ones((1, 1, 1, 2), F), float8_spec())
+    y = jq.conv_general_dilated(image, kernel, (1, 1), "VALID", dimension_numbers=NHWC)
+    assert np.isnan(y).all((1, 2, 3)).tolist() == [False, True, False]
+
+
+def test_gradients_of_a_product_are_those_of_the_real_values():
+    rng = np.random.default_rng(0)
+    a, b = (jq.quantize(wide_range(rng, s), float8_spec()) for s in ((4, 8), (8, 3)))
+    of = lambda dot: jax.grad(
+        lambda s, t: dot(dataclasses.replace(a, scale=s), dataclasses.replace(b, scale=t)).sum(), (0, 1)
+    )
+    got = of(lambda a, b: jq.dot_general(a, b, MATMUL))(a.scale, b.scale)
+    want = of(lambda a, b: jq.dequantize(a) @ jq.dequantize(b))(a.scale, b.scale)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_packed_and_saved(name, tmp_path):
+    q = jq.quantize(data("bfloat16")[1:], QuantSpec(format=name, granularity=PerChannel(0)))
+    for path in (tmp_path / "q.npz", tmp_path / "q.safetensors"):
+        jq.save(path, {"w": q})
+        loaded = jq.load(path)["w"]
+        assert (loaded.spec, loaded.dtype, loaded.values.dtype) == (q.spec, q.dtype, q.values.dtype)
+        assert_same_bits(np.asarray(loaded.values).view(np.uint8), np.asarray(q.values).view(np.uint8))
+        assert_same_bits(jq.dequantize(loaded), jq.dequantize(q))
+    width = 4 if q.spec.bits == 4 else 8
+    assert q.nbytes == q.size * width // 8 + q.scale.size * 4 + math.ceil(q.scale.size * width / 8)
+
+
+def test_float4_is_packed_by_its_bits():
+    values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    packed = jq.pack(values, 4)
+    assert packed.tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
+    assert_same_bits(np.asarray(jq.unpack(packed, 4, (16,), jnp.float4_e2m1fn)).view(np.uint8), values.view(np.uint8))
+
+
+def net(params, x):
+    return jax.nn.relu(x @ params["a"]) @ params["b"]
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_what_is_trained_is_served(name, tmp_path):
+    rng = np.random.default_rng(0)
+    params = {"a": jnp.asarray(rng.normal(size=(6, 16)), F) * 0.3, "b": jnp.asarray(rng.normal(size=(16, 3)), F) * 0.3}
+    x, labels = jnp.asarray(rng.normal(size=(32, 6)), F), jnp.asarray(rng.integers(0, 3, 32))
+    weight = QuantSpec(format=name, granularity=PerChannel(None))
+    q = jq.quantize_fn(net, [Rule("**", weight, activation=float8_spec())])
+    loss = lambda p: -jax.nn.log_softmax(q(p, x))[jnp.arange(32), labels].mean()
+    start, step = float(loss(params)), jax.jit(lambda p: jax.tree.map(lambda v, g: v - 0.5 * g, p, jax.grad(loss)(p)))
+    for _ in range(30):
+        params = step(params)
+    assert float(loss(params)) < 0.8 * start
+    frozen = q.freeze(params, x)
+    assert frozen["a"].values.dtype == FLOATS[name].dtype
+    jq.save(tmp_path / "net.npz", frozen)
+    for served in (q(frozen, x), jax.jit(q)(jq.load(tmp_path / "net.npz"), x)):
+        assert_same_bits(served, q(params, x))
+    assert f"{name} per channel" in str(q.plan(params, x))
+    found = jq.report(q, params, x)
+    assert {row.levels for row in found if row.size} == {FLOATS[name].number}
+    assert all(row.sqnr > 10 and 0 < row.used_levels <= row.levels for row in found)
+
+
+def test_other_transforms_take_floats():
+    params = {"w": data("float32")[1:]}
+    rules = [("w", float8_spec(granularity=PerChannel(-1)))]
+    fake = jq.fake_quant_params(params, rules)["w"]
+    assert_same_bits(jq.dequantize(jq.quantize_params(params, rules)["w"]), fake)
+    assert_same_bits(jq.fake_quant_params(params, rules, jq.init_qparams(params, rules))["w"], fake)
+    q = jq.quantize_params(params, rules)["w"]
+    assert_same_bits(jq.dequantize(q.T), fake.T)
+    assert_same_bits(jq.dequantize(q.reshape(5, 3, 24)), fake.reshape(5, 3, 24))
+    assert_same_bits(jq.dequantize(q[2]), fake[2])
+
+
+def test_specs_say_their_format():
+    assert repr(QuantSpec(format="float4_e2m1fn")) == "QuantSpec(format='float4_e2m1fn')"
+    assert dataclasses.replace(float8_spec(), rounding="half_up") == float8_spec(rounding="half_up")
+    spec = QuantSpec(format="float6_e3m2fn")
+    assert (spec.bits, spec.qmin, spec.qmax, spec.dtype) == (6, -28.0, 28.0, ml_dtypes.float8_e4m3fn)
+
+
+def test_an_affine_operand_beside_a_float_does_not_overflow():
+    length = 65793  # of 255 * 128
+    affine, w = QuantSpec(symmetric=False), QuantSpec(format="float4_e2m1fn")
+    a = jq.quantize(jnp.ones((1, length)), affine, QParams(1 / 255, -128.0))
+    y = jq.dot_general(a, jq.quantize(jnp.full((length, 1), 6.0), w, QParams(1.0, 0.0)), MATMUL)
+    assert_same_bits(y, F([[F(length * 255 * 12) * F(0.5) * F(1 / 255)]]))
+    longer = jax.eval_shape(lambda: jq.quantize(jnp.ones((1, length + 1)), affine))
+    of_w = jax.eval_shape(lambda: jq.quantize(jnp.ones((length + 1, 1)), w))
+    with pytest.raises(ValueError, match="no more than 65793 of"):
+        jax.eval_shape(lambda a, b: jq.dot_general(a, b, MATMUL), longer, of_w)
+
+
+BAD = [
+    (lambda: QuantSpec(format="fp8"), ValueError, "float8_e4m3fn"),
+    (lambda: QuantSpec(format="nf4"), ValueError, "float4_e2m1fn"),
+    (lambda: QuantSpec(format=8), TypeError, "`format`"),
+    (lambda: QuantSpec(format="float8_e4m3fn", symmetric=False), ValueError, "`symmetric` must be left out"),
+    (lambda: QuantSpec(format="float8_e4m3fn", signed=False), ValueError, "`signed` must be left out"),
+    (lambda: QuantSpec(format="float4_e2m1fn", bits=8), ValueError, "`bits` must be left out .* has 4 bits"),
+    (lambda: QuantSpec(format="float8_e4m3fn", narrow_range=False), ValueError, "`narrow_range` must be left out"),
+    (lambda: float8_spec("float4_e2m1fn"), ValueError, "`format` must be one of float8_e4m3fn"),
+    (lambda: jq.fake_quant(jnp.ones(2), float8_spec(), bits=4), ValueError, "`bits` is a schedule of integers"),
+    (lambda: jq.pack(jnp.zeros(2, jnp.float4_e2m1fn), 3), ValueError, "`bits` must be 4 for float4_e2m1fn"),
+    (lambda: product("float8_e5m2", "float8_e5m2", 4), ValueError, "no more than 0 of .* float8_e4m3fn"),
+    (lambda: product("float8_e4m3fn", "float8_e4m3fn", 43691), ValueError, "no more than 43690 of"),
+]
+
+
+def product(a, b, length):
+    of = lambda name, shape: jax.eval_shape(lambda: jq.quantize(jnp.zeros(shape), QuantSpec(format=name)))
+    return jax.eval_shape(lambda a, b: jq.dot_general(a, b, MATMUL), of(a, (1, length)), of(b, (length, 1)))
+
+
+@pytest.mark.parametrize(("call", "error", "match"), BAD)
+def test_bad_input(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
