@@ -25,6 +25,8 @@ from jaxquant import (
     weight_spec,
 )
 
+from .function_transform import MODELS as FLOAT_MODELS
+from .function_transform import steps
 from .mixed_precision import MODELS, cross_entropy, train
 from .runner import Part, compared, kept, verdict
 
@@ -72,6 +74,23 @@ def product_rows(rounds):
         yield f"{name} to {base}", got, verdict(got, goal)
 
 
+def step_rows(rounds):
+    """A training step of the MLP of `function_transform`, weights and inputs in the format."""
+    apply = FLOAT_MODELS["MLP"][0].apply
+    of = lambda weight, activation: quantize_fn(apply, [Rule("**/kernel", weight, activation=activation)])
+    contenders = {
+        "float": apply,
+        "int8": of(weight_spec(8), activation_spec(8)),
+        "float8_spec()": of(float8_spec(granularity=PerChannel(None)), float8_spec()),
+        "nvfp4_spec()": of(nvfp4_spec(), nvfp4_spec()),
+    }
+    to = compared(steps("MLP", contenders), rounds)
+    for name in contenders:
+        if name != "float":
+            got = to(name, "float")
+            yield f"training step of the MLP, {name} to float", got, verdict(got, 1.5 if "float8_" in name else None)
+
+
 def rule_rows(seeds, *names):
     """How much the test loss is above the loss of the float model that was trained for as many steps."""
     for name in names:
@@ -91,11 +110,12 @@ def rule_rows(seeds, *names):
             yield name, bits, *(", ".join(f"{v:+.3f}" for v in each[i]) for i in (0, 2, 1, 3))
 
 
-PACKAGES = ("scikit-learn",)
+PACKAGES = "flax", "optax", "scikit-learn"
 TIMES = "what", "time", "goal"
 RULES = "model", "bits of weights", "PTQ: / qmax", "PTQ: / (qmax + 1/2)", "QAT: / qmax", "QAT: / (qmax + 1/2)"
 PARTS = {
     "rounding": Part(TIMES, rounding_rows, 60),
     "products": Part(TIMES, product_rows, 20),
+    "steps": Part(TIMES, step_rows, 15),
     "rules": Part(RULES, rule_rows, 3, tuple(MODELS)),
 }

@@ -127,11 +127,11 @@ def step_of(apply):
     return optimizer, step
 
 
-def steps(name):
+def steps(name, contenders):
     """A run of each contender: a training step whose params and optimizer state are written in place."""
     model, (x, labels) = MODELS[name]
     params, runs = model.init(jax.random.key(0), x), {}
-    for contender, apply in applies(name).items():
+    for contender, apply in contenders.items():
         optimizer, step = step_of(apply)
         jitted, held = jax.jit(step, donate_argnums=(0, 1)), [jax.tree.map(jnp.copy, (params, optimizer.init(params)))]
 
@@ -147,7 +147,7 @@ GOALS = {"int8": 0.84, "float32": 1.12}
 
 def step_rows(rounds, *names):
     for name in names:
-        runs = steps(name)
+        runs = steps(name, applies(name))
         to = compared(runs, rounds)
         for contender in runs:
             if contender != "float":

@@ -464,7 +464,7 @@ def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     if not all(-len(shape) <= a < len(shape) for a in axes):
         raise ValueError(
             f"{kind} is out of range for an array of rank {len(shape)}, shape {shape}. Pass axes in "
-            f"[{-len(shape)}, {len(shape)})."
+            f"[{-len(shape)}, {len(shape)}); a scale for each 32 values along an axis is PerBlock(axis, 32)."
         )
     axes = [a % len(shape) for a in axes]
     if len(set(axes)) < len(axes):

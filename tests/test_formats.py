@@ -26,6 +26,7 @@ from jaxquant._spec import ROUNDINGS
 F = np.float32
 MATMUL = ((1,), (0,)), ((), ())
 NHWC = "NHWC", "HWIO", "NHWC"
+SOME = ["float8_e4m3fn", "float6_e3m2fn", "float4_e2m1fn"]
 GRANULARITIES = PerTensor(), PerChannel(-1), PerChannel((0, 1)), PerBlock((0, 1), (8, 4))
 
 
@@ -61,7 +62,7 @@ def cast(x, name):
     return np.clip(x.astype(F), levels[0], levels[-1]).astype(dtype_of(name)).astype(F)
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@cases(("name",), FLOATS, SOME)
 def test_the_gradient_to_a_scale_is_rounded_once(name):
     """A scale for each value, against fractions: the level minus x / scale, or the last level where that is beyond."""
     spec, rng = QuantSpec(format=name, granularity=PerChannel(-1)), np.random.default_rng(9)
@@ -151,7 +152,7 @@ def data(dtype, shape=(16, 24)):
 EVERY = list(itertools.product(FLOATS, ROUNDINGS, ["float32", "bfloat16", "float16"], GRANULARITIES))
 
 
-@cases(("name", "rounding", "dtype", "granularity"), EVERY, EVERY[::23])
+@cases(("name", "rounding", "dtype", "granularity"), EVERY, EVERY[::71])
 def test_fake_quant_is_quantize_and_dequantize(name, rounding, dtype, granularity):
     x, spec = data(dtype), QuantSpec(format=name, rounding=rounding, granularity=granularity)
     key = jax.random.key(1) if rounding == "stochastic" else None
@@ -163,7 +164,7 @@ def test_fake_quant_is_quantize_and_dequantize(name, rounding, dtype, granularit
     assert q.scale.shape == jq.fit_qparams(x, spec).scale.shape
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@cases(("name",), FLOATS, SOME)
 def test_what_is_not_finite(name):
     x, spec = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1.0]), QuantSpec(format=name)
     y, q = jq.fake_quant(x, spec), jq.quantize(x, spec)
@@ -176,7 +177,7 @@ def test_what_is_not_finite(name):
         assert bool(jnp.isfinite(y).all()) == (scale == scale)
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@cases(("name",), FLOATS, SOME)
 def test_the_gradient_is_cut_where_the_rounded_value_is_beyond_the_grid(name):
     spec, levels = QuantSpec(format=name), FLOATS[name]
     tie = levels.qmax + levels.last_step / 2
@@ -193,7 +194,7 @@ def test_the_gradient_is_cut_where_the_rounded_value_is_beyond_the_grid(name):
     assert fitted(F([end * (0.1 + 0.9 * ratio), end * (0.01 + ratio)])).tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@cases(("name",), FLOATS, SOME)
 def test_fits_of_a_float(name):
     x, spec = data("float32")[1:], QuantSpec(format=name, granularity=PerChannel(-1))
     errors = {}
@@ -243,7 +244,7 @@ PAIRS = [
 @cases(
     ("a", "b", "length"),
     [(*pair, length) for pair in PAIRS for length in (0, 1, 37, 300, 10699 if "float8_e5m2" in pair else 16384)],
-    in_turn(PAIRS, [300, 37, 1, 0]),
+    in_turn(PAIRS[::2], [300, 37, 1, 0]),
 )
 def test_a_product_is_the_exact_sum_rounded_once(a, b, length, compared):
     rng, rows = np.random.default_rng(length), 3 if length > 1000 else 5
@@ -334,7 +335,7 @@ def test_gradients_of_a_product_are_those_of_the_real_values():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@cases(("name",), FLOATS, SOME)
 def test_packed_and_saved(name, tmp_path):
     q = jq.quantize(data("bfloat16")[1:], QuantSpec(format=name, granularity=PerChannel(0)))
     for path in (tmp_path / "q.npz", tmp_path / "q.safetensors"):
@@ -358,7 +359,7 @@ def net(params, x):
     return jax.nn.relu(x @ params["a"]) @ params["b"]
 
 
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+@cases(("name",), ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"], ["float4_e2m1fn"])
 def test_what_is_trained_is_served(name, tmp_path):
     rng = np.random.default_rng(0)
     params = {"a": jnp.asarray(rng.normal(size=(6, 16)), F) * 0.3, "b": jnp.asarray(rng.normal(size=(16, 3)), F) * 0.3}
@@ -366,15 +367,18 @@ def test_what_is_trained_is_served(name, tmp_path):
     weight = QuantSpec(format=name, granularity=PerChannel(None))
     q = jq.quantize_fn(net, [Rule("**", weight, activation=float8_spec())])
     loss = lambda p: -jax.nn.log_softmax(q(p, x))[jnp.arange(32), labels].mean()
-    start, step = float(loss(params)), jax.jit(lambda p: jax.tree.map(lambda v, g: v - 0.5 * g, p, jax.grad(loss)(p)))
+    value, losses = jax.jit(jax.value_and_grad(loss)), []
     for _ in range(30):
-        params = step(params)
-    assert float(loss(params)) < 0.8 * start
+        now, dp = value(params)
+        params = {k: np.asarray(v - np.float32(0.5) * np.asarray(dp[k])) for k, v in params.items()}
+        losses.append(float(now))
+    assert losses[-1] < 0.8 * losses[0]
     frozen = q.freeze(params, x)
     assert frozen["a"].values.dtype == FLOATS[name].dtype
     jq.save(tmp_path / "net.npz", frozen)
+    want = jax.jit(q)(params, x)
     for served in (q(frozen, x), jax.jit(q)(jq.load(tmp_path / "net.npz"), x)):
-        assert_same_bits(served, q(params, x))
+        assert_same_bits(served, want)
     assert f"{name} per channel" in str(q.plan(params, x))
     found = jq.report(q, params, x)
     assert {row.levels for row in found if row.size} == {FLOATS[name].number}

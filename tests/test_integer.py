@@ -403,8 +403,11 @@ def mesh(kind):
     return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("granularity", [PerChannel(-1), PerBlock(0, 4)], ids=str)
+@cases(
+    ("granularity", "dtype"),
+    itertools.product([PerChannel(-1), PerBlock(0, 4)], ["float32", "bfloat16"]),
+    [(PerChannel(-1), "bfloat16"), (PerBlock(0, 4), "float32")],
+)
 def test_one_operand_in_float_is_the_contraction_of_the_real_values(granularity, dtype):
     rng = np.random.default_rng(0)
     normal = lambda *shape: jax.device_put(rng.normal(size=shape).astype(dtype))
@@ -479,8 +482,7 @@ def test_shard_map(kind):
     assert_same_bits(jax.jit(run)(a, b), f(a, b))
 
 
-@pytest.mark.parametrize("free", [(4,), (2, 2)], ids=str)
-@both_executions
+@cases(("execution", "free"), itertools.product(EXECUTIONS, [(4,), (2, 2)]), [("int8", (4,)), ("float32", (2, 2))])
 def test_gradients_are_those_of_the_float_formulation(execution, free):
     """To the scales, and exactly so where no product rounds."""
     rng = np.random.default_rng(11)

@@ -219,6 +219,7 @@ def test_quantization_starts_late():
     np.testing.assert_allclose(losses[5], mean_squared(floats[5].trained["params"], x, y), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_ranges_freeze():
     frozen, _ = history(12, freeze_from=6)
     free, _ = history(12)

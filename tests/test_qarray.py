@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from lanes import cases
 
 from jaxquant import (
     PerBlock,
@@ -58,7 +59,7 @@ def every_move(granularity):
 
 
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@cases(("granularity",), GRANULARITIES, GRANULARITIES[2::2])
 def test_a_move_of_the_integers_is_that_of_the_real_values(granularity, move):
     moved, real = every_move(granularity)
     got, want = moved[move]

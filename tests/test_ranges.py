@@ -444,6 +444,7 @@ def check_search(columns, spec, bits, traced):
     assert worse == {}
 
 
+@pytest.mark.slow
 def test_mse_leaves_out_one_outlier_of_many_values():
     x, spec = np.random.default_rng(0).normal(size=8192), QuantSpec(bits=3, symmetric=False)
     x[0] = 20

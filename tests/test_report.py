@@ -144,6 +144,7 @@ def test_other_widths_are_those_of_a_rule_of_these_bits():
     assert found()["v:input"].by_bits == {}
 
 
+@pytest.mark.slow
 def test_other_widths_have_the_scale_rule():
     q = quantize_fn(mlp, [Rule("*", weight_spec(4, scale_rule="half_step"))])
     row = report(q, PARAMS, X, loss=loss, bits=(4,))["v"]
@@ -174,6 +175,7 @@ def test_layers_in_a_scan_are_one_row_and_branches_not_taken_count_nothing():
     assert rows["w"].groups == 24
 
 
+@pytest.mark.slow
 def test_learned_qparams_and_frozen_parameters():
     s = Q.init_qparams(PARAMS, X)
     s["v"] = s["v"]._replace(scale=s["v"].scale * 2)
@@ -192,6 +194,7 @@ def test_learned_qparams_and_frozen_parameters():
     assert integers.loss == pytest.approx(integers.quantized_loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_per_token_and_stochastic_specs():
     rules = [Rule("v", weight_spec(4, rounding="stochastic"), activation_spec(8, granularity=PerToken()))]
     rows = report(quantize_fn(mlp, rules), PARAMS, X)

