@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training step of a quantized function costs, to the user's float step: an MLP and a transformer, with Adam."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import optax
 import qwix
 
-from jaxquant import Rule, activation_spec, quantize_fn, weight_spec
+from jaxquant import QuantSpec, Rule, activation_spec, quantize_fn, weight_spec
 
 from .runner import Part, compared, kept, ratios, verdict
 
@@ -109,6 +111,8 @@ def applies(name):
         "float": model.apply,
         "int8": ours(SYMMETRIC),
         "int8, affine activations": ours(AFFINE),
+        "int8, gradient bfloat16": ours(dataclasses.replace(SYMMETRIC, gradient="bfloat16")),
+        "int8, gradient int8": ours(dataclasses.replace(SYMMETRIC, gradient=QuantSpec())),
         "float32": ours(SYMMETRIC, execution="float32"),
         "qwix": of_qwix(model).apply,
     } | ({"by hand": mlp_by_hand} if name == "MLP" else {})
@@ -142,7 +146,11 @@ def steps(name, contenders):
     return runs
 
 
-GOALS = {"int8": 0.84, "float32": 1.12}
+GOALS = {
+    ("MLP", "int8"): 0.84, ("MLP", "float32"): 1.12, ("transformer", "int8"): 0.84, ("transformer", "float32"): 1.12,
+    ("MLP", "int8, gradient bfloat16"): 0.65, ("transformer", "int8, gradient bfloat16"): 0.7,
+    ("MLP", "int8, gradient int8"): 0.5, ("transformer", "int8, gradient int8"): 0.55,
+}  # fmt: skip
 
 
 def step_rows(rounds, *names):
@@ -152,7 +160,7 @@ def step_rows(rounds, *names):
         for contender in runs:
             if contender != "float":
                 ratio = to(contender, "float")
-                yield f"{name} step, {contender}", ratio, verdict(ratio, GOALS.get(contender))
+                yield f"{name} step, {contender}", ratio, verdict(ratio, GOALS.get((name, contender)))
         ratio = to("int8", "qwix")
         yield f"{name} step, int8, to qwix", ratio, verdict(ratio, 1.0)
 

@@ -23,6 +23,7 @@ from ._ranges._fit import fit_qparams
 from ._spec import QuantSpec, limits_of, qparams_shape
 
 KINDS = ("weight", "act_act", "derived", "captured", "gradient")
+OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,13 @@ class Rule:
       everywhere: static bool. True lets every use of the parameter see its quantized value: a gather, such as of the
         rows of an embedding, and whatever computes with it in float. Needed to freeze what is tied. A spec whose axis
         is None means the output channels of the parameter's dot; without a dot name the axis.
+      gradient: the precision of the products of the backward pass, where both operands are quantized. None: float32.
+        "bfloat16": the incoming gradient g rounded to bfloat16, products added in float32. A QuantSpec: g on its grid,
+        the products as exact as those of the forward pass. A pair of these: towards the input and towards the weight;
+        where kind="act_act", towards each operand. A QuantSpec is PerTensor(); PerBlock(None, size) along what is
+        summed; PerToken() towards an input alone; PerChannel(None) towards a weight alone. The value of the function
+        does not change. A scale of the other operand that varies along what is summed, as a weight's channels towards
+        the input, is multiplied into g before g is rounded. What is not finite in g is NaN in what it enters.
 
     Raises:
       TypeError: for anything else.
@@ -81,6 +89,7 @@ class Rule:
     scope: str | None = dataclasses.field(default=None, kw_only=True)
     custom: str | None = dataclasses.field(default=None, kw_only=True)
     everywhere: bool = dataclasses.field(default=False, kw_only=True)
+    gradient: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         text = self.pattern.pattern if isinstance(self.pattern, re.Pattern) else self.pattern
@@ -121,6 +130,12 @@ class Rule:
             raise ValueError(
                 f'`everywhere` is of parameters, got it with kind={self.kind!r}. Drop it, or use kind="weight".'
             )
+        for precision in self.gradients:
+            if not isinstance(precision, QuantSpec | None) and precision != "bfloat16":
+                raise TypeError(
+                    f'`gradient` of a Rule must be None, "bfloat16", a QuantSpec, or a pair of these, got '
+                    f"{self.gradient!r}. A pair is (towards the input, towards the weight)."
+                )
         if not isinstance(self.scope, str | None):
             raise TypeError(f"`scope` of a Rule must be a path glob or None, got {checks.kind(self.scope)}.")
         if self.kind == "act_act" and self.weight:
@@ -129,9 +144,15 @@ class Rule:
                 "activation=, the spec for both."
             )
 
+    @property
+    def gradients(self) -> tuple[Any, Any]:
+        """The precision of the gradients: towards the input and the weight, or towards the two operands."""
+        is_pair = isinstance(self.gradient, tuple) and len(self.gradient) == 2
+        return self.gradient if is_pair else (self.gradient, self.gradient)
+
     def of_quantize_fn(self) -> str:
         """What it says that only `quantize_fn` can do, to be refused elsewhere; or nothing."""
-        fields = [f for f in dataclasses.fields(self) if f.name in ("kind", "op", "scope", "custom", "everywhere")]
+        fields = [f for f in dataclasses.fields(self) if f.name in OF_QUANTIZE_FN]
         return ", ".join(f"{f.name}={v!r}" for f in fields if (v := getattr(self, f.name)) != f.default)
 
     def in_scope(self, scope: str) -> bool:

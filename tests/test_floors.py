@@ -33,6 +33,7 @@ FLOORS = {
     "_report": 7,
     "_integer/_contract": 4,
     "_integer/_digits": 4.05,
+    "_jaxpr/_transpose": 4,
     "_integer/_dot": 4.1,
     "_integer/_conv": 4.1,
     "_tree": 4,

@@ -17,15 +17,18 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from .._affine import real_values
+from .._affine import quantize_straight_through, real_values, with_gradient_of
 from .._groups import apart, broadcast_groups
 from .._qarray import QArray, checked_qarray
-from .._spec import QuantSpec
+from .._ranges._range import finite_or
+from .._spec import PerTensor, QuantSpec
 
 _HOME = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation") else jax.core
 _INCONCLUSIVE = getattr(_HOME, "InconclusiveDimensionOperation")  # noqa: B009
 EXACT = 2**24  # float32 holds every integer up to it
 EXECUTIONS = ("auto", "int8", "float32")
+# How g is rounded for the product towards an operand: not at all, to bfloat16, or to the grid of a spec.
+Precision = str | QuantSpec | None
 
 
 def bound(spec: QuantSpec) -> int:
@@ -96,6 +99,33 @@ def with_flags(scale: Array, flags: Array) -> Array:
     return scale + flags
 
 
+def flagged(q: QArray, flags: Array | None) -> QArray:
+    """With flags added to the scales of the result."""
+    if flags is None:
+        return q
+    if q.tensor_scale is not None:
+        return dataclasses.replace(q, tensor_scale=q.tensor_scale + flags)
+    return dataclasses.replace(q, scale=with_flags(q.scale.astype(jnp.float32), flags))
+
+
+def rounded(g: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any) -> QArray:
+    """g on the grid of a spec, in whose products what is not finite is NaN."""
+    if spec.rounding == "stochastic" and key is None:
+        raise ValueError(
+            f"The gradient is rounded stochastically by {spec}, which needs a PRNG key. Pass key=jax.random.key(...) "
+            "to the quantized function where it is differentiated."
+        )
+    _, q, flags = quantize_straight_through(finite_or(g, jnp.nan), spec, contracted, key)
+    return flagged(q, flags)
+
+
+def plain(q: QArray, values: Array, scale: Array, zero_point: Array | None) -> QArray:
+    """The values of q, moved, with these scales in float32."""
+    spec = dataclasses.replace(q.spec, granularity=PerTensor(), scale_dtype="float32", scale_rule="ceil")
+    zero = jnp.zeros_like(scale, values.dtype) if zero_point is None else zero_point
+    return QArray(values, scale, zero, spec, jnp.dtype(jnp.float32))
+
+
 def is_at_most(length: Any, limit: int) -> bool:
     """Whether a length is, where it is symbolic too: then only if its constraints say so."""
     try:
@@ -147,30 +177,35 @@ _held.defvjp(lambda x, q: (_held(x, q), None), lambda _, g: (g, None))
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def contract(
-    op: Any, x: Array, w: Array, a: QArray, b: QArray, nan_flags: tuple[Array | None, Array | None] = (None, None)
-) -> Array:
+    op: Any, x: Array, w: Array, a: QArray, b: QArray, nan_flags: tuple[Array | None, Array | None] = (None, None),
+    key: Any = None,
+) -> Array:  # fmt: skip
     """`op.exact(a, b)`, with the gradients of `op.real` to `x` and `w`, the real values of `a` and `b`.
 
     `x` and `w` are there to be differentiated, twice too; no pass computes their values, which it has as integers.
-    The flags are added to the scales of the result alone.
+    The flags are added to the scales of the result alone. Where `op.gradient` says a precision, the gradient has the
+    value of `op.towards`, and its own derivative is still that of `op.real`; `key` is for what is rounded
+    stochastically.
     """
-
-    def flagged(q: QArray, flags: Array | None) -> QArray:
-        if flags is None:
-            return q
-        if q.tensor_scale is not None:
-            return dataclasses.replace(q, tensor_scale=q.tensor_scale + flags)
-        return dataclasses.replace(q, scale=with_flags(q.scale.astype(jnp.float32), flags))
-
     return op.exact(*map(flagged, (a, b), nan_flags))
 
 
+def _contract_fwd(op, x, w, a, b, flags, key):
+    return contract(op, x, w, a, b, flags, key), (x, w, a, b, key)
+
+
 def _contract_bwd(op, residuals, g):
-    x, w, a, b = residuals
-    return *jax.vjp(op.real, _held(x, a), _held(w, b))[1](g), None, None, None
+    x, w, a, b, key = residuals
+    gradients = list(jax.vjp(op.real, _held(x, a), _held(w, b))[1](g))
+    for side, (precision, other) in enumerate(zip(op.gradient, (b, a), strict=True)):
+        if precision is not None:
+            own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]
+            low = op.towards(side, lax.stop_gradient(g), other, exact.shape, own)
+            gradients[side] = with_gradient_of(exact, low.astype(exact.dtype))
+    return *gradients, None, None, None, None
 
 
-contract.defvjp(lambda op, x, w, a, b, flags: (contract(op, x, w, a, b, flags), (x, w, a, b)), _contract_bwd)
+contract.defvjp(_contract_fwd, _contract_bwd)
 
 
 @functools.partial(jax.jit, static_argnames="op")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The convolution of quantized arrays."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,16 +13,22 @@ import numpy as np
 from jax import Array, lax
 
 from .. import _checks as checks
+from .. import _numerics as num
 from .._groups import broadcast_groups
+from .._jaxpr._transpose import Transposed
 from .._qarray import QArray, checked_qarray
+from .._spec import PerChannel, PerTensor, PerToken, QuantSpec
 from ._contract import (
     EXACT,
+    Precision,
     bound,
     centred,
     checked_execution,
     codes,
     contraction,
     in_output,
+    plain,
+    rounded,
     scaled,
     with_real_values,
 )
@@ -39,6 +46,7 @@ class Conv(NamedTuple):
     feature_groups: int
     batch_groups: int
     execution: str
+    gradient: tuple[Precision, Precision] = (None, None)
 
     def real(self, a: Array, b: Array, dtype: Any = jnp.float32, precision: Any = None) -> Array:
         """The float formulation, which has the gradient of the op."""
@@ -60,6 +68,38 @@ class Conv(NamedTuple):
         (a, *_), (b, *_) = parts = in_digits(a, b, summed)
         acc = sum_of_digits(*parts, specs, length, self.execution, in_units)
         return scaled(acc, self._place("a", a.scale, a, acc.ndim), self._place("b", b.scale, b, acc.ndim))
+
+    def towards(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
+        """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
+
+        A scale for each example, or output feature, is multiplied into g: the gradient sums over them.
+        """
+        precision, step = self.gradient[side], q.step
+        if step.size > 1:
+            g, step = g * self._place("ba"[side], step, q, g.ndim), jnp.float32(1)
+        step, transposed = lax.reshape(step, ()), Transposed.of(self.real, side, g.shape, q.shape, shape)
+        if not isinstance(precision, QuantSpec):
+            low = centred(q, jnp.float32).astype(jnp.bfloat16)
+            return num.guard(transposed(g.astype(jnp.bfloat16), low, jnp.float32) * step)
+        out = self.dimensions.out_spec
+        kept = {PerTensor: (), PerToken: out[:1], PerChannel: out[1:2]}[type(precision.granularity)]
+        spec = dataclasses.replace(precision, granularity=PerChannel(kept) if kept else PerTensor())
+        summed = tuple(i for i in range(g.ndim) if i not in kept)
+        a, b = rounded(g, spec, summed, key), plain(q, q.values, step, q.zero_point)
+
+        def contracted(x: QArray, w: QArray) -> Array:
+            wide = max(x.spec.bits, w.spec.bits) > 8
+            (v, _), (u, zero) = codes(x, wide), codes(w, wide)
+            acc = transposed(v, u, jnp.int32)
+            if zero is None:
+                return acc
+            zeros = jnp.broadcast_to(broadcast_groups(zero, w.shape), w.shape).astype(jnp.int8)
+            return acc - transposed(v, zeros, jnp.int32)
+
+        (a, *_), (b, *_) = parts = in_digits(a, b, (summed, tuple(range(q.ndim))))
+        acc = sum_of_digits(*parts, (spec, q.spec), transposed.length, self.execution, contracted)
+        places = {i: (self.dimensions.lhs_spec[0], self.dimensions.rhs_spec[0])[side] for i in kept}
+        return scaled(acc, in_output("g", a.scale, a.shape, places, acc.ndim), b.scale)
 
     def _place(self, name: str, v: Array, q: QArray, ndim: int) -> Array:
         """Scales may differ along the batch of `a` and the output features of `b`."""

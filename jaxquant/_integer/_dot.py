@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The general dot product of quantized arrays."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
 from .._qarray import QArray, checked_qarray, permutation
-from .._spec import QuantSpec
+from .._spec import Granularity, PerBlock, PerChannel, PerTensor, QuantSpec
 from ._contract import (
     EXACT,
+    Precision,
     bound,
     centred,
     checked_execution,
@@ -25,6 +27,8 @@ from ._contract import (
     codes,
     contraction,
     in_output,
+    plain,
+    rounded,
     scaled,
     with_real_values,
 )
@@ -37,6 +41,7 @@ class Dot(NamedTuple):
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     batch: tuple[tuple[int, ...], tuple[int, ...]]
     execution: str
+    gradient: tuple[Precision, Precision] = (None, None)
 
     def real(self, a: Array, b: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
@@ -73,6 +78,63 @@ class Dot(NamedTuple):
         total, _ = num.vary_together(num.shard_like(jnp.zeros_like(first), first), first)
         step = lambda total, blocks: (total + self._block(blocks[0], blocks[1], specs), None)
         return lax.scan(step, total, stacked)[0]
+
+    def towards(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
+        """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
+
+        Where the scale of q varies along what is summed, it is multiplied into g: for each block along the axes that
+        are kept, too, which are then axes of a batch.
+        """
+        precision, other = self.gradient[side], 1 - side
+        inner, batch, summed = self.contracted[other], self.batch[other], self._free(q.ndim, other)
+        groups, step = _groups(q), lax.reshape(q.step, _groups(q))
+        folded = any(groups[i] > 1 for i in summed)
+        split = [i for i in inner if folded and groups[i] > 1]
+        first, start = len(batch), g.ndim - len(summed) if side == 0 else len(batch)
+        mine = [i for i in range(first, g.ndim) if not start <= i < start + len(summed)]
+        lead, at = first + len(split), start + len(split)
+        g = lax.expand_dims(g, range(first, lead))
+        if folded:
+            sizes = tuple(groups[i] if i in inner else n for i, n in enumerate(q.shape))
+            by = jnp.broadcast_to(broadcast_groups(step, sizes), sizes)
+            by = lax.transpose(by, (*batch, *split, *(i for i in inner if i not in split), *summed))
+            ones, lengths = [1] * len(mine), [q.shape[i] for i in summed]
+            g = g * lax.reshape(by, [*by.shape[:lead], *((*ones, *lengths) if side == 0 else (*lengths, *ones))])
+        parts = [(groups[i], n // groups[i]) if i in split else (n,) for i, n in enumerate(q.shape)]
+        last = [end - 1 for end in itertools.accumulate(map(len, parts))]  # where an axis of q, or its inner part, is
+        with_blocks = lambda v: lax.reshape(v, [n for part in parts for n in part])
+        of_sum = tuple(range(at, at + len(summed)))
+        dot = Dot(
+            (of_sum, tuple(last[i] for i in summed)),
+            (tuple(range(lead)), (*(last[i] for i in batch), *(last[i] - 1 for i in split))),
+            self.execution,
+        )
+        if isinstance(precision, QuantSpec):
+            scale, zero, values = step, q.zero_point, q.values
+            if folded:
+                scale, zero = jnp.float32(1), None
+                if not q.spec.symmetric:  # a zero point for each of what is summed is no factor of the sum
+                    wide = dataclasses.replace(q.spec, bits=q.spec.bits + 1, signed=True, symmetric=True)
+                    q, values = dataclasses.replace(q, spec=wide), centred(q, jnp.int16)
+            kept = dataclasses.replace(precision, granularity=_along(precision.granularity, of_sum, g.ndim))
+            y = dot.exact(rounded(g, kept, of_sum, key), plain(q, with_blocks(values), scale, zero))
+        else:
+            values = with_blocks(centred(q, jnp.float32).astype(jnp.bfloat16))
+            y = dot._in_bfloat16(g.astype(jnp.bfloat16), values)
+            if not folded:
+                places = {i: k for k, i in enumerate(batch)} | {
+                    i: lead + len(mine) + k for k, i in enumerate(sorted(inner))
+                }
+                y = num.guard(y * in_output("q", step, q.shape, places, y.ndim))
+        order: list[tuple[int, ...]] = [()] * len(shape)
+        for k, i in enumerate(self.batch[side]):
+            order[i] = (k,)
+        for k, i in enumerate(self._free(len(shape), side)):
+            order[i] = (lead + k,)
+        for i, j in zip(self.contracted[side], inner, strict=True):
+            blocks = (first + split.index(j),) if j in split else ()
+            order[i] = *blocks, lead + len(mine) + sorted(inner).index(j)
+        return lax.reshape(lax.transpose(y, [k for axes in order for k in axes]), shape)
 
     def _blocks(self, a: QArray, b: QArray, specs: tuple[QuantSpec, QuantSpec], i: int, j: int) -> int:
         """How many runs of constant scale an axis has."""
@@ -130,6 +192,22 @@ class Dot(NamedTuple):
             part = lax.dot_general(*parts, (contracted, batch), lax.Precision.HIGHEST, jnp.float32)
             total = total + part.astype(jnp.int32)
         return jnp.asarray(total)
+
+    def _in_bfloat16(self, x: Array, w: Array) -> Array:
+        """Added in float32; of rows, as integers are, and for the same reasons."""
+        free, (batch, _), (inner, _) = self._free(x.ndim, 0), self.batch, self.contracted
+        order, rows = (*batch, *free, *inner), tuple(range(len(batch), len(batch) + len(free)))
+        moved = free and order != tuple(range(x.ndim))
+        n = x.shape[free[0]] if free else 0
+        x = lax.transpose(x, order)
+        if moved:
+            x = lax.pad(x, jnp.zeros((), x.dtype), [(0, int(i == rows[0]), 0) for i in range(x.ndim)])
+        numbers = (
+            (tuple(range(x.ndim - len(inner), x.ndim)), self.contracted[1]),
+            (tuple(range(len(batch))), self.batch[1]),
+        )
+        y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32)
+        return lax.slice_in_dim(y, 0, n, axis=rows[0]) if moved else y
 
     def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
         if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector as the row that is padded, not as a column
@@ -194,6 +272,16 @@ def _as_stored(
     at = lambda axes: tuple(there.index(i) for i in axes)
     stored = QArray(q.stored, lying(q.scale), lying(q.zero_point), q.spec, q.dtype, tensor_scale=lying(q.tensor_scale))
     return stored, at(contracted), at(batch)
+
+
+def _along(kind: Granularity, summed: tuple[int, ...], ndim: int) -> Granularity:
+    """What the granularity of a gradient means where these axes are summed: blocks are of the last of them."""
+    if isinstance(kind, PerTensor):
+        return kind
+    if isinstance(kind, PerBlock):
+        (size,) = kind.sizes.values()
+        return PerBlock(summed, (*[1] * (len(summed) - 1), size))
+    return PerChannel(tuple(i for i in range(ndim) if i not in summed))
 
 
 def _groups(q: QArray) -> tuple[int, ...]:

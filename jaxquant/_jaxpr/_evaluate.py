@@ -30,12 +30,15 @@ from ._program import (
     while_programs,
 )
 
+GRADIENT_KEY = ""  # no entry is called so
+
 
 class Scope(NamedTuple):
     """What a program is evaluated with, beside its arguments.
 
     Attributes:
-      qparams: of the inputs of the contractions in it, by entry.
+      qparams: of the inputs of the contractions in it, by entry; and by GRADIENT_KEY the PRNG key with which gradients
+        are rounded stochastically, if they are.
       observed: what its contractions have seen of their inputs, by entry; filled while it is evaluated.
       memo: what they have computed and may use again.
     """
@@ -68,7 +71,7 @@ class Inputs(NamedTuple):
         """The qparams that are needed at a location, or inside of it."""
         n = len(location)
         needed = {key for at, keys in self.used.items() if at[:n] == location for key in keys}
-        return {key: v for key, v in qparams.items() if key in needed}
+        return {key: v for key, v in qparams.items() if key in needed or key == GRADIENT_KEY}
 
     def seen(self, location: Location, ins: Sequence[Any]) -> dict[str, Any]:
         """What is observed inside of a location where nothing is seen; on the devices where `ins` are."""
@@ -259,8 +262,11 @@ def _scan(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Locati
     inputs = replace.inputs
     is_stacked = lambda key: location in inputs.scans[key]
     qparams = inputs.within(scope.qparams, location)
-    of_turns = {key: v for key, v in qparams.items() if is_stacked(key)}
-    shared = {key: v for key, v in qparams.items() if not is_stacked(key)}
+    of_turns = {key: v for key, v in qparams.items() if key != GRADIENT_KEY and is_stacked(key)}
+    shared = {key: v for key, v in qparams.items() if key not in of_turns}
+    if GRADIENT_KEY in shared:
+        own = functools.partial(jax.random.fold_in, shared.pop(GRADIENT_KEY))
+        of_turns[GRADIENT_KEY] = jax.vmap(own)(jnp.arange(length))
     seen = {key: v for key, v in inputs.seen(location, ins).items() if not is_stacked(key)}
 
     def body(state, turn):

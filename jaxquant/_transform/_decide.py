@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _checks as checks
+from .._integer._contract import Precision
 from .._jaxpr._program import Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin, Walk
 from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
@@ -28,6 +29,7 @@ class Decision(NamedTuple):
     rules: Sequence[Rule | None]
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     weight: int | None
+    gradient: tuple[Precision, Precision] = (None, None)
     keys: Sequence[tuple[str, ...]] = ((), ())
 
 
@@ -335,7 +337,59 @@ def _decision(op: Op, names: list[str], matcher: Matcher, strict: bool) -> Decis
             with named_in_errors(name, rule=rule):
                 _check_shared(spec, operand.shape, axes, contraction.op)
     weight = op.weight if op.kind == "weight" else None
-    return Decision(contraction, tuple(specs), tuple(names), tuple(rules), contracted, weight)
+    gradient = _gradient(op, names, rules, specs)
+    return Decision(contraction, tuple(specs), tuple(names), tuple(rules), contracted, weight, gradient)
+
+
+def _gradient(
+    op: Op, names: Sequence[str], rules: Sequence[Rule | None], specs: Sequence[QuantSpec | None]
+) -> tuple[Precision, Precision]:
+    """The precision of the products towards the two operands."""
+    found: list[Precision] = [None, None]
+    for side in range(2):
+        rule = rules[side if op.weight is None else op.weight]
+        if rule is None or rule.gradient is None:
+            continue
+        found[side] = precision = rule.gradients[side if op.weight is None else int(side == op.weight)]
+        with named_in_errors(names[side], rule=rule):
+            if None in specs:
+                raise ValueError(
+                    "`gradient` is of the products of two quantized operands, and one of these is in float. Give the "
+                    "rule `weight` and `activation`, or drop `gradient`."
+                )
+            if op.contraction.custom and rule.custom == "keep":
+                raise ValueError(
+                    '`gradient` is of the derivative of quantized ops, and custom="keep" keeps the one that an author '
+                    'wrote. Drop one of them, or say custom="inline".'
+                )
+            if precision is not None:
+                _check_gradient(op, side, precision, [spec for spec in specs if spec is not None][1 - side])
+    return found[0], found[1]
+
+
+def _check_gradient(op: Op, side: int, precision: QuantSpec | str, other: QuantSpec) -> None:
+    if not isinstance(precision, QuantSpec):
+        if not other.format and other.bits > 8:
+            raise ValueError(
+                '`gradient="bfloat16"` is of operands of up to 8 bits, which bfloat16 holds exactly, and the other one '
+                f"has {other.bits}. Pass a QuantSpec, or None for float32."
+            )
+        return
+    kind, is_weight = precision.granularity, side == op.weight
+    is_dot = op.contraction.op == "dot_general"
+    allowed: list[Any] = [PerTensor(), PerChannel(None) if is_weight else PerToken()]
+    if kind not in allowed and not (is_dot and isinstance(kind, PerBlock) and kind.axis is None):
+        blocks = " or PerBlock(None, size), along what is summed" if is_dot else ""
+        raise ValueError(
+            f"`gradient` towards {'the weight' if is_weight else 'an input'} must be {allowed[0]}, "
+            f"{allowed[1]}{blocks}, got {precision}. Different ones are a pair: gradient=(towards the input, towards "
+            "the weight)."
+        )
+    if isinstance(kind, PerBlock):
+        numbers, shapes = op.contraction.params["dimension_numbers"], [o.shape for o in op.contraction.operands]
+        taken = {*numbers[0][1 - side], *numbers[1][1 - side]}
+        summed = [n for i, n in enumerate(shapes[1 - side]) if i not in taken]
+        qparams_shape(dataclasses.replace(precision, granularity=PerBlock(-1, kind.size)), tuple(summed))
 
 
 def _is_exact(rule: Rule) -> bool:

@@ -31,7 +31,7 @@ from ._decide import Decisions, decide
 from ._entries import Entries, Entry, check_freezing
 from ._observers import HISTOGRAMS, RANGES, TALLIES, has_range
 from ._plan import Plan, Site, pattern_in_words
-from ._sites import ReadInFloat, Sites
+from ._sites import ReadInFloat, Sites, is_stochastic
 
 
 class _How(NamedTuple):
@@ -296,8 +296,8 @@ class QuantizedFunction:
         return plan.value
 
     def _rounds_stochastically(self) -> bool:
-        specs = (spec for rule in self._rules for spec in (rule.weight, rule.activation))
-        return any(spec is not None and spec.rounding == "stochastic" for spec in specs)
+        specs = (spec for rule in self._rules for spec in (rule.weight, rule.activation, *rule.gradients))
+        return any(map(is_stochastic, specs))
 
     def _own(self, kwargs: dict[str, Any]) -> tuple[Any, Any, bool]:
         """The arguments that the function does not have, taken out of its keywords: (key, qparams, lsq_gradient)."""
@@ -400,7 +400,8 @@ class QuantizedFunction:
         program = self._program(call, arrays, {name for name, v in known.items() if v is not None})
         plan, entries = program.decisions.plan, program.decisions.entries
         frozen = {path: v for path, v in zip(program.paths, arrays, strict=True) if path is not None and is_qarray(v)}
-        rounds = any(site.spec is not None and site.spec.rounding == "stochastic" for site in plan)
+        specs = [site.spec for site in plan] + [v for of in program.decisions.of.values() for v in of.gradient]
+        rounds = any(map(is_stochastic, specs))
         if rounds and "key" in self._names:
             raise ValueError(
                 "`key` is an argument of the function itself, and rules round stochastically, which needs a key of "
@@ -427,7 +428,7 @@ class QuantizedFunction:
         read = {key for key, entry in entries.items() if entry.reads and not entry.rule.everywhere}
         replacements = sites.replacements(program.walk.holding)
         while True:
-            scope = Scope(inputs, {}, {})
+            scope = Scope({**inputs, **sites.gradient_key()}, {}, {})
             args = [
                 v if path is None else sites.parameter(path, v, qparams.get(path), path in read)
                 for path, v in zip(program.paths, arrays, strict=True)

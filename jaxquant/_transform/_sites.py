@@ -13,10 +13,10 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import fake_quant, quantize_straight_through, real_values, with_gradient_of
 from .._grid import QParams
-from .._integer._contract import contract
+from .._integer._contract import Precision, contract
 from .._integer._conv import Conv
 from .._integer._dot import Dot
-from .._jaxpr._evaluate import Inputs, Replacements, Scope
+from .._jaxpr._evaluate import GRADIENT_KEY, Inputs, Replacements, Scope
 from .._jaxpr._moves import QuantizedParam, dequantized, qarray
 from .._jaxpr._program import CONTRACTIONS, Location
 from .._jaxpr._walk import Contraction
@@ -116,7 +116,7 @@ class Sites(NamedTuple):
         raise ReadInFloat(held.paths, by, "real" in held.floats)
 
     def _key(self, spec: QuantSpec, turn: int) -> Any:
-        if self.key is None or spec.rounding != "stochastic":
+        if self.key is None or not is_stochastic(spec):
             return None
         return jax.random.fold_in(self.key, turn)
 
@@ -150,7 +150,8 @@ class Sites(NamedTuple):
             operands = [jax.tree.map(whole(axes), of) for of, axes in zip(operands, decision.contracted, strict=True)]
         (x, a, x_flags), (w, b, w_flags) = operands
         with named_in_errors(*decision.names):
-            y = _contracted(_op_of(decision.contraction, self.execution), x, w, a, b, (x_flags, w_flags))
+            op = _op_of(decision.contraction, self.execution, decision.gradient)
+            y = _contracted(op, x, w, a, b, (x_flags, w_flags), self._key_of_gradient(decision, scope))
         return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
 
     def _in_integers(
@@ -175,6 +176,16 @@ class Sites(NamedTuple):
 
     def _turn(self, decision: Decision, side: int) -> int:
         return 2 * list(self.decisions.of).index(decision.contraction.location) + side
+
+    def gradient_key(self) -> dict[str, Any]:
+        """The key of gradients, apart from the keys of all that is rounded in the forward pass."""
+        is_needed = any(is_stochastic(precision) for of in self.decisions.of.values() for precision in of.gradient)
+        return {GRADIENT_KEY: jax.random.fold_in(self.key, 2**32 - 1)} if is_needed and self.key is not None else {}
+
+    def _key_of_gradient(self, decision: Decision, scope: Scope) -> Any:
+        if not any(map(is_stochastic, decision.gradient)) or GRADIENT_KEY not in scope.qparams:
+            return None
+        return jax.random.fold_in(scope.qparams[GRADIENT_KEY], self._turn(decision, 0))
 
     def _in_float(self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope) -> Array:
         """An operand of an op whose other one is in float: the value of its quantizer."""
@@ -214,6 +225,11 @@ def _fitting(info: Site, qparams: QParams, shape: tuple[int, ...]) -> Site:
         return info
     granularity = granularity_of(qparams.scale.shape, shape)
     return info._replace(spec=dataclasses.replace(info.spec, granularity=granularity))
+
+
+def is_stochastic(spec: Any) -> bool:
+    """Whether it is a spec that rounds stochastically."""
+    return isinstance(spec, QuantSpec) and spec.rounding == "stochastic"
 
 
 class ReadInFloat(ValueError):
@@ -260,8 +276,10 @@ def _value(held: QuantizedParam) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="op")
-def _contracted(op: Any, x: Array, w: Array, a: Any, b: Any, flags: tuple[Array | None, Array | None]) -> Array:
-    return contract(op, x, w, a, b, flags)
+def _contracted(
+    op: Any, x: Array, w: Array, a: Any, b: Any, flags: tuple[Array | None, Array | None], key: Any
+) -> Array:
+    return contract(op, x, w, a, b, flags, key)
 
 
 @functools.partial(jax.jit, static_argnames="spec")  # traced, and differentiated, once for each shape
@@ -275,13 +293,13 @@ def _like(y: Array, out: Any) -> Array:
     return y if wanted.mesh.empty or jax.typeof(y).sharding == wanted else jax.sharding.reshard(y, wanted)
 
 
-def _op_of(contraction: Contraction, execution: str) -> Dot | Conv:
+def _op_of(contraction: Contraction, execution: str, gradient: tuple[Precision, Precision]) -> Dot | Conv:
     params = contraction.params
     if contraction.op == "dot_general":
         (ca, cb), (ba, bb) = params["dimension_numbers"]
-        return Dot((tuple(ca), tuple(cb)), (tuple(ba), tuple(bb)), execution)
+        return Dot((tuple(ca), tuple(cb)), (tuple(ba), tuple(bb)), execution, gradient)
     return Conv(
         tuple(params["window_strides"]), tuple((low, high) for low, high in params["padding"]),
         tuple(params["lhs_dilation"]), tuple(params["rhs_dilation"]), params["dimension_numbers"],
-        params["feature_group_count"], params["batch_group_count"], execution,
+        params["feature_group_count"], params["batch_group_count"], execution, gradient,
     )  # fmt: skip

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a convolution as a program that other dtypes than float32 can be put into."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import Jaxpr, Literal
+
+
+class Transposed(NamedTuple):
+    """The program that is the gradient of a convolution with respect to one operand: moves, and one convolution."""
+
+    jaxpr: Jaxpr
+
+    @classmethod
+    def of(
+        cls, real: Callable, side: int, g: tuple[int, ...], other: tuple[int, ...], shape: tuple[int, ...]
+    ) -> "Transposed":
+        """Of the convolution `real` with respect to operand `side`, of this shape: of g and of the other one."""
+        struct = lambda shape: jax.ShapeDtypeStruct(shape, np.float32)
+
+        def gradient(g, v):
+            linear = lambda x: real(*((x, v) if side == 0 else (v, x)))
+            return jax.linear_transpose(linear, struct(shape))(g)[0]
+
+        return cls(jax.make_jaxpr(gradient)(struct(g), struct(other)).jaxpr)
+
+    @property
+    def length(self) -> int:
+        """How many products are summed."""
+        (conv,) = (eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "conv_general_dilated")
+        kernel: Any = conv.invars[1].aval
+        return math.prod(kernel.shape) // max(kernel.shape[conv.params["dimension_numbers"].rhs_spec[0]], 1)
+
+    def __call__(self, g: Array, v: Array, dtype: Any) -> Array:
+        """Of factors of another dtype than float32, summed in `dtype`."""
+        env: dict[Any, Array] = dict(zip(self.jaxpr.invars, (g, v), strict=True))
+        for eqn in self.jaxpr.eqns:
+            ins = [env[i] if not isinstance(i, Literal) else i.val for i in eqn.invars]
+            ins = [jnp.asarray(i, ins[0].dtype) for i in ins]  # zeros that pad, too
+            is_conv = eqn.primitive.name == "conv_general_dilated"
+            params = {**eqn.params, "preferred_element_type": np.dtype(dtype)} if is_conv else eqn.params
+            env[eqn.outvars[0]] = eqn.primitive.bind(*ins, **params)
+        return env[self.jaxpr.outvars[0]]

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward products in low precision against their definition in NumPy: g, with the scales, rounded once for each."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from lanes import cases
+
+import jaxquant as jq
+from jaxquant import (
+    PerBlock,
+    PerChannel,
+    PerToken,
+    QuantSpec,
+    Rule,
+    activation_spec,
+    float8_spec,
+    mxfp8_spec,
+    nvfp4_spec,
+    quantize_fn,
+    weight_spec,
+)
+
+F = np.float32
+rng = np.random.default_rng(0)
+X, W, G = (F(rng.normal(size=shape)) for shape in ((48, 64), (64, 32), (48, 32)))
+OPERANDS = {  # of the weight and the input
+    "channels": (weight_spec(8), activation_spec(8)),
+    "tensors": (QuantSpec(), QuantSpec()),
+    "blocks": (weight_spec(4, block_size=16), activation_spec(8)),
+    "affine": (
+        QuantSpec(symmetric=False, granularity=PerChannel(None)),
+        activation_spec(8, granularity=PerToken()),
+    ),
+    "tiles": (QuantSpec(granularity=PerBlock((0, 1), (16, 8))), QuantSpec(granularity=PerBlock(None, 32))),
+    "float8": (float8_spec(granularity=PerChannel(None)), float8_spec()),
+    "mxfp8": (mxfp8_spec(), mxfp8_spec()),
+    "nvfp4": (nvfp4_spec(), nvfp4_spec()),
+}
+PRECISIONS = {
+    "bfloat16": "bfloat16",
+    "int8": QuantSpec(),
+    "rows and channels": (QuantSpec(granularity=PerToken()), QuantSpec(granularity=PerChannel(None))),
+    "float8": float8_spec(),
+    "mxfp8 and int8": (mxfp8_spec(), QuantSpec()),
+    "int8 blocks": QuantSpec(granularity=PerBlock(None, 8)),
+    "half": (None, QuantSpec()),
+}
+
+
+def matmul(p, x):
+    return x @ p["w"]
+
+
+def gradients(q, w, x, g, key=None):
+    """Of x and of w, and the value."""
+    rest = {} if key is None else {"key": key}
+    y, pull = jax.vjp(lambda w, x: q({"w": w}, x, **rest), w, x)
+    return *pull(g)[::-1], y
+
+
+def quantized(v, spec, contracted):
+    """The values without their zero point, and a scale for each."""
+    kind = spec.granularity
+    rows = PerChannel(tuple(i for i in range(v.ndim) if i != contracted))
+    if isinstance(kind, PerToken) or kind == PerChannel(None):
+        spec = dataclasses.replace(spec, granularity=rows)
+    elif isinstance(kind, PerBlock) and kind.axis is None:
+        spec = dataclasses.replace(spec, granularity=PerBlock(contracted, kind.size))
+    q = jq.quantize(v, spec)
+    spread = lambda s: np.broadcast_to(np.asarray(spread_groups(s, v.shape)), v.shape)
+    values = np.asarray(q.values).astype(np.float64) - spread(np.asarray(q.zero_point).astype(np.float64))
+    return values, spread(np.asarray(q.step))
+
+
+def spread_groups(s, shape):
+    for axis, n in enumerate(shape):
+        if s.ndim and s.shape[axis] not in (1, n):
+            s = np.repeat(s, n // s.shape[axis], axis)
+    return s
+
+
+def in_bfloat16(g, other, scales):
+    """The sum over the last axis of g (rows, summed) and of the other factor (kept, summed), which has these scales."""
+    folded = (scales != scales[:, :1]).any()
+    columns = []
+    for values, by in zip(other, scales, strict=True):
+        rounded = jnp.asarray(g * by if folded else g).astype(jnp.bfloat16)
+        columns.append(np.asarray(rounded, np.float64) @ values * (1 if folded else by[0]))
+    return np.stack(columns, 1)
+
+
+def rules(operands, precision):
+    weight, activation = OPERANDS[operands]
+    return [Rule("w", weight, activation, gradient=PRECISIONS.get(precision))]
+
+
+@cases(
+    ("operands", "precision"),
+    [(o, p) for i, o in enumerate(OPERANDS) for j, p in enumerate(PRECISIONS) if (i + j) % 3 == 0],
+    [("channels", "bfloat16"), ("blocks", "int8"), ("nvfp4", "rows and channels")],
+)
+def test_a_gradient_is_the_float_one_of_a_rounded_g(operands, precision):
+    """And the value does not change by a bit."""
+    in_float, low = (quantize_fn(matmul, rules(operands, p)) for p in ("none", precision))
+    dx, dw, y = jax.jit(lambda *a: gradients(in_float, *a))(W, X, G)
+    got = jax.jit(lambda *a: gradients(low, *a))(W, X, G)
+    assert_same_bits(got[2], y)
+    for side, (value, exact) in enumerate(zip(got[:2], (dx, dw), strict=True)):
+        precisions = PRECISIONS[precision]
+        of_side = precisions[side] if isinstance(precisions, tuple) else precisions
+        error = np.abs(value - exact).max() / np.abs(exact).max()
+        if of_side is None:
+            assert_same_bits(value, exact)
+        else:
+            assert 0 < error < (4e-3 if of_side == "bfloat16" else 0.08 if of_side.format else 0.02), (side, error)
+
+
+@cases(("operands",), ["channels", "blocks", "affine", "nvfp4"], ["blocks"])
+def test_bfloat16_rounds_g_with_the_scales_that_vary_along_the_sum(operands):
+    weight, activation = OPERANDS[operands]
+    dx, dw, _ = jax.jit(lambda *a: gradients(quantize_fn(matmul, rules(operands, "bfloat16")), *a))(W, X, G)
+    of_w, of_x = quantized(W, weight, 0), quantized(X, activation, 1)
+    wanted = in_bfloat16(G, *of_w), in_bfloat16(G.T, *(v.T for v in of_x)).T
+    for got, want in zip((dx, dw), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+
+
+def test_bfloat16_is_exact_where_g_is():
+    x, w, g = (F(rng.integers(-100, 100, size=shape)) for shape in ((16, 32), (32, 8), (16, 8)))
+    x[0, 0], w[0] = 127, 127  # scales of 1
+    rule = Rule("w", QuantSpec(granularity=PerChannel(None)), QuantSpec(), gradient="bfloat16")
+    dx, dw, _ = gradients(quantize_fn(matmul, [rule]), w, x, g)
+    assert_same_bits(dx, F(g @ w.T))
+    assert_same_bits(dw, F(x.T @ g))
+
+
+@pytest.mark.parametrize("execution", ["int8", "float32"])
+def test_int8_is_numpy_on_the_integers(execution, compared):
+    weight, activation = QuantSpec(granularity=PerChannel(None)), QuantSpec(symmetric=False)
+    q = quantize_fn(matmul, [Rule("w", weight, activation, gradient=QuantSpec())], execution=execution)
+    dx, dw, _ = jax.jit(lambda *a: gradients(q, *a))(W, X, G)
+    (of_w, w_scale), (of_x, x_scale) = quantized(W, weight, 0), quantized(X, activation, 1)
+    by = jq.quantize(G * w_scale[:1], QuantSpec())
+    want = F(np.asarray(by.values, np.int64) @ of_w.T.astype(np.int64)) * np.asarray(by.scale)
+    g = jq.quantize(G, QuantSpec())
+    want_w = F(of_x.T.astype(np.int64) @ np.asarray(g.values, np.int64)) * (np.asarray(g.scale) * x_scale[0, 0])
+    compared("NumPy int64", "gradients in int8", dx.size + dw.size, int((dx != want).sum() + (dw != want_w).sum()))
+    assert_same_bits(dx, want)
+    assert_same_bits(dw, want_w)
+
+
+def test_scales_of_blocks_are_multiplied_into_g():
+    """Towards x, a weight in blocks along the axis that x keeps has one g for each block."""
+    weight = QuantSpec(bits=4, granularity=PerBlock(0, 16))
+    q = quantize_fn(matmul, [Rule("w", weight, QuantSpec(), gradient=QuantSpec())])
+    dx, _, _ = jax.jit(lambda *a: gradients(q, *a))(W, X, G)
+    integers = jq.quantize(W, weight)
+    by = jq.quantize(np.stack([G * s for s in np.asarray(integers.scale)]), QuantSpec())  # one scale for all
+    parts = np.asarray(integers.values, np.int64).reshape(4, 16, 32)
+    want = F(np.einsum("bmn,bkn->mbk", np.asarray(by.values, np.int64), parts).reshape(48, 64)) * np.asarray(by.scale)
+    assert_same_bits(dx, want)
+
+
+def test_what_is_not_finite_is_nan_in_what_it_enters():
+    g = G.copy()
+    g[3, 5], g[7, 1] = np.inf, np.nan
+    q = quantize_fn(matmul, rules("channels", "int8"))
+    dx, dw, _ = gradients(q, W, X, g)
+    assert np.isnan(dx).all(1).tolist() == [i in (3, 7) for i in range(48)]
+    assert np.isnan(dw).all(0).tolist() == [i in (1, 5) for i in range(32)]
+    assert np.isnan(dx).sum() == 2 * 64
+    assert np.isnan(dw).sum() == 2 * 64
+
+
+def test_a_second_derivative_is_the_float_one():
+    def second(precision):
+        q = quantize_fn(lambda p, x: jnp.tanh(x @ p["w"]), rules("channels", precision))
+        return jax.grad(lambda w: (jax.grad(lambda x: q({"w": w}, x).sum())(X) ** 2).sum())(W)
+
+    low, exact = second("bfloat16"), second("none")
+    assert np.any(low)
+    assert np.abs(low - exact).max() < 0.02 * np.abs(exact).max()
+
+
+IMAGE, KERNEL = F(rng.normal(size=(4, 7, 6, 8))), F(rng.normal(size=(3, 2, 4, 8)))
+
+
+def convolution(p, x):
+    return lax.conv_general_dilated(
+        x, p["w"], (2, 1), ((1, 2), (0, 1)), (1, 2), (1, 2), ("NHWC", "HWIO", "NHWC"), feature_group_count=2
+    )
+
+
+@cases(("operands",), ["channels", "affine", "float8"], ["affine"])
+def test_a_convolution_has_the_gradient_of_a_rounded_g(operands):
+    g = F(rng.normal(size=jax.eval_shape(convolution, {"w": KERNEL}, IMAGE).shape))
+    q = lambda p: jax.jit(lambda *a: gradients(quantize_fn(convolution, rules(operands, p)), *a))(KERNEL, IMAGE, g)
+    exact, bfloat16, int8 = q("none"), q("bfloat16"), q("int8")
+    for low, most in ((bfloat16, 4e-3), (int8, 0.02)):
+        assert_same_bits(low[2], exact[2])
+        for value, want in zip(low[:2], exact[:2], strict=True):
+            assert 0 < np.abs(value - want).max() < most * np.abs(want).max()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_an_int8_gradient_of_a_convolution_is_exact_on_the_integers(symmetric):
+    rule = Rule("w", QuantSpec(), QuantSpec(symmetric=symmetric), gradient=QuantSpec())
+    g = F(rng.normal(size=jax.eval_shape(convolution, {"w": KERNEL}, IMAGE).shape))
+    dx, dw, _ = jax.jit(lambda *a: gradients(quantize_fn(convolution, [rule]), *a))(KERNEL, IMAGE, g)
+    of_g, (of_w, w_scale), (of_x, x_scale) = (
+        jq.quantize(g, QuantSpec()), quantized(KERNEL, rule.weight, None), quantized(IMAGE, rule.activation, None),
+    )  # fmt: skip
+    in_integers = jax.vjp(lambda w, x: convolution({"w": w}, x), F(of_w), F(of_x))[1](F(of_g.values))  # below 2 ** 24
+    scale = np.asarray(of_g.scale)
+    assert_same_bits(dw, in_integers[0] * (scale * x_scale.flat[0]))
+    assert_same_bits(dx, in_integers[1] * (scale * w_scale.flat[0]))
+
+
+STOCHASTIC = QuantSpec(bits=4, rounding="stochastic")
+
+
+def test_a_stochastic_gradient_is_right_on_average():
+    q = quantize_fn(matmul, [Rule("w", weight_spec(8), activation_spec(8), gradient=STOCHASTIC)])
+    exact = gradients(quantize_fn(matmul, rules("channels", "none")), W[:8, :4], X[:4, :8], G[:4, :4])
+    many = jax.jit(jax.vmap(lambda key: gradients(q, W[:8, :4], X[:4, :8], G[:4, :4], key)[:2]))
+    found = many(jax.random.split(jax.random.key(0), 10_000))
+    for values, want in zip(map(np.asarray, found), map(np.asarray, exact[:2]), strict=True):
+        mean, deviation = values.mean(0), values.std(0) / 100
+        assert (np.abs(mean - want) < 5 * deviation + 1e-5 * np.abs(want).max()).all()
+        assert np.abs(values - want).max() > 10 * np.abs(mean - want).max()
+
+
+def test_a_key_is_needed_for_the_derivative_alone():
+    q = quantize_fn(matmul, [Rule("w", weight_spec(8), activation_spec(8), gradient=STOCHASTIC)])
+    in_float = quantize_fn(matmul, rules("channels", "none"))
+    assert_same_bits(q({"w": W}, X), in_float({"w": W}, X))
+    assert_same_bits(q({"w": W}, X, key=jax.random.key(0)), in_float({"w": W}, X))
+    with pytest.raises(ValueError, match=r"which needs a PRNG key\. Pass key="):
+        gradients(q, W, X, G)
+    with pytest.raises(ValueError, match="no rule rounds so"):
+        in_float({"w": W}, X, key=jax.random.key(0))
+
+
+def test_each_site_product_and_turn_of_a_scan_has_noise_of_its_own():
+    layers = lambda p, x: lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0] + x @ p["v"] + x @ p["u"]
+    eye = np.eye(8, dtype=F)
+    params = {"w": np.stack([eye] * 3), "v": eye, "u": eye}
+    q = quantize_fn(layers, [Rule("*", QuantSpec(), QuantSpec(), gradient=STOCHASTIC)])
+    x, g = F(rng.normal(size=(16, 8))), F(rng.normal(size=(16, 8)))
+
+    def of(seed):
+        _, pull = jax.vjp(lambda p: q(p, x, key=jax.random.key(seed)), params)
+        return pull(g)[0]
+
+    found = of(0)
+    parts = [*found["w"], found["v"], found["u"]]
+    assert len({np.asarray(v).tobytes() for v in parts[2:]}) == 3
+    jax.tree.map(assert_same_bits, of(0), found)
+    assert np.any(of(1)["v"] != found["v"])
+    same = quantize_fn(layers, [Rule("*", QuantSpec(), QuantSpec(), gradient=QuantSpec(bits=4))])
+    _, pull = jax.vjp(lambda p: same(p, x), params)
+    assert_same_bits(pull(g)[0]["v"], pull(g)[0]["u"])
+
+
+def test_inside_of_scan_remat_and_shard_map():
+    def block(w, x):
+        return jax.nn.relu(x @ w)
+
+    def layers(p, x):
+        return lax.scan(lambda x, w: (jax.checkpoint(block)(w, x), None), x, p["w"])[0]
+
+    loop = lambda p, x: block(p["w"][2], block(p["w"][1], block(p["w"][0], x)))
+    stack, x = F(rng.normal(size=(3, 16, 16)) / 4), F(rng.normal(size=(8, 16)))
+    per_token = activation_spec(8, granularity=PerToken())  # as on one device
+    rule = [Rule("w", weight_spec(8, channel_axis=(0, -1)), per_token, gradient=QuantSpec())]
+    g = F(rng.normal(size=(8, 16)))
+    run = lambda f: jax.jit(lambda *a: gradients(quantize_fn(f, rule), *a))(stack, x, g)
+    jax.tree.map(assert_same_bits, run(layers), run(loop))
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    part = jax.shard_map(lambda w, x: layers({"w": w}, x), mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    dx, _, y = run(lambda p, x: part(p["w"], x))
+    assert_same_bits(y, run(layers)[2])
+    whole = run(layers)[0]
+    assert np.abs(dx - whole).max() < 0.02 * np.abs(whole).max()  # g of each device has a scale of its own
+
+
+def test_both_operands_may_be_activations():
+    f = lambda p, x: jnp.einsum("btk,bsk->bts", x @ p["w"], x @ p["w"])
+    rule = lambda gradient: [
+        Rule("w", weight_spec(8), activation_spec(8)),
+        Rule("dot_general_2", activation=QuantSpec(), kind="act_act", gradient=gradient),
+    ]
+    x, w, g = F(rng.normal(size=(2, 4, 8))), F(rng.normal(size=(8, 8))), F(rng.normal(size=(2, 4, 4)))
+    run = lambda gradient: gradients(quantize_fn(f, rule(gradient)), w, x, g)
+    exact, low = run(None), run(("bfloat16", QuantSpec(granularity=PerToken())))
+    assert_same_bits(low[2], exact[2])
+    assert 0 < np.abs(low[0] - exact[0]).max() < 0.02 * np.abs(exact[0]).max()
+
+
+def test_towards_the_input_through_frozen_integers():
+    q = quantize_fn(matmul, rules("blocks", "int8"))
+    frozen = q.freeze({"w": W}, X)
+    of = lambda params: jax.grad(lambda x: (q(params, x) * G).sum())(X)
+    assert_same_bits(of(frozen), of({"w": W}))
+
+
+BAD = [
+    (lambda: Rule("w", gradient="float16"), TypeError, "`gradient` of a Rule must be None"),
+    (lambda: Rule("w", gradient=("bfloat16",) * 3), TypeError, "A pair is"),
+    (lambda: run(gradient=QuantSpec(granularity=PerToken())), ValueError, "towards the weight must be PerTensor"),
+    (lambda: run(gradient=QuantSpec(granularity=PerChannel(0))), ValueError, "towards an input must be PerTensor"),
+    (lambda: run(gradient=QuantSpec(granularity=PerBlock(None, 20))), ValueError, "does not divide the length"),
+    (lambda: run(activation=None, gradient="bfloat16"), ValueError, "one of these is in float"),
+    (lambda: run(weight=weight_spec(12), gradient="bfloat16"), ValueError, "of operands of up to 8 bits"),
+    (lambda: jq.fake_quant_params({"w": W}, [Rule("w", weight_spec(8), gradient="bfloat16")]), ValueError, "gradient="),
+]
+
+
+def run(weight=OPERANDS["channels"][0], activation=OPERANDS["channels"][1], **kw):
+    return quantize_fn(matmul, [Rule("w", weight, activation, **kw)])({"w": W}, X)
+
+
+@pytest.mark.parametrize(("call", "error", "match"), BAD)
+def test_bad_input(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
