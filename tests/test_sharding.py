@@ -318,7 +318,7 @@ def test_ranges_of_shards_merge_to_that_of_the_batch(granularity):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["fsdp_and_tensor_parallel", "data_parallel", "two_processes"])
+@pytest.mark.parametrize("script", ["fsdp_and_tensor_parallel", "data_parallel", "integer_gradients", "two_processes"])
 def test_the_script_runs(script, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", SCRIPTS / f"{script}.py"]
