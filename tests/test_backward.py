@@ -141,15 +141,22 @@ def test_bfloat16_is_exact_where_g_is():
     assert_same_bits(dw, F(x.T @ g))
 
 
-@pytest.mark.parametrize("execution", ["int8", "float32"])
-def test_int8_is_numpy_on_the_integers(execution, compared):
-    weight, activation = QuantSpec(granularity=PerChannel(None)), QuantSpec(symmetric=False)
-    q = quantize_fn(matmul, [Rule("w", weight, activation, gradient=QuantSpec())], execution=execution)
+@pytest.mark.parametrize(
+    ("execution", "symmetric", "gradient", "of_g"),
+    [
+        ("int8", True, QuantSpec(), (QuantSpec(), QuantSpec())),
+        ("float32", False, QuantSpec(), (QuantSpec(), QuantSpec())),
+        ("int8", False, PRECISIONS["rows and channels"], [QuantSpec(granularity=PerChannel(i)) for i in (0, 1)]),
+    ],
+)
+def test_int8_is_numpy_on_the_integers(execution, symmetric, gradient, of_g, compared):
+    weight, activation = QuantSpec(symmetric=symmetric, granularity=PerChannel(None)), QuantSpec(symmetric=False)
+    q = quantize_fn(matmul, [Rule("w", weight, activation, gradient=gradient)], execution=execution)
     dx, dw, _ = jax.jit(lambda *a: gradients(q, *a))(W, X, G)
     (of_w, w_scale), (of_x, x_scale) = quantized(W, weight, 0), quantized(X, activation, 1)
-    by = jq.quantize(G * w_scale[:1], QuantSpec())
+    by = jq.quantize(G * w_scale[:1], of_g[0])
     want = F(np.asarray(by.values, np.int64) @ of_w.T.astype(np.int64)) * np.asarray(by.scale)
-    g = jq.quantize(G, QuantSpec())
+    g = jq.quantize(G, of_g[1])
     want_w = F(of_x.T.astype(np.int64) @ np.asarray(g.values, np.int64)) * (np.asarray(g.scale) * x_scale[0, 0])
     compared("NumPy int64", "gradients in int8", dx.size + dw.size, int((dx != want).sum() + (dw != want_w).sum()))
     assert_same_bits(dx, want)
@@ -249,24 +256,27 @@ def test_a_key_is_needed_for_the_derivative_alone():
 
 
 def test_each_site_product_and_turn_of_a_scan_has_noise_of_its_own():
-    layers = lambda p, x: lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0] + x @ p["v"] + x @ p["u"]
-    eye = np.eye(8, dtype=F)
+    """All of them are given the same g, and the other factor is 1."""
+
+    def added(p, x):
+        y, _ = lax.scan(lambda y, w: (y + x @ w, None), x @ p["v"], p["w"])
+        return y + x @ p["u"]
+
+    eye, g = np.eye(8, dtype=F), F(rng.normal(size=(8, 8)))
     params = {"w": np.stack([eye] * 3), "v": eye, "u": eye}
-    q = quantize_fn(layers, [Rule("*", QuantSpec(), QuantSpec(), gradient=STOCHASTIC)])
-    x, g = F(rng.normal(size=(16, 8))), F(rng.normal(size=(16, 8)))
-
-    def of(seed):
-        _, pull = jax.vjp(lambda p: q(p, x, key=jax.random.key(seed)), params)
-        return pull(g)[0]
-
-    found = of(0)
-    parts = [*found["w"], found["v"], found["u"]]
-    assert len({np.asarray(v).tobytes() for v in parts[2:]}) == 3
-    jax.tree.map(assert_same_bits, of(0), found)
-    assert np.any(of(1)["v"] != found["v"])
-    same = quantize_fn(layers, [Rule("*", QuantSpec(), QuantSpec(), gradient=QuantSpec(bits=4))])
-    _, pull = jax.vjp(lambda p: same(p, x), params)
-    assert_same_bits(pull(g)[0]["v"], pull(g)[0]["u"])
+    q, nearest = (
+        quantize_fn(added, [Rule("*", QuantSpec(), QuantSpec(), gradient=spec)])
+        for spec in (STOCHASTIC, dataclasses.replace(STOCHASTIC, rounding="half_even"))
+    )
+    run = jax.jit(lambda seed: jax.vjp(lambda p: q(p, eye, key=jax.random.key(seed)), params)[1](g)[0])
+    found = run(0)
+    assert len({np.asarray(v).tobytes() for v in (*found["w"], found["v"], found["u"])}) == 5
+    assert np.any(run(1)["v"] != found["v"])
+    same = jax.vjp(lambda p: nearest(p, eye), params)[1](g)[0]
+    assert len({np.asarray(v).tobytes() for v in (*same["w"], same["v"], same["u"])}) == 1
+    one = quantize_fn(matmul, [Rule("w", QuantSpec(), QuantSpec(), gradient=STOCHASTIC)])
+    dx, dw, _ = gradients(one, eye, eye, g, jax.random.key(0))
+    assert np.any(dx != dw)
 
 
 def test_inside_of_scan_remat_and_shard_map():
