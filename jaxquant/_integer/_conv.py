@@ -75,7 +75,7 @@ class Conv(NamedTuple):
         A scale for each example, or output feature, is multiplied into g: the gradient sums over them.
         """
         precision, step = self.gradient[side], q.step
-        if step.size > 1:
+        if any(n != 1 for n in step.shape):
             g, step = g * self._place("ba"[side], step, q, g.ndim), jnp.float32(1)
         step, transposed = lax.reshape(step, ()), Transposed.of(self.real, side, g.shape, q.shape, shape)
         if not isinstance(precision, QuantSpec):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.custom_batching
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -87,9 +88,12 @@ class Dot(NamedTuple):
         """
         precision, other = self.gradient[side], 1 - side
         inner, batch, summed = self.contracted[other], self.batch[other], self._free(q.ndim, other)
+        if isinstance(precision, QuantSpec) and isinstance(precision.granularity, PerBlock) and len(summed) > 1:
+            dot, g, q = self._with_one_summed(side, g, q, summed)
+            return dot.towards(side, g, q, shape, key)
         groups, step = _groups(q), lax.reshape(q.step, _groups(q))
-        folded = any(groups[i] > 1 for i in summed)
-        split = [i for i in inner if folded and groups[i] > 1]
+        folded = any(groups[i] not in (0, 1) for i in summed)
+        split = [i for i in inner if folded and groups[i] not in (0, 1)]
         first, start = len(batch), g.ndim - len(summed) if side == 0 else len(batch)
         mine = [i for i in range(first, g.ndim) if not start <= i < start + len(summed)]
         lead, at = first + len(split), start + len(split)
@@ -135,6 +139,16 @@ class Dot(NamedTuple):
             blocks = (first + split.index(j),) if j in split else ()
             order[i] = *blocks, lead + len(mine) + sorted(inner).index(j)
         return lax.reshape(lax.transpose(y, [k for axes in order for k in axes]), shape)
+
+    def _with_one_summed(self, side: int, g: Array, q: QArray, summed: Sequence[int]) -> tuple["Dot", Array, QArray]:
+        """With the axes that a gradient sums, which lie together in g and q, as one: rows of blocks."""
+        other, start, n = 1 - side, summed[0], len(summed)
+        at = g.ndim - n if side == 0 else len(self.batch[0])
+        as_one = lambda shape, at: [*shape[:at], math.prod(shape[at : at + n]), *shape[at + n :]]
+        behind = lambda axes: tuple(i if i < start else i - n + 1 for i in axes)
+        pair = lambda axes: tuple(behind(of) if i == other else of for i, of in enumerate(axes))
+        dot = self._replace(contracted=pair(self.contracted), batch=pair(self.batch))
+        return dot, lax.reshape(g, as_one(g.shape, at)), q.reshape(as_one(q.shape, start))
 
     def _blocks(self, a: QArray, b: QArray, specs: tuple[QuantSpec, QuantSpec], i: int, j: int) -> int:
         """How many runs of constant scale an axis has."""
@@ -194,20 +208,27 @@ class Dot(NamedTuple):
         return jnp.asarray(total)
 
     def _in_bfloat16(self, x: Array, w: Array) -> Array:
-        """Added in float32; of rows, as integers are, and for the same reasons."""
-        free, (batch, _), (inner, _) = self._free(x.ndim, 0), self.batch, self.contracted
-        order, rows = (*batch, *free, *inner), tuple(range(len(batch), len(batch) + len(free)))
-        moved = free and order != tuple(range(x.ndim))
-        n = x.shape[free[0]] if free else 0
-        x = lax.transpose(x, order)
-        if moved:
-            x = lax.pad(x, jnp.zeros((), x.dtype), [(0, int(i == rows[0]), 0) for i in range(x.ndim)])
-        numbers = (
-            (tuple(range(x.ndim - len(inner), x.ndim)), self.contracted[1]),
-            (tuple(range(len(batch))), self.batch[1]),
-        )
-        y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32)
-        return lax.slice_in_dim(y, 0, n, axis=rows[0]) if moved else y
+        """Products of bfloat16, added in float32."""
+        (ca, cb), free = self.contracted, (self._free(x.ndim, 0), self._free(w.ndim, 1))
+        dot = lambda x, w, *numbers: lax.dot_general(x, w, numbers or self[:2], preferred_element_type=jnp.float32)
+        # Which products of bfloat16 XLA:CPU has depends on the order of the axes, and for others it raises an error
+        # when they run. Those of two matrices are there, if no transpose is folded into them; of a batch none is sure.
+        in_float32 = lambda x, w: dot(x.astype(jnp.float32), w.astype(jnp.float32))
+        if self.batch[0]:
+            return in_float32(x, w)
+
+        @jax.custom_batching.custom_vmap
+        def of_matrices(x: Array, w: Array) -> Array:
+            leads = cb == tuple(range(len(cb)))  # then w need not be transposed
+            rows, columns = _matrix(x, free[0], ca), _matrix(w, cb, free[1]) if leads else _matrix(w, free[1], cb)
+            y = dot(*lax.optimization_barrier((rows, columns)), ((1,), (int(not leads),)), ((), ()))
+            return lax.reshape(y, [*(x.shape[i] for i in free[0]), *(w.shape[i] for i in free[1])])
+
+        @of_matrices.def_vmap
+        def of_batch(size: int, batched: Sequence[bool], x: Array, w: Array) -> tuple[Array, bool]:
+            return jax.vmap(in_float32, tuple(0 if is_batched else None for is_batched in batched))(x, w), True
+
+        return of_matrices(x, w)
 
     def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
         if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector as the row that is padded, not as a column
@@ -275,13 +296,17 @@ def _as_stored(
 
 
 def _along(kind: Granularity, summed: tuple[int, ...], ndim: int) -> Granularity:
-    """What the granularity of a gradient means where these axes are summed: blocks are of the last of them."""
-    if isinstance(kind, PerTensor):
-        return kind
+    """What the granularity of a gradient means where these axes are summed: of blocks there is one."""
     if isinstance(kind, PerBlock):
         (size,) = kind.sizes.values()
-        return PerBlock(summed, (*[1] * (len(summed) - 1), size))
-    return PerChannel(tuple(i for i in range(ndim) if i not in summed))
+        return PerBlock(summed[0], size)
+    kept = tuple(i for i in range(ndim) if i not in summed)
+    return PerTensor() if isinstance(kind, PerTensor) or not kept else PerChannel(kept)
+
+
+def _matrix(v: Array, rows: Sequence[int], columns: Sequence[int]) -> Array:
+    sizes = [math.prod(v.shape[i] for i in axes) for axes in (rows, columns)]
+    return lax.reshape(lax.transpose(v, (*rows, *columns)), sizes)
 
 
 def _groups(q: QArray) -> tuple[int, ...]:

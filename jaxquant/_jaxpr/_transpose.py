@@ -33,17 +33,21 @@ class Transposed(NamedTuple):
     @property
     def length(self) -> int:
         """How many products are summed."""
-        (conv,) = (eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "conv_general_dilated")
-        kernel: Any = conv.invars[1].aval
-        return math.prod(kernel.shape) // max(kernel.shape[conv.params["dimension_numbers"].rhs_spec[0]], 1)
+        length = 0  # of no products there is no convolution
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name == "conv_general_dilated":
+                kernel: Any = eqn.invars[1].aval
+                length = math.prod(kernel.shape) // max(kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+        return length
 
     def __call__(self, g: Array, v: Array, dtype: Any) -> Array:
         """Of factors of another dtype than float32, summed in `dtype`."""
         env: dict[Any, Array] = dict(zip(self.jaxpr.invars, (g, v), strict=True))
         for eqn in self.jaxpr.eqns:
-            ins = [env[i] if not isinstance(i, Literal) else i.val for i in eqn.invars]
-            ins = [jnp.asarray(i, ins[0].dtype) for i in ins]  # zeros that pad, too
+            arrays = [env[i] for i in eqn.invars if not isinstance(i, Literal)]
+            of = arrays[0].dtype if arrays else dtype
+            ins = [jnp.asarray(i.val, of) if isinstance(i, Literal) else env[i] for i in eqn.invars]  # zeros that pad
             is_conv = eqn.primitive.name == "conv_general_dilated"
             params = {**eqn.params, "preferred_element_type": np.dtype(dtype)} if is_conv else eqn.params
             env[eqn.outvars[0]] = eqn.primitive.bind(*ins, **params)
-        return env[self.jaxpr.outvars[0]]
+        return env[self.jaxpr.outvars[0]].astype(dtype)

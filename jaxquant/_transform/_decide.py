@@ -348,7 +348,7 @@ def _gradient(
     found: list[Precision] = [None, None]
     for side in range(2):
         rule = rules[side if op.weight is None else op.weight]
-        if rule is None or rule.gradient is None:
+        if rule is None or rule.gradients == (None, None):
             continue
         found[side] = precision = rule.gradients[side if op.weight is None else int(side == op.weight)]
         with named_in_errors(names[side], rule=rule):
@@ -376,7 +376,12 @@ def _check_gradient(op: Op, side: int, precision: QuantSpec | str, other: QuantS
             )
         return
     kind, is_weight = precision.granularity, side == op.weight
-    is_dot = op.contraction.op == "dot_general"
+    is_dot, params = op.contraction.op == "dot_general", op.contraction.params
+    if isinstance(kind, PerToken) and not is_dot and params["batch_group_count"] > 1:
+        raise ValueError(
+            f"`gradient` towards an input in groups of examples (batch_group_count={params['batch_group_count']}) has "
+            f"one scale, got {precision}. Say PerTensor()."
+        )
     allowed: list[Any] = [PerTensor(), PerChannel(None) if is_weight else PerToken()]
     if kind not in allowed and not (is_dot and isinstance(kind, PerBlock) and kind.axis is None):
         blocks = " or PerBlock(None, size), along what is summed" if is_dot else ""
@@ -386,10 +391,16 @@ def _check_gradient(op: Op, side: int, precision: QuantSpec | str, other: QuantS
             "the weight)."
         )
     if isinstance(kind, PerBlock):
-        numbers, shapes = op.contraction.params["dimension_numbers"], [o.shape for o in op.contraction.operands]
-        taken = {*numbers[0][1 - side], *numbers[1][1 - side]}
-        summed = [n for i, n in enumerate(shapes[1 - side]) if i not in taken]
-        qparams_shape(dataclasses.replace(precision, granularity=PerBlock(-1, kind.size)), tuple(summed))
+        numbers, shape = params["dimension_numbers"], op.contraction.operands[1 - side].shape
+        summed = [i for i in range(len(shape)) if i not in (*numbers[0][1 - side], *numbers[1][1 - side])]
+        if not summed or summed != list(range(summed[0], summed[-1] + 1)):
+            raise ValueError(
+                f"`gradient` has blocks along what is summed, which is "
+                f"{f'axes {summed}, apart from each other,' if summed else 'nothing'} of the other operand, of shape "
+                f"{shape}. Say PerTensor() for this product."
+            )
+        length = math.prod(shape[i] for i in summed)
+        qparams_shape(dataclasses.replace(precision, granularity=PerBlock(0, kind.size)), (length,))
 
 
 def _is_exact(rule: Rule) -> bool:
