@@ -108,11 +108,13 @@ class Dot(NamedTuple):
         last = [end - 1 for end in itertools.accumulate(map(len, parts))]  # where an axis of q, or its inner part, is
         with_blocks = lambda v: lax.reshape(v, [n for part in parts for n in part])
         of_sum = tuple(range(at, at + len(summed)))
-        dot = Dot(
-            (of_sum, tuple(last[i] for i in summed)),
-            (tuple(range(lead)), (*(last[i] for i in batch), *(last[i] - 1 for i in split))),
-            self.execution,
-        )
+        of_g = of_sum, tuple(range(lead))
+        of_q = tuple(last[i] for i in summed), (*(last[i] for i in batch), *(last[i] - 1 for i in split))
+        # In the order of the result, which is not transposed: it is as large as the weight.
+        in_order = lambda of_g, of_q: (of_g, of_q) if side == 0 else (of_q, of_g)
+        contracted, batched = zip(*in_order(of_g, of_q), strict=True)
+        dot = Dot(contracted, batched, self.execution)
+        mine_at, inner_at = (lead, lead + len(mine)) if side == 0 else (lead + len(inner), lead)
         if isinstance(precision, QuantSpec):
             scale, zero, values = step, q.zero_point, q.values
             if folded:
@@ -121,23 +123,22 @@ class Dot(NamedTuple):
                     wide = dataclasses.replace(q.spec, bits=q.spec.bits + 1, signed=True, symmetric=True)
                     q, values = dataclasses.replace(q, spec=wide), centred(q, jnp.int16)
             kept = dataclasses.replace(precision, granularity=_along(precision.granularity, of_sum, g.ndim))
-            y = dot.exact(rounded(g, kept, of_sum, key), plain(q, with_blocks(values), scale, zero))
+            y = dot.exact(*in_order(rounded(g, kept, of_sum, key), plain(q, with_blocks(values), scale, zero)))
         else:
             values = with_blocks(centred(q, jnp.float32).astype(jnp.bfloat16))
-            y = dot._in_bfloat16(g.astype(jnp.bfloat16), values)
+            y = dot._in_bfloat16(*in_order(g.astype(jnp.bfloat16), values))
             if not folded:
-                places = {i: k for k, i in enumerate(batch)} | {
-                    i: lead + len(mine) + k for k, i in enumerate(sorted(inner))
-                }
+                places = {i: k for k, i in enumerate(batch)}
+                places |= {i: inner_at + k for k, i in enumerate(sorted(inner))}
                 y = num.guard(y * in_output("q", step, q.shape, places, y.ndim))
         order: list[tuple[int, ...]] = [()] * len(shape)
         for k, i in enumerate(self.batch[side]):
             order[i] = (k,)
         for k, i in enumerate(self._free(len(shape), side)):
-            order[i] = (lead + k,)
+            order[i] = (mine_at + k,)
         for i, j in zip(self.contracted[side], inner, strict=True):
             blocks = (first + split.index(j),) if j in split else ()
-            order[i] = *blocks, lead + len(mine) + sorted(inner).index(j)
+            order[i] = *blocks, inner_at + sorted(inner).index(j)
         return lax.reshape(lax.transpose(y, [k for axes in order for k in axes]), shape)
 
     def _with_one_summed(self, side: int, g: Array, q: QArray, summed: Sequence[int]) -> tuple["Dot", Array, QArray]:
@@ -212,7 +213,8 @@ class Dot(NamedTuple):
         (ca, cb), free = self.contracted, (self._free(x.ndim, 0), self._free(w.ndim, 1))
         dot = lambda x, w, *numbers: lax.dot_general(x, w, numbers or self[:2], preferred_element_type=jnp.float32)
         # Which products of bfloat16 XLA:CPU has depends on the order of the axes, and for others it raises an error
-        # when they run. Those of two matrices are there, if no transpose is folded into them; of a batch none is sure.
+        # when they run. Those of two matrices are there, if no transpose before them or behind them is folded into them;
+        # of a batch none is sure.
         in_float32 = lambda x, w: dot(x.astype(jnp.float32), w.astype(jnp.float32))
         if self.batch[0]:
             return in_float32(x, w)
@@ -222,6 +224,7 @@ class Dot(NamedTuple):
             leads = cb == tuple(range(len(cb)))  # then w need not be transposed
             rows, columns = _matrix(x, free[0], ca), _matrix(w, cb, free[1]) if leads else _matrix(w, free[1], cb)
             y = dot(*lax.optimization_barrier((rows, columns)), ((1,), (int(not leads),)), ((), ()))
+            y = lax.optimization_barrier(y)
             return lax.reshape(y, [*(x.shape[i] for i in free[0]), *(w.shape[i] for i in free[1])])
 
         @of_matrices.def_vmap
