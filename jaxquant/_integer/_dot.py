@@ -213,8 +213,8 @@ class Dot(NamedTuple):
         (ca, cb), free = self.contracted, (self._free(x.ndim, 0), self._free(w.ndim, 1))
         dot = lambda x, w, *numbers: lax.dot_general(x, w, numbers or self[:2], preferred_element_type=jnp.float32)
         # Which products of bfloat16 XLA:CPU has depends on the order of the axes, and for others it raises an error
-        # when they run. Those of two matrices are there, if no transpose before them or behind them is folded into them;
-        # of a batch none is sure.
+        # when they run. Those of two matrices are there, if no transpose before or behind them is folded in; of a
+        # batch none is sure.
         in_float32 = lambda x, w: dot(x.astype(jnp.float32), w.astype(jnp.float32))
         if self.batch[0]:
             return in_float32(x, w)
