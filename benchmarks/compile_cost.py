@@ -87,7 +87,7 @@ class Cnn(nn.Module):
 def of_linen(model, *shape, rules=KERNELS):
     x = jnp.ones(shape)
     params = model.init(jax.random.key(0), x)
-    contenders = {"": quantize_fn(model.apply, rules), "qwix": function_transform.of_qwix(model).apply}
+    contenders = {"": quantize_fn(model.apply, rules), "qwix": function_transform.of_qwix(model)}
     return model.apply, params, x, contenders
 
 

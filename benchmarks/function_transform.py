@@ -2,7 +2,10 @@
 """What a training step of a quantized function costs, to the user's float step: an MLP and a transformer, with Adam."""
 
 import dataclasses
+import functools
+from typing import Any
 
+import aqt.jax.v2.config as aqt
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,28 +25,31 @@ AFFINE = Rule("**/kernel", weight_spec(8), activation_spec(8))
 class Mlp(nn.Module):
     """784-1024-1024-1024-10."""
 
+    dense: Any = nn.Dense
+
     @nn.compact
     def __call__(self, x):
         for i in range(3):
-            x = nn.relu(nn.Dense(1024, name=f"layer_{i}")(x))
-        return nn.Dense(10, name="head")(x)
+            x = nn.relu(self.dense(1024, name=f"layer_{i}")(x))
+        return self.dense(10, name="head")(x)
 
 
 class Block(nn.Module):
     """Attention of four heads and a feed-forward layer, each behind a LayerNorm."""
 
     width: int
+    dense: Any
 
     @nn.compact
     def __call__(self, x):
         y = nn.LayerNorm()(x)
-        q, k, v = (nn.Dense(self.width, name=name)(y) for name in ("q", "k", "v"))
+        q, k, v = (self.dense(self.width, name=name)(y) for name in ("q", "k", "v"))
         q, k, v = (h.reshape(*h.shape[:2], 4, -1) for h in (q, k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1])
         y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-        x = x + nn.Dense(self.width, name="out")(y.reshape(x.shape))
-        y = nn.Dense(4 * self.width, name="up")(nn.LayerNorm()(x))
-        return x + nn.Dense(self.width, name="down")(nn.gelu(y))
+        x = x + self.dense(self.width, name="out")(y.reshape(x.shape))
+        y = self.dense(4 * self.width, name="up")(nn.LayerNorm()(x))
+        return x + self.dense(self.width, name="down")(nn.gelu(y))
 
 
 class Transformer(nn.Module):
@@ -51,12 +57,13 @@ class Transformer(nn.Module):
 
     layers: int = 4
     width: int = 256
+    dense: Any = nn.Dense
 
     @nn.compact
     def __call__(self, x):
         for i in range(self.layers):
-            x = Block(self.width, name=f"block_{i}")(x)
-        return nn.Dense(10, name="head")(x.mean(1))
+            x = Block(self.width, self.dense, name=f"block_{i}")(x)
+        return self.dense(10, name="head")(x.mean(1))
 
 
 def inputs(*shape):
@@ -67,8 +74,16 @@ def inputs(*shape):
 MODELS = {"MLP": (Mlp(), inputs(256, 784)), "transformer": (Transformer(), inputs(8, 128, 256))}
 
 
-def of_qwix(model):
-    return qwix.quantize_model(model, qwix.QtProvider([qwix.QtRule(weight_qtype="int8", act_qtype="int8")]))
+def of_qwix(model, **gradient):
+    rule = qwix.QtRule(weight_qtype="int8", act_qtype="int8", **gradient)
+    return qwix.quantize_model(model, qwix.QtProvider([rule])).apply
+
+
+def of_aqt(model):
+    """All three products in int8, rounded to the nearest."""
+    config = aqt.config_v4(fwd_bits=8, dlhs_bits=8, drhs_bits=8)
+    aqt.set_stochastic_rounding(config, False, False, "jax.uniform")
+    return model.clone(dense=functools.partial(nn.Dense, dot_general=config)).apply
 
 
 def absmax(v, axis):
@@ -114,7 +129,9 @@ def applies(name):
         "int8, gradient bfloat16": ours(dataclasses.replace(SYMMETRIC, gradient="bfloat16")),
         "int8, gradient int8": ours(dataclasses.replace(SYMMETRIC, gradient=QuantSpec())),
         "float32": ours(SYMMETRIC, execution="float32"),
-        "qwix": of_qwix(model).apply,
+        "qwix": of_qwix(model),
+        "qwix, gradient int8": of_qwix(model, bwd_qtype="int8"),
+        "AQT, gradient int8": of_aqt(model),
     } | ({"by hand": mlp_by_hand} if name == "MLP" else {})
 
 
@@ -181,10 +198,33 @@ def product_rows(rounds, *shapes):
         yield f"the int8 product alone, {x} x {w} (float32 as a matrix {to['as a matrix']})", to["int8"], ""
 
 
-PACKAGES = "flax", "optax", "qwix"
+def expert_rows(rounds, *cases):
+    """A mixture of experts: `lax.ragged_dot` of float32, whose groups have different sizes, is 1."""
+    layer = lambda params, x, sizes: jax.lax.ragged_dot(x, params["w"], sizes)
+    loss = lambda f: jax.grad(lambda params, *args: (f(params, *args) ** 2).sum(), (0, 1))
+    for rows, width, out, experts in cases:
+        x, w = (jnp.asarray(RNG.normal(size=n), jnp.float32) for n in ((rows, width), (experts, width, out)))
+        sizes = jnp.asarray(RNG.multinomial(rows, np.full(experts, 1 / experts)), jnp.int32)
+        what = f"ragged dot, {rows} rows, {experts} experts of {width} x {out}"
+        rule = Rule("w", weight_spec(8), activation_spec(8, symmetric=True))
+        q = quantize_fn(layer, [rule])
+        frozen = q.freeze({"w": w}, x, sizes)
+        runs = {"float": kept(layer, {"w": w}, x, sizes), "frozen": kept(q, frozen, x, sizes)}
+        to = compared(runs, rounds)
+        yield f"{what}: frozen", to("frozen", "float"), ""
+        gradients = None, "bfloat16", QuantSpec()
+        of = {str(g): quantize_fn(layer, [dataclasses.replace(rule, gradient=g)]) for g in gradients}
+        runs = {name: kept(loss(f), {"w": w}, x, sizes) for name, f in {"float": layer, **of}.items()}
+        to = compared(runs, rounds)
+        for name, g in zip(("float32", "bfloat16", "int8"), gradients, strict=True):
+            yield f"{what}: gradient, {name} backward", to(str(g), "float"), ""
+
+
+PACKAGES = "flax", "optax", "qwix", "aqtp"
 COLUMNS = "", "ratio", "goal"
 SHAPES = ((256, 1024), (1024, 1024)), ((8, 128, 256), (256, 1024))
 PARTS = {
     "products": Part(COLUMNS, product_rows, 101, SHAPES),
     "steps": Part(COLUMNS, step_rows, 101, tuple(MODELS)),
+    "experts": Part(COLUMNS, expert_rows, 31, ((1024, 512, 512, 8), (512, 256, 512, 32))),
 }

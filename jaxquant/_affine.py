@@ -283,7 +283,7 @@ def quantize_straight_through(
     limits, noise = limits_of(spec), _noise(x, spec, key)
     values = lax.stop_gradient(x)
 
-    quantized = lambda grid, finite: (_held(values, grid, noise, spec), _nan_flags(values, contracted, finite))
+    quantized = lambda grid, finite: (_held(values, grid, noise, spec), nan_flags(values, contracted, finite))
 
     def of_range(x_min, x_max, finite):
         grid = grid_of_range(x_min, x_max, spec, limits)
@@ -314,7 +314,8 @@ def _trained(grid: Grid, spec: QuantSpec) -> Grid:
     return grid._replace(zero_point=_scale_gradient(*num.vary_together(grid.zero_point, _used_scale(grid, spec))))
 
 
-def _nan_flags(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
+def nan_flags(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
+    """NaN where the values along the contracted axes, of size 1 here, hold a NaN; 0 elsewhere, or if all are finite."""
     if finite and not num.is_explicit(values) and not num.varying_axes(values):
         shape = [1 if i in contracted else n for i, n in enumerate(values.shape)]
         return jnp.zeros(shape, jnp.float32)

@@ -72,7 +72,8 @@ def reshaped(v: Array, old: tuple[int, ...], new: tuple[int, ...]) -> Array:
     sizes = []
     for of_old, of_new in segments(old, new):
         lengths = [new[j] for j in of_new]
-        fitting = _blocks_of([v.shape[i] for i in of_old], [old[i] for i in of_old], lengths)
+        of_blocks = [v.shape[i] for i in of_old], [old[i] for i in of_old]
+        fitting = None if 0 in lengths else _blocks_of(*of_blocks, lengths)
         if fitting is None:
             for i in of_old:
                 v = apart(v, i, old[i])

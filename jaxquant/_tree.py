@@ -22,7 +22,7 @@ from ._qarray import QArray
 from ._ranges._fit import fit_qparams
 from ._spec import QuantSpec, limits_of, qparams_shape
 
-KINDS = ("weight", "act_act", "derived", "captured", "gradient")
+KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value")
 OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient")
 
 
@@ -48,8 +48,9 @@ class Rule:
         op in the plan, or with what `quant_point` calls an operand, and `activation` is the spec for both. "derived":
         an operand computed from parameters alone, by the name of the op or the path of one of them. "captured": an
         operand that the function closes over, by the name of the op. "gradient": the backward pass of a function that
-        differentiates, by the name of the op.
-      op: "dot_general" or "conv_general_dilated"; None takes both.
+        differentiates, by the name of the op. "value": a value that `quant_point` names, by the name; `activation` is
+        its spec, and the dots that take it, moved perhaps, take its integers.
+      op: "dot_general", "conv_general_dilated" or "ragged_dot_general"; None takes all.
       scope: a path glob of the op's scope, which `jax.named_scope` and the modules of flax and haiku make.
       custom: what to do where the op is inside a function with a custom derivative (custom_jvp, custom_vjp).
         "keep": the derivative that its author wrote, at the unquantized values. "inline": the derivative of the
@@ -123,7 +124,7 @@ class Rule:
                 ) from None
         checks.one_of("kind", self.kind, KINDS)
         if self.op is not None:
-            checks.one_of("op", self.op, ("dot_general", "conv_general_dilated"))
+            checks.one_of("op", self.op, ("dot_general", "conv_general_dilated", "ragged_dot_general"))
         if self.custom is not None:
             checks.one_of("custom", self.custom, ("keep", "inline"))
         if checks.static_bool("everywhere", self.everywhere) and self.kind != "weight":
@@ -138,10 +139,15 @@ class Rule:
                 )
         if not isinstance(self.scope, str | None):
             raise TypeError(f"`scope` of a Rule must be a path glob or None, got {checks.kind(self.scope)}.")
-        if self.kind == "act_act" and self.weight:
+        if self.kind in ("act_act", "value") and self.weight:
             raise ValueError(
-                f'`weight` of a Rule must be None where kind="act_act", got {self.weight}: no operand is one. Pass '
-                "activation=, the spec for both."
+                f'`weight` of a Rule must be None where kind="{self.kind}", got {self.weight}: no operand is one. Pass '
+                "activation=."
+            )
+        if self.kind == "value" and (self.op, self.gradients) != (None, (None, None)):
+            raise ValueError(
+                f'`op` and `gradient` are of products, got {self.op!r} and {self.gradient!r} with kind="value". Drop '
+                "them, or give them to the rule of the dot."
             )
 
     @property

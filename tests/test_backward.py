@@ -436,3 +436,24 @@ def run(weight=OPERANDS["channels"][0], activation=OPERANDS["channels"][1], vect
 def test_bad_input(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize(
+    "precision", [float8_spec("float8_e5m2"), QuantSpec(), nvfp4_spec()], ids=["e5m2", "int8", "nvfp4"]
+)
+def test_the_scale_of_a_gradient_is_just_in_time(precision):
+    q = quantize_fn(matmul, [Rule("w", float8_spec(granularity=PerChannel(None)), float8_spec(), gradient=precision)])
+    *once, _ = gradients(q, W, X, G)
+    *scaled, _ = gradients(q, W, X, G * 2**20)
+    for a, b in zip(once, scaled, strict=True):
+        assert_same_bits(a * 2**20, b)
+
+
+def test_the_largest_range_of_a_history_is_the_scale():
+    q = quantize_fn(matmul, [Rule("w", float8_spec(), float8_spec(), gradient=float8_spec("float8_e5m2"))])
+    batches = [X * F(1.5**-i) for i in range(6)]
+    seen = [q.observe({"w": W}, x)["w:input"] for x in batches]
+    history = jax.tree.map(lambda *r: jnp.stack(r), *seen[-3:])
+    largest = jq.Range(history.x_min.min(0), history.x_max.max(0))
+    qparams = q.init_qparams({"w": W}, X, ranges={"w:input": largest})
+    assert_same_bits(qparams["w:input"].scale, np.abs(batches[3]).max() / F(448))  # of the last three

@@ -196,3 +196,22 @@ def test_a_new_process_serves_an_exported_program_from_integers(tmp_path):
     paths = [str(tmp_path / name) for name in ("program", "arrays.npz", "y.npy")]
     subprocess.run([sys.executable, "-c", SERVER, *paths], check=True, timeout=120)
     assert_same_bits(np.load(paths[2]), f({"w": w}, x))
+
+
+def test_one_program_for_several_platforms_has_integer_products_and_no_weights():
+    layers = {"w": normal(3, 64, 64) / 8}
+    f = lambda p, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0]
+    q, x = quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))]), normal(5, 64)
+    qparams = q.init_qparams(layers, x, ranges=q.observe(layers, x))
+    frozen, inputs = q.freeze(layers, x, qparams=qparams), {"w:input": qparams["w:input"]}
+    served = jax.jit(lambda p, s, x: q(p, x, qparams=s))
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 64"), jnp.float32)
+    program = jax.export.export(served, platforms=("cpu", "cuda", "tpu"))(frozen, inputs, rows)
+    module = program.mlir_module()
+    products = re.findall(r"stablehlo.dot_general.*: \((.*)\) -> (.*)", module)
+    assert products
+    assert all("i8>" in operands and "i32>" in result for operands, result in products)
+    assert not re.search(r'dense<"0x|dense_resource', module)
+    assert len(program.serialize()) < 40_000
+    again = jax.export.deserialize(program.serialize())
+    assert_same_bits(again.call(frozen, inputs, x), q(layers, x, qparams=qparams))

@@ -228,3 +228,15 @@ def test_integers_from_elsewhere_are_used_as_they_are():
     assert_same_bits(got, jax.jit(f)(jax.tree.map(dequantize, integers, is_leaf=lambda v: isinstance(v, QArray)), X))
     text = str(quantize_fn(f, []).plan(integers, X)["v"].why)
     assert "integers" in text
+
+
+def test_a_depthwise_kernel_whose_axis_of_size_1_moves():
+    """As keras has it: (..., channels, 1), reshaped to (..., 1, channels) for the convolution."""
+    numbers = "NHWC", "HWIO", "NHWC"
+    f = lambda p, x: jax.lax.conv_general_dilated(
+        x, p["w"].reshape(3, 3, 1, 4), (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=4
+    )
+    q, params = quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))]), {"w": normal(1, 3, 3, 4, 1)}
+    x = normal(2, 2, 5, 5, 4)
+    assert q.plan(params, x)["w"].entry_spec.granularity.axis == 2
+    assert_same_bits(q(q.freeze(params, x), x), q(params, x))

@@ -645,9 +645,10 @@ def pallas(p, x):
     return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((4, 6), jnp.float32), interpret=True)(x, p["w"])
 
 
+RAGGED_SUM = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 CLOSED = {
     "pallas_call": pallas,
-    "ragged_dot": lambda p, x: lax.ragged_dot(x, p["w"][None], jnp.array([4], jnp.int32)),
+    "ragged_dot": lambda p, x: lax.ragged_dot_general(x.T, p["w"], jnp.array([4], jnp.int32), RAGGED_SUM),
     "custom_linear_solve": lambda p, x: lax.custom_linear_solve(lambda v: p["w"] @ v, x.T, lambda mv, v: v),
 }
 

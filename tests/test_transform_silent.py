@@ -89,9 +89,9 @@ def test_a_rule_for_activations_alone_leaves_parameters_as_they_are():
 
 
 def test_what_is_computed_with_and_cannot_be_replaced_is_not_left_in_float():
-    sizes = jnp.array([2, 1], jnp.int32)
-    f = lambda p, x: lax.ragged_dot(x, p["experts"] * 2, sizes) @ p["head"]
-    params = {"experts": normal(2, 4, 4), "head": normal(4, 2)}
+    sizes, numbers = jnp.array([2, 1], jnp.int32), lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+    f = lambda p, x: lax.ragged_dot_general(x, p["experts"] * 2, sizes, numbers)[0] @ p["head"]
+    params = {"experts": normal(3, 4), "head": normal(4, 2)}
     with pytest.raises(
         ValueError, match=r"'\*\*' quantizes 'experts', which is computed.*ragged_dot.*\('experts', None\)"
     ):

@@ -146,14 +146,20 @@ def benchmarks():
     """The training step, serving, a linear layer, the size and the compile time, each to float and beside peers."""
     steps, calls, compiling = map(published, ("function_transform", "serving", "compile_cost"))
     figure, axes = plt.subplot_mosaic([["step", "size"], ["call", "layer"], ["compile", "compile"]], figsize=(10, 9))
+    names = {
+        "jaxquant": "int8",
+        "bfloat16 backward": "int8, gradient bfloat16",
+        "int8 backward": "int8, gradient int8",
+        "qwix": "qwix",
+        "qwix, int8 backward": "qwix, gradient int8",
+    }
     groups = {
-        model: {
-            label: first(steps[f"{model} step, {name}"][0]) for label, name in (("jaxquant", "int8"), ("qwix", "qwix"))
-        }
+        model: {label: first(steps[f"{model} step, {name}"][0]) for label, name in names.items()}
         for model in ("MLP", "transformer")
     }
     grouped(axes["step"], groups, "Training step, float32 = 1")
-    axes["step"].set_ylim(0, 1.6)
+    axes["step"].set_ylim(0, 2.8)
+    axes["step"].legend(ncols=2, fontsize=8)
     sizes(axes["size"])
     rows = {f"MLP,\n{n} row{'s' * (n > 1)}": f"{n} rows: frozen, static" for n in (1, 8, 128)}
     language = "language model, one token for each of {}, w8a8, frozen and static"

@@ -178,31 +178,31 @@ _held.defvjp(lambda x, q: (_held(x, q), None), lambda _, g: (g, None))
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def contract(
     op: Any, x: Array, w: Array, a: QArray, b: QArray, nan_flags: tuple[Array | None, Array | None] = (None, None),
-    key: Any = None,
+    key: Any = None, more: tuple[Array, ...] = (),
 ) -> Array:  # fmt: skip
-    """`op.exact(a, b)`, with the gradients of `op.real` to `x` and `w`, the real values of `a` and `b`.
+    """`op.exact(a, b, *more)`, with the gradients of `op.real` to `x` and `w`, the real values of `a` and `b`.
 
     `x` and `w` are there to be differentiated, twice too; no pass computes their values, which it has as integers.
     The flags are added to the scales of the result alone. Where `op.gradient` says a precision, the gradient has the
     value of `op.towards`, and its own derivative is still that of `op.real`; `key` is for what is rounded
-    stochastically.
+    stochastically. `more` are other operands, such as the sizes of groups.
     """
-    return op.exact(*map(flagged, (a, b), nan_flags))
+    return op.exact(*map(flagged, (a, b), nan_flags), *more)
 
 
-def _contract_fwd(op, x, w, a, b, flags, key):
-    return contract(op, x, w, a, b, flags, key), (x, w, a, b, key)
+def _contract_fwd(op, x, w, a, b, flags, key, more):
+    return contract(op, x, w, a, b, flags, key, more), (x, w, a, b, key, more)
 
 
 def _contract_bwd(op, residuals, g):
-    x, w, a, b, key = residuals
-    gradients = list(jax.vjp(op.real, _held(x, a), _held(w, b))[1](g))
+    x, w, a, b, key, more = residuals
+    gradients = list(jax.vjp(lambda x, w: op.real(x, w, *more), _held(x, a), _held(w, b))[1](g))
     for side, (precision, other) in enumerate(zip(op.gradient, (b, a), strict=True)):
         if precision is not None:
             own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]
-            low = op.towards(side, lax.stop_gradient(g), other, exact.shape, own)
+            low = op.towards(side, lax.stop_gradient(g), other, exact.shape, own, *more)
             gradients[side] = with_gradient_of(exact, low.astype(exact.dtype))
-    return *gradients, None, None, None, None
+    return *gradients, None, None, None, None, None
 
 
 contract.defvjp(_contract_fwd, _contract_bwd)

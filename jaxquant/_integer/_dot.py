@@ -37,12 +37,16 @@ from ._digits import in_digits, sum_of_digits
 
 
 class Dot(NamedTuple):
-    """`lax.dot_general` with dimension numbers ((contracted a, contracted b), (batch a, batch b)); static."""
+    """`lax.dot_general` with dimension numbers ((contracted a, contracted b), (batch a, batch b)); static.
+
+    `most` is how many products of a sum can be other than 0, where that is known to be fewer than all.
+    """
 
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     batch: tuple[tuple[int, ...], tuple[int, ...]]
     execution: str
     gradient: tuple[Precision, Precision] = (None, None)
+    most: int | None = None
 
     def real(self, a: Array, b: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
@@ -113,7 +117,7 @@ class Dot(NamedTuple):
         # In the order of the result, which is not transposed: it is as large as the weight.
         in_order = lambda of_g, of_q: (of_g, of_q) if side == 0 else (of_q, of_g)
         contracted, batched = zip(*in_order(of_g, of_q), strict=True)
-        dot = Dot(contracted, batched, self.execution)
+        dot = Dot(contracted, batched, self.execution, most=self.most)
         mine_at, inner_at = (lead, lead + len(mine)) if side == 0 else (lead + len(inner), lead)
         if isinstance(precision, QuantSpec):
             scale, zero, values = step, q.zero_point, q.values
@@ -169,7 +173,8 @@ class Dot(NamedTuple):
         """The contraction of operands in digits, with one scale along the contracted axes."""
         length = math.prod(a[0].shape[i] for i in self.contracted[0])
         in_units = self._in_float32 if self.execution == "float32" else self._in_integers
-        acc = sum_of_digits(a, b, specs, length, self.execution, lambda x, w: in_units(x, w, length))
+        most = length if self.most is None else min(length, self.most)
+        acc = sum_of_digits(a, b, specs, most, self.execution, lambda x, w: in_units(x, w, length))
         at = zip(("a", "b"), (a[0], b[0]), self._places(a[0], b[0]), strict=True)
         return scaled(acc, *(in_output(name, q.scale, q.shape, places, acc.ndim) for name, q, places in at))
 

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
 from .. import _numerics as num
-from ._moves import QuantizedParam, is_moved, moved, ordered, sharded, stacked
+from ._moves import QuantizedParam, from_integers, is_moved, moved, ordered, sharded, stacked
 from ._program import (
     HIGH,
     Location,
@@ -94,7 +94,7 @@ class Replacements:
 
     def __init__(
         self, contractions: Mapping[Location, Callable], custom: Mapping[Location, str],
-        holding: Mapping[Location, Sequence[bool]], read: Callable[[QuantizedParam, str | None], Array], inputs: Inputs,
+        holding: Mapping[Location, Sequence[bool]], read: Callable[..., Array], inputs: Inputs,
     ):  # fmt: skip
         self.contractions, self.custom, self.holding = contractions, custom, holding
         self.read, self.inputs = read, inputs
@@ -117,6 +117,9 @@ class Replacements:
             elif holds and is_moved(eqn, ins):
                 with eqn.ctx.manager:
                     outs = moved(eqn, ins)
+            elif holds and not eqn.effects:
+                of_held = functools.partial(self.read, by=kind(eqn))
+                outs = from_integers(lambda *ins, eqn=eqn: bound(eqn, ins, jaxpr), ins, of_held)
             else:
                 outs = bound(eqn, self.floats(ins, kind(eqn)), jaxpr)
             env.update(zip(eqn.outvars, outs, strict=True))

@@ -24,11 +24,11 @@ from ._program import avals, param
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["integers", "floats", "of_groups"],
-    meta_fields=["paths", "spec", "dtype", "casts", "order"],
+    meta_fields=["paths", "spec", "dtype", "casts", "order", "is_value"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedParam:
-    """A parameter, or a part of it: what moves its values moves its integers, real values and qparams alike.
+    """A parameter, or a named value, or a part of it: what moves it moves integers, real values and qparams alike.
 
     Attributes:
       integers: its integers, which no cast changes; None where no op reads them.
@@ -39,6 +39,7 @@ class QuantizedParam:
       dtype: of the parameter.
       casts: what casts it has been through: the primitives and their parameters.
       order: in which the last axes of the integers lie, as in QArray, until something moves them; int4 until then, too.
+      is_value: whether it is a named value, which has a range of its own on each device.
     """
 
     integers: Array | None
@@ -49,6 +50,7 @@ class QuantizedParam:
     dtype: Any
     casts: tuple[tuple[Any, tuple[tuple[str, Any], ...]], ...] = ()
     order: tuple[int, ...] | None = None
+    is_value: bool = False
 
     def cast(self, x: Array) -> Array:
         """Values of the parameter through the casts that it has been through."""
@@ -63,6 +65,8 @@ _CASTS = ("convert_element_type", "reduce_precision")
 _PASSING = ("name", "copy", "stop_gradient", "pvary", "pcast", "ppermute")
 # To any number of values at once.
 _TOGETHER = ("optimization_barrier", "device_put")
+# Of which a value is what is computed from it: it has a range of its own.
+_OF_PARAMETERS = ("concatenate", "stack", "all_gather")
 # To what has the shape of the parameter, or to its groups with the axes of size 1 whole.
 _SHARDING = ("sharding_constraint", "reshard", "mesh_cast")
 
@@ -155,6 +159,8 @@ _OF_GROUPS: dict[str, _Move] = {
 def is_moved(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
     """Whether an equation moves a quantized parameter, or several, and nothing else."""
     name = eqn.primitive.name
+    if name in _OF_PARAMETERS and any(isinstance(v, QuantizedParam) and v.is_value for v in ins):
+        return False
     if name in ("concatenate", "stack"):
         return all(isinstance(v, QuantizedParam) and _is_like(v, ins[0]) for v in ins)
     if name in _TOGETHER:
@@ -282,6 +288,16 @@ def qarray(held: QuantizedParam) -> QArray:
     assert held.integers is not None
     of_tensor = held.of_groups.get("tensor_scale")
     return QArray.of_stored(held.integers, scale, zero_point, held.spec, held.dtype, held.order, of_tensor)
+
+
+def from_integers(f: Callable, values: Sequence[Any], of_held: Callable[[QuantizedParam], Any]) -> Any:
+    """`f(*values)`, with what `of_held` makes of the parameters among them.
+
+    Of a parameter that is integers alone it is made again for a backward pass, which would else keep it in float.
+    """
+    result = lambda *values: f(*(of_held(v) if isinstance(v, QuantizedParam) else v for v in values))
+    is_frozen = any(isinstance(v, QuantizedParam) and "real" not in v.floats for v in values)
+    return (jax.checkpoint(result) if is_frozen else result)(*values)
 
 
 def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:

@@ -9,10 +9,12 @@ import jax.core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 Location = tuple[int, ...]  # the place of an equation in a program; then which program inside it, the place there, ...
-CONTRACTIONS = ("dot_general", "conv_general_dilated")
+CONV, RAGGED = "conv_general_dilated", "ragged_dot_general"
+CONTRACTIONS = ("dot_general", CONV, RAGGED)
+NAME = "name"  # what `quant_point` makes of a value
 HIGH = "call_hi_primitive"  # a primitive of jax.experimental.hijax
 # Contractions, or kernels that may hold one, which cannot be replaced from outside.
-CLOSED = ("pallas_call", "ffi_call", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper", "scaled_dot")
+CLOSED = ("pallas_call", "ffi_call", "scaled_matmul_wrapper", "scaled_dot")
 
 
 def traced(f: Callable, args: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
@@ -55,6 +57,15 @@ def kind(eqn: JaxprEqn) -> str:
     """The name of the primitive; of one of hijax what the public function that made it is called otherwise."""
     is_checkpoint = eqn.primitive.name == HIGH and {"policy", "prevent_cse"} <= set(params_of(eqn))
     return "checkpoint" if is_checkpoint else eqn.primitive.name
+
+
+def is_contraction(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether it is one that can be replaced; of ragged dots, that of rows in groups, each with a matrix of its own."""
+    if name != RAGGED:
+        return name in CONTRACTIONS
+    numbers = params["ragged_dot_dimension_numbers"]
+    (contracted, _), (batch, _) = numbers.dot_dimension_numbers
+    return params["group_offset"] is None and not {*contracted, *batch}.intersection(numbers.lhs_ragged_dimensions)
 
 
 def param(eqn: JaxprEqn, *names: str) -> Any:

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from .. import _checks as checks
 from .._groups import segments
 from ._program import (
     CLOSED,
     CONTRACTIONS,
     HIGH,
+    NAME,
     Location,
     avals,
+    is_contraction,
     kind,
     param,
     params_of,
@@ -39,7 +42,8 @@ class Origin(NamedTuple):
       picked: whether data say which part of the parameter it is.
       computed: the parameters of at least two axes that it was computed from, with no contraction between.
       gathered: whether it holds its parts in an order that indices say: what a gather makes of a parameter.
-      name: what `quant_point` called it.
+      name: what `quant_point` called it, and
+      points: where that was, and where it was named before; it may have been moved since.
       value: what tells it from other values of the program: equal for one that comes through a call, or through equal
         moves. Not compared where values come together.
     """
@@ -53,7 +57,13 @@ class Origin(NamedTuple):
     computed: frozenset[str] = frozenset()
     gathered: bool = False
     name: str | None = None
+    points: tuple[Location, ...] = ()
     value: Any = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it may travel with its integers: a parameter that is not computed with, or a named value."""
+        return bool(self.parts or self.points)
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -94,6 +104,11 @@ def computed(origins: Sequence[Origin]) -> Origin:
     )
 
 
+def _is_integer(eqn: JaxprEqn) -> bool:
+    """Whether it casts to what is not floating."""
+    return eqn.primitive.name == "convert_element_type" and not checks.is_float(avals(eqn.outvars)[0].dtype)
+
+
 def _joined(eqn: JaxprEqn, origins: Sequence[Origin]) -> Origin:
     """Parameters side by side, if they lie alike."""
     first = origins[0].axes
@@ -125,7 +140,7 @@ class Operand(NamedTuple):
 
 
 class Contraction(NamedTuple):
-    """A dot or convolution of a program, or an equation that may hold one and is closed."""
+    """A dot or convolution of a program, an equation that may hold one and is closed, or a named value."""
 
     location: Location
     op: str
@@ -138,9 +153,16 @@ class Contraction(NamedTuple):
     in_condition: bool = False  # whether it is in the condition of a loop
 
     @property
+    def dot(self) -> Any:
+        """Of a dot, ragged or not: ((contracted lhs, contracted rhs), (batch lhs, batch rhs))."""
+        ragged = self.params.get("ragged_dot_dimension_numbers")
+        pairs = ragged.dot_dimension_numbers if ragged else self.params["dimension_numbers"]
+        return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in pairs)
+
+    @property
     def is_closed(self) -> bool:
         """Whether it cannot be replaced."""
-        return self.op not in CONTRACTIONS
+        return self.op != NAME and not is_contraction(self.op, self.params)
 
 
 class _Place(NamedTuple):
@@ -212,19 +234,21 @@ class Walk:
         name = kind(eqn)
         if name in _WALKS:
             return _WALKS[name](self, eqn, ins, place)
-        if name in CONTRACTIONS or name in CLOSED or any(_contracts(inner) for inner, _ in programs(eqn)):
+        if name in (*CONTRACTIONS, *CLOSED) or any(_contracts(inner) for inner, _ in programs(eqn)):
             self._note(eqn, ins, place)
         if name in _REARRANGING and ins[0].parts:
             return [ins[0]._replace(axes=_REARRANGING[name](eqn, ins[0].axes))] * len(eqn.outvars)
         if name in _NAMING:
-            return [_named(eqn, ins[0])]
+            return [self.named(eqn, ins[0], place)]
         if name == "dynamic_slice":
             return [ins[0]._replace(picked=ins[0].picked or any(index.data for index in ins[1:]))]
+        if (name == "all_gather" or _is_integer(eqn)) and not ins[0].parts:
+            return [ins[0]._replace(points=())]
         if name in _REARRANGING or name in _PASSING:
             return ins if name in _PASSING_ALL else [ins[0]] * len(eqn.outvars)
         if name in _JOINING:
             return [_joined(eqn, ins)]
-        if name not in CONTRACTIONS:
+        if not is_contraction(name, eqn.params):
             self.read(ins[1:] if name == "gather" else ins, name)
         mixed = computed(ins)
         if name == "gather" and ins[0].parts:
@@ -243,15 +267,27 @@ class Walk:
                 self.reads.setdefault(path, set()).add("gather" if origin.gathered else by)
 
     def _note(self, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> None:
-        operands = tuple(
-            Operand(aval.shape, aval.dtype, origin) for aval, origin in zip(avals(eqn.invars), ins, strict=True)
-        )
+        both = slice(2 if is_contraction(eqn.primitive.name, eqn.params) else None)
+        self._note_operands(eqn.primitive.name, avals(eqn.invars)[both], ins[both], eqn.params, place)
+
+    def named(self, eqn: JaxprEqn, origin: Origin, place: _Place) -> Origin:
+        """A value with a name, and where it got it, if that was by `quant_point`."""
+        prefix, _, name = str(params_of(eqn).get("name", "")).partition(":")
+        if prefix != POINT:
+            return origin
+        self._note_operands(NAME, avals(eqn.invars)[:1], [origin], {"name": name}, place)
+        return origin._replace(name=name, points=(*origin.points, place.location))
+
+    def _note_operands(
+        self, op: str, values: Sequence[Any], ins: Sequence[Origin], params: Mapping[str, Any], place: _Place
+    ) -> None:
+        operands = (Operand(aval.shape, aval.dtype, origin) for aval, origin in zip(values, ins, strict=True))
         self.contractions[place.location] = Contraction(
             place.location,
-            eqn.primitive.name,
+            op,
             _clean(place.scope),
-            operands,
-            eqn.params,
+            tuple(operands),
+            params,
             place.custom,
             next((pass_ for pass_ in ("transpose(", "jvp(") if pass_ in place.scope), ""),
             place.stack,
@@ -276,15 +312,10 @@ def _told_apart(eqn: JaxprEqn, ins: Sequence[Origin], outs: Sequence[Origin], pl
     return [origin._replace(value=(at, k)) for k, origin in enumerate(outs)]
 
 
-def _named(eqn: JaxprEqn, origin: Origin) -> Origin:
-    prefix, _, name = str(params_of(eqn).get("name", "")).partition(":")
-    return origin._replace(name=name) if prefix == POINT else origin
-
-
 POINT = "jaxquant"  # what `quant_point` puts before the name of a checkpoint_name
 
 # Primitives whose results hold the values of their operands as they are, perhaps some of them, perhaps cast.
-_NAMING = ("name",)
+_NAMING = (NAME,)
 _JOINING = ("concatenate", "stack")
 _PASSING_ALL = ("optimization_barrier", "device_put", "pvary", "pcast")
 _PASSING = (
@@ -307,12 +338,12 @@ def _broadcasted(eqn: JaxprEqn, axes: tuple) -> tuple:
 
 
 def _reshaped(eqn: JaxprEqn, axes: tuple) -> tuple:
-    """Which axes the new ones run along: in groups of equal size, each new axis along all the old ones of its group."""
+    """Which axes the new ones run along: in runs of equal size, each new axis along all the old ones of its run."""
     old, new = avals(eqn.invars)[0].shape, avals(eqn.outvars)[0].shape
     result = [frozenset[int]()] * len(new)
     for of_old, of_new in segments(old, new):
         along = [axes[i] for i in of_old if old[i] > 1] or [axes[i] for i in of_old]  # those of size 1 do not count
-        for j in of_new:
+        for j in [j for j in of_new if new[j] > 1] or of_new:
             result[j] = frozenset().union(*along)
     return tuple(result)
 
@@ -361,15 +392,17 @@ def _inside(ins: Sequence[Origin], place: _Place) -> list[Origin]:
 def _walk_shard_map(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
     outs = _walk_call(walk, eqn, _inside(ins, place), place)
     walk.read(outs, "shard_map")
-    return [computed([origin]) if origin.parts else origin for origin in outs]
+    return [computed([origin]) if origin.is_held else origin for origin in outs]
 
 
 def _walk_custom(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
-    return _walk_call(walk, eqn, ins, place._replace(custom=(*place.custom, place.location)))
+    outs = _walk_call(walk, eqn, ins, place._replace(custom=(*place.custom, place.location)))
+    known = {point for origin in ins for point in origin.points}  # what is named inside may leave in float
+    return [origin._replace(points=tuple(point for point in origin.points if point in known)) for origin in outs]
 
 
 def _walk_high(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
-    return [_named(eqn, origin) for origin in _walk_custom(walk, eqn, ins, place)]  # a name is one of them
+    return [walk.named(eqn, origin, place) for origin in _walk_custom(walk, eqn, ins, place)]  # a name is one of them
 
 
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> Sequence[Origin]:
@@ -390,7 +423,7 @@ def _constant(walk: Walk, eqn: JaxprEqn, body: Jaxpr, before: int, carry: Sequen
     changed = [origin for origin, is_same in zip(carry, same, strict=True) if not is_same]
     walk.read(changed, kind(eqn))
     return [
-        origin if is_same or not origin.parts else computed([origin])._replace(value=origin.value)
+        origin if is_same or not origin.is_held else computed([origin])._replace(value=origin.value)
         for origin, is_same in zip(carry, same, strict=True)
     ]
 
@@ -421,7 +454,7 @@ def _walk_cond(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: _Place) -> S
         walk.program(jaxpr, _inside(ins[1:], at), at) for at, (jaxpr, _) in zip(within, programs(eqn), strict=True)
     ]
     outs = [_either(*outs) for outs in zip(*branches, strict=True)]
-    walk.holding[place.location] = [bool(origin.parts) for origin in outs]
+    walk.holding[place.location] = [origin.is_held for origin in outs]
     return outs
 
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from .. import _checks as checks
 from .._integer._contract import Precision
-from .._jaxpr._program import Location
+from .._jaxpr._program import CONV, NAME, RAGGED, Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin, Walk
 from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
 from .._tree import KINDS, Rule, named_in_errors
+from ._backward import precisions
 from ._entries import Entries
 from ._match import Matcher, Op, gathered_by_data, is_wanted, names_of, ops_of
 from ._plan import Count, Plan, Site, nearest
@@ -30,6 +31,7 @@ class Decision(NamedTuple):
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     weight: int | None
     gradient: tuple[Precision, Precision] = (None, None)
+    shared: tuple[bool, ...] = (False, False)  # whether an operand is a value that is quantized where it is named
     keys: Sequence[tuple[str, ...]] = ((), ())
 
 
@@ -48,9 +50,12 @@ class Decisions(NamedTuple):
 def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of each operand, the axes along which one result sums, or which share a scale all the same."""
     shapes = [operand.shape for operand in contraction.operands]
+    if contraction.op == NAME:
+        return (), ()
+    if contraction.op != CONV:
+        (lhs, rhs), _ = contraction.dot
+        return lhs, rhs
     numbers = contraction.params["dimension_numbers"]
-    if contraction.op == "dot_general":
-        return tuple(numbers[0][0]), tuple(numbers[0][1])
     batched = contraction.params["batch_group_count"] == 1
     kept = (numbers.lhs_spec[0],) if batched else (), (numbers.rhs_spec[0],)
     lhs, rhs = (tuple(i for i in range(len(shape)) if i not in of) for shape, of in zip(shapes, kept, strict=True))
@@ -59,6 +64,8 @@ def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[in
 
 def _length(contraction: Contraction) -> int:
     """K, the number of products in a sum."""
+    if contraction.op == NAME:
+        return 0
     axes, shape = contracted_axes(contraction)[1], contraction.operands[1].shape
     return math.prod(shape[i] for i in axes)
 
@@ -135,7 +142,7 @@ def _check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...]
 def _check_shared(spec: QuantSpec, shape: tuple[int, ...], contracted: tuple[int, ...], op: str) -> None:
     """A scale that is applied after the contraction is shared along it, or by the blocks of a dot."""
     kind, groups = spec.granularity, qparams_shape(spec, shape) or (1,) * len(shape)
-    blocked = {axis % len(shape) for axis in kind.sizes} if isinstance(kind, PerBlock) and op == "dot_general" else ()
+    blocked = {axis % len(shape) for axis in kind.sizes} if isinstance(kind, PerBlock) and op != CONV else ()
     separate = [i for i in contracted if groups[i] > 1 and i not in blocked]
     if separate:
         raise ValueError(
@@ -159,14 +166,21 @@ def decide(
     _refuse_captured_model(ops, rules, leaves, params)
     seen, sites, made, decisions, custom = collections.Counter(), [], [], {}, {}
     entries, reads = Entries(leaves), {path: set(by) for path, by in walk.reads.items()}
+    values: dict[Location, tuple[str, QuantSpec]] = {}
     for i, op in enumerate(ops):
+        if op.kind == "value" and not is_wanted(matcher.first(op, 0)):
+            continue  # a name for a site, or for nothing
         if op.kind == "params":
             ops[i] = op = matcher.resolved(op)
         names = [_numbered(name, seen) for name in names_of(op)]
         if op.kind == "closed":
+            _refuse_ragged_gradient(op, rules)
             sites += _closed(op, names, matcher)
             continue
-        decision = _with_entries(op, _decision(op, names, matcher, strict), entries, reads)
+        decision = _shared(op, _decision(op, names, matcher, strict), values)
+        decision = _with_entries(op, decision, entries, reads, values)
+        if op.kind == "value":
+            values[op.contraction.location] = _point(decision)
         made.append((op, decision))
         sites += _sites(op, decision, frozen)
         if any(decision.specs):
@@ -195,11 +209,43 @@ def decide(
     return Decisions(plan, decisions, custom, entries)
 
 
-def _with_entries(op: Op, decision: Decision, entries: Entries, reads: dict[str, set[str]]) -> Decision:
+def _shared(op: Op, decision: Decision, values: Mapping[Location, tuple[str, QuantSpec]]) -> Decision:
+    """With the operands noted that are quantized already, where they are named."""
+    shared = []
+    for side, (operand, spec) in enumerate(zip(op.contraction.operands, decision.specs, strict=True)):
+        own = _value_of(operand, values) if spec is not None and side != decision.weight else None
+        shared.append(own is not None)
+        if own is not None and own[1] != spec:
+            with named_in_errors(decision.names[side], rule=decision.rules[side]):
+                raise ValueError(
+                    f"the operand is the value {own[0]!r}, which is quantized to {own[1]}, and the rule says {spec}. "
+                    "Give both rules one spec, or take the rule of the value, or of this operand, away."
+                )
+    return decision._replace(shared=tuple(shared))
+
+
+def _value_of(operand: Operand, values: Mapping[Location, tuple[str, QuantSpec]]) -> Any:
+    """The entry and the spec of the named value that an operand is; the last of its names that has a rule."""
+    return next((values[point] for point in reversed(operand.origin.points) if point in values), None)
+
+
+def _point(decision: Decision) -> tuple[str, QuantSpec]:
+    """The entry and the spec of a named value."""
+    (spec,), (key, *_) = decision.specs, decision.keys[0]
+    assert spec is not None
+    return key, spec
+
+
+def _with_entries(
+    op: Op, decision: Decision, entries: Entries, reads: dict[str, set[str]],
+    values: Mapping[Location, tuple[str, QuantSpec]],
+) -> Decision:  # fmt: skip
     """With the keys of its operands, which the entries learn; what reads a parameter in float is noted."""
     for side, (operand, spec) in enumerate(zip(op.contraction.operands, decision.specs, strict=True)):
         name, rule, is_weight = decision.names[side], decision.rules[side], side == decision.weight
-        if spec is not None and rule is not None:
+        if decision.shared[side]:
+            entries.share(op.contraction, side, name, _value_of(operand, values)[0])
+        elif spec is not None and rule is not None:
             entries.add(op.contraction, side, name, spec, rule, is_weight, decision.contracted[side])
         if spec is None or not is_weight:
             for path in operand.origin.parts:
@@ -295,7 +341,7 @@ def _refuse_captured_model(ops: Sequence[Op], rules: Sequence[Rule], leaves: Map
     """A model that is a function, and so closes over its weights, with the data passed as the params."""
     if not any(map(is_wanted, rules)) or any(rule.kind == "captured" for rule in rules):
         return
-    roles = [{origin.role for origin in op.origins} for op in ops if op.kind != "closed"]
+    roles = [{origin.role for origin in op.origins} for op in ops if op.kind not in ("closed", "value")]
     meets_captured = any("captured" in of for of in roles)
     meets_data = any(of & {"weight", "derived"} and "captured" not in of for of in roles)
     later = {"captured", "data"} in roles
@@ -318,6 +364,8 @@ def _numbered(name: str, seen: collections.Counter) -> str:
 def _decision(op: Op, names: list[str], matcher: Matcher, strict: bool) -> Decision:
     contraction = op.contraction
     contracted = contracted_axes(contraction)
+    if op.kind == "value":
+        return _decision_of_value(op, names, matcher)
     rules, specs = [], []
     for side, operand in enumerate(contraction.operands):
         rule = matcher.first(op, side)
@@ -337,70 +385,29 @@ def _decision(op: Op, names: list[str], matcher: Matcher, strict: bool) -> Decis
             with named_in_errors(name, rule=rule):
                 _check_shared(spec, operand.shape, axes, contraction.op)
     weight = op.weight if op.kind == "weight" else None
-    gradient = _gradient(op, names, rules, specs)
+    gradient = precisions(op, names, rules, specs)
     return Decision(contraction, tuple(specs), tuple(names), tuple(rules), contracted, weight, gradient)
 
 
-def _gradient(
-    op: Op, names: Sequence[str], rules: Sequence[Rule | None], specs: Sequence[QuantSpec | None]
-) -> tuple[Precision, Precision]:
-    """The precision of the products towards the two operands."""
-    found: list[Precision] = [None, None]
-    for side in range(2):
-        rule = rules[side if op.weight is None else op.weight]
-        if rule is None or rule.gradients == (None, None):
-            continue
-        found[side] = precision = rule.gradients[side if op.weight is None else int(side == op.weight)]
-        with named_in_errors(names[side], rule=rule):
-            if None in specs:
-                raise ValueError(
-                    "`gradient` is of the products of two quantized operands, and one of these is in float. Give the "
-                    "rule `weight` and `activation`, or drop `gradient`."
-                )
-            if op.contraction.custom and rule.custom == "keep":
-                raise ValueError(
-                    '`gradient` is of the derivative of quantized ops, and custom="keep" keeps the one that an author '
-                    'wrote. Drop one of them, or say custom="inline".'
-                )
-            if precision is not None:
-                _check_gradient(op, side, precision, [spec for spec in specs if spec is not None][1 - side])
-    return found[0], found[1]
-
-
-def _check_gradient(op: Op, side: int, precision: QuantSpec | str, other: QuantSpec) -> None:
-    if not isinstance(precision, QuantSpec):
-        if not other.format and other.bits > 8:
+def _decision_of_value(op: Op, names: list[str], matcher: Matcher) -> Decision:
+    """What is quantized where it is named: whole, by one scale."""
+    rule, (operand,) = matcher.first(op, 0), op.contraction.operands
+    assert rule is not None
+    assert rule.activation is not None
+    with named_in_errors(names[0], rule=rule):
+        if operand.origin.held:
             raise ValueError(
-                '`gradient="bfloat16"` is of operands of up to 8 bits, which bfloat16 holds exactly, and the other one '
-                f"has {other.bits}. Pass a QuantSpec, or None for float32."
+                f"the value is the parameter {operand.origin.held[0]!r}. Quantize it by a rule for its path, with "
+                "everywhere=True if something else than a dot uses it."
             )
-        return
-    kind, is_weight = precision.granularity, side == op.weight
-    is_dot, params = op.contraction.op == "dot_general", op.contraction.params
-    if isinstance(kind, PerToken) and not is_dot and params["batch_group_count"] > 1:
-        raise ValueError(
-            f"`gradient` towards an input in groups of examples (batch_group_count={params['batch_group_count']}) has "
-            f"one scale, got {precision}. Say PerTensor()."
-        )
-    allowed: list[Any] = [PerTensor(), PerChannel(None) if is_weight else PerToken()]
-    if kind not in allowed and not (is_dot and isinstance(kind, PerBlock) and kind.axis is None):
-        blocks = " or PerBlock(None, size), along what is summed" if is_dot else ""
-        raise ValueError(
-            f"`gradient` towards {'the weight' if is_weight else 'an input'} must be {allowed[0]}, "
-            f"{allowed[1]}{blocks}, got {precision}. Different ones are a pair: gradient=(towards the input, towards "
-            "the weight)."
-        )
-    if isinstance(kind, PerBlock):
-        numbers, shape = params["dimension_numbers"], op.contraction.operands[1 - side].shape
-        summed = [i for i in range(len(shape)) if i not in (*numbers[0][1 - side], *numbers[1][1 - side])]
-        if not summed or summed != list(range(summed[0], summed[-1] + 1)):
+        if not checks.is_float(operand.dtype):
+            raise ValueError(f"a value must be floating to be quantized, got {operand.dtype}. Take the rule away.")
+        if rule.activation.granularity != PerTensor():
             raise ValueError(
-                f"`gradient` has blocks along what is summed, which is "
-                f"{f'axes {summed}, apart from each other,' if summed else 'nothing'} of the other operand, of shape "
-                f"{shape}. Say PerTensor() for this product."
+                f"a value has one scale, got {rule.activation}. Give the rule PerTensor(), as activation_spec(bits) "
+                "does, or quantize the operands of the dots by rules of their own."
             )
-        length = math.prod(shape[i] for i in summed)
-        qparams_shape(dataclasses.replace(precision, granularity=PerBlock(0, kind.size)), (length,))
+    return Decision(op.contraction, (rule.activation,), tuple(names), (rule,), ((), ()), None, shared=(False,))
 
 
 def _is_exact(rule: Rule) -> bool:
@@ -494,12 +501,23 @@ def _refuse_gradient(sites: list[Site], decisions: Mapping[Location, Decision], 
     """Rules for the function do not mean the derivatives that it takes by itself."""
     meant = decisions or any(is_wanted(rule) for rule in rules)
     if sites and meant:
-        raise ValueError(
-            f"At {sites[0].name!r}: the function differentiates by itself, and the op is in that pass. Differentiate "
-            "the quantized function instead: jax.grad(quantize_fn(loss, rules)), not quantize_fn(jax.grad(loss), "
-            "rules). If the derivative belongs to the model, say what is meant by a "
-            'Rule("**", None, kind="gradient"), which leaves it in float, or by one with specs.'
-        )
+        raise ValueError(_differentiates(sites[0].name))
+
+
+def _refuse_ragged_gradient(op: Op, rules: Sequence[Rule]) -> None:
+    """The gradient of a ragged dot with respect to its matrices, which is closed."""
+    said = any(rule.kind == "gradient" for rule in rules)
+    if op.contraction.op == RAGGED and op.contraction.gradient and any(map(is_wanted, rules)) and not said:
+        raise ValueError(_differentiates(op.name))
+
+
+def _differentiates(name: str) -> str:
+    return (
+        f"At {name!r}: the function differentiates by itself, and the op is in that pass. Differentiate the quantized "
+        "function instead: jax.grad(quantize_fn(loss, rules)), not quantize_fn(jax.grad(loss), rules). If the "
+        'derivative belongs to the model, say what is meant by a Rule("**", None, kind="gradient"), which leaves it in '
+        "float, or by one with specs."
+    )
 
 
 def _note_custom(op: Op, decision: Decision, custom: dict[Location, str]) -> None:
@@ -510,7 +528,7 @@ def _note_custom(op: Op, decision: Decision, custom: dict[Location, str]) -> Non
         if None in choices or len(choices) > 1:
             of_rules = "nothing" if choices == {None} else " and ".join(sorted(repr(c) for c in choices))
             raise ValueError(
-                f"At {decision.names[0]!r} and {decision.names[1]!r}: the op is inside a function with a derivative of "
+                f"At {' and '.join(map(repr, decision.names))}: the op is inside a function with a derivative of "
                 f"its own (jax.custom_jvp or custom_vjp), of which the rules say {of_rules}. Say one for all sites in "
                 'it: Rule(..., custom="keep") for the derivative that its author wrote, at the unquantized values, or '
                 'Rule(..., custom="inline") for the derivative of the quantized ops, which JAX takes only where no '

@@ -103,6 +103,11 @@ class Entries:
             location=contraction.location, turn=turn, stack=contraction.stack, is_seen=not contraction.in_condition,
         )  # fmt: skip
 
+    def share(self, contraction: Contraction, side: int, name: str, key: str) -> None:
+        """Notes an operand that is quantized already, where it is named."""
+        self.keys.setdefault(contraction.location, [(), ()])[side] = (key,)
+        self.of[key] = self.of[key]._replace(sites=(*self.of[key].sites, name))
+
     def _add_weight(self, path: str, contraction: Contraction, side: int, name: str, spec: QuantSpec, rule: Rule,
                     contracted: Sequence[int], turn: int) -> None:  # fmt: skip
         leaf, operand = self.leaves[path], contraction.operands[side]
@@ -111,6 +116,8 @@ class Entries:
         kept = _along(operand.origin, [i for i in range(len(operand.shape)) if i not in contracted])
         order, is_multiplied = _at_rest(contraction, side, spec, rule, leaf.shape), rule.activation is not None
         entry = self.of.get(path)
+        if entry is not None and not entry.is_weight:
+            raise ValueError(f"{path!r} is the path of a parameter and the name of an input. Rename the quant_point.")
         if entry is None:
             self.of[path] = Entry(
                 path, spec, leaf.shape, leaf.dtype, True, rule, (name,), frozenset(summed - kept), order=order,
@@ -257,7 +264,7 @@ def _at_rest(
     is_scanned = all(n in [turns for _, turns in contraction.stack] for n in shape[:before])
     if not is_whole or not is_scanned or len(operand.origin.parts) > 1:
         return None
-    contracted, batch = (of[side] for of in contraction.params["dimension_numbers"])
+    contracted, batch = (of[side] for of in contraction.dot)
     free = [a for i, a in enumerate(runs) if i not in (*contracted, *batch)]
     is_lying = [runs[i] for i in contracted] == [ndim - 2] and free == [ndim - 1]
     return (-1, -2) if is_lying else None

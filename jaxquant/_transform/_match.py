@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._jaxpr._program import NAME
 from .._jaxpr._walk import Contraction, Operand, Origin, computed
 from .._tree import Rule
 
@@ -29,6 +30,8 @@ class Op(NamedTuple):
         of_weight = self.origins[self.weight or 0]
         if self.kind == "weight":
             return list(of_weight.held)
+        if self.kind == "value":
+            return names_of(self)
         if self.kind in ("derived", "captured"):
             return [self.name, *filter(None, [of_weight.name]), *sorted(of_weight.params)]
         return list(dict.fromkeys([self.name, names_of(self)[side]]))
@@ -36,6 +39,8 @@ class Op(NamedTuple):
 
 def kind_of(contraction: Contraction) -> str:
     """The kind of a contraction, as `Site` lists them."""
+    if contraction.op == NAME:
+        return "value"
     if contraction.is_closed:
         return "closed"
     roles = {operand.origin.role for operand in contraction.operands}
@@ -51,7 +56,8 @@ def ops_of(contractions: Sequence[Contraction]) -> list[Op]:
     counts, ops = collections.Counter(), []
     for c in contractions:
         roles = [operand.origin.role for operand in c.operands]
-        if all(role == "captured" for role in roles):
+        # Constants alone, but not those that are named; and the names that a backward pass repeats.
+        if c.gradient == "transpose(" if c.op == NAME else all(role == "captured" for role in roles):
             continue
         kind = kind_of(c)
         base = "/".join(filter(None, (c.scope, c.op)))
@@ -65,6 +71,8 @@ def ops_of(contractions: Sequence[Contraction]) -> list[Op]:
 def names_of(op: Op) -> list[str]:
     """The names of the operands, before equal ones are numbered."""
     origins = [operand.origin for operand in op.contraction.operands]
+    if op.kind == "value":
+        return [op.contraction.params["name"]]
     if op.kind == "closed":
         return [origin.path or f"{op.name}:{i}" for i, origin in enumerate(origins)]
     if op.weight is None:

@@ -508,7 +508,7 @@ def quantize_fn(
       ValueError: when it is called, or its plan made, for a rule that matches no site, unless it is optional; for a
         spec that does not fit the operand; for a site inside a function with a custom derivative, if no rule says
         what becomes of that; for a parameter that a rule chooses and that goes where nothing can be replaced
-        (pallas_call, ragged_dot, FFI), or into a backward pass that f itself contains.
+        (pallas_call, FFI), or into a backward pass that f itself contains.
 
     Source: Jacob et al., 2018, for the integer contraction; the gradient as `fake_quant`.
 
@@ -533,7 +533,8 @@ def quant_point(x: Any, name: str) -> Array:
     """`x` itself, with a name for the site where it becomes an operand: one that has no parameter.
 
     The name stays with it through reshapes, transposes, slices and casts, and a Rule of kind "act_act" is matched with
-    it. Outside of `quantize_fn` it does nothing.
+    it. A Rule of kind "value" quantizes the value itself, here, for whatever takes it. Outside of `quantize_fn` it does
+    nothing.
 
     Args:
       x: array of any shape and dtype.

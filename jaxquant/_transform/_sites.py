@@ -7,18 +7,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.ad_checkpoint
 from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from .._affine import fake_quant, quantize_straight_through, real_values, with_gradient_of
+from .._affine import fake_quant, nan_flags, quantize_straight_through, real_values, with_gradient_of
 from .._grid import QParams
 from .._integer._contract import Precision, contract
 from .._integer._conv import Conv
 from .._integer._dot import Dot
+from .._integer._ragged import Ragged
 from .._jaxpr._evaluate import GRADIENT_KEY, Inputs, Replacements, Scope
-from .._jaxpr._moves import QuantizedParam, dequantized, qarray
-from .._jaxpr._program import CONTRACTIONS, Location
+from .._jaxpr._moves import QuantizedParam, dequantized, from_integers, qarray
+from .._jaxpr._program import CONTRACTIONS, CONV, NAME, RAGGED, Location, params_of
 from .._jaxpr._walk import Contraction
 from .._qarray import QArray
 from .._spec import QuantSpec, granularity_of, qparams_shape
@@ -73,7 +75,8 @@ class Sites(NamedTuple):
     def replacements(self, holding: Mapping[Location, Sequence[bool]]) -> Replacements:
         """The contractions with what takes their place."""
         inputs = inputs_of(self.decisions, self.observer)
-        of = {at: functools.partial(self._result, decision, inputs) for at, decision in self.decisions.of.items()}
+        one = lambda decision: self._named if decision.contraction.op == NAME else self._result
+        of = {at: functools.partial(one(decision), decision, inputs) for at, decision in self.decisions.of.items()}
         return Replacements(of, self.decisions.custom, holding, self.read, inputs)
 
     def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
@@ -109,6 +112,9 @@ class Sites(NamedTuple):
         if self.site:
             return held.floats["read"]
         entry = next((e for path in held.paths if (e := self.decisions.entries.of.get(path))), None)
+        if entry is not None and not entry.is_weight:
+            real = held.floats["real"]
+            return with_gradient_of(real, num.select(real == real, held.cast(dequantized(held)), real))
         if entry is None or entry.rule.everywhere or (by is None and "real" not in held.floats):
             return _value(held)
         if "raw" in held.floats:
@@ -122,7 +128,8 @@ class Sites(NamedTuple):
 
     def _result(self, decision: Decision, inputs: Inputs, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
         """Of a contraction, with what was decided about its operands."""
-        stays = lambda side: side == decision.weight and decision.specs[side] is not None
+        kept = lambda side: side == decision.weight or decision.shared[side]
+        stays = lambda side: side < 2 and kept(side) and decision.specs[side] is not None
         values = [
             self.read(v, decision.names[side]) if isinstance(v, QuantizedParam) and not stays(side) else v
             for side, v in enumerate(ins)
@@ -138,33 +145,61 @@ class Sites(NamedTuple):
             for side, spec in enumerate(decision.specs):
                 if spec is not None:
                     values[side] = one(decision, side, spec, values[side], scope)
-            return eqn.primitive.bind(*values, **eqn.params)
-        operands = [
-            self._in_integers(decision, side, spec, values[side], eqn.invars[side].aval.dtype, scope)
-            for side, spec in enumerate(decision.specs)
-            if spec is not None
-        ]
-        if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
-            operands = [(real, dataclasses.replace(q, order=None), flags) for real, q, flags in operands]
-            whole = lambda axes: lambda v: num.replicated(v, axes) if v.ndim else v
-            operands = [jax.tree.map(whole(axes), of) for of, axes in zip(operands, decision.contracted, strict=True)]
-        (x, a, x_flags), (w, b, w_flags) = operands
-        with named_in_errors(*decision.names):
-            op = _op_of(decision.contraction, self.execution, decision.gradient)
-            y = _contracted(op, x, w, a, b, (x_flags, w_flags), self._key_of_gradient(decision, scope))
-        return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
+            return from_integers(lambda *values: eqn.primitive.bind(*values, **eqn.params), values, _value)
+        for side, spec in enumerate(decision.specs):
+            assert spec is not None
+            v: Any = values[side]
+            if side == decision.weight or decision.shared[side]:
+                dtype = eqn.invars[side].aval.dtype
+                v = dataclasses.replace(_checked_held(v), spec=spec, dtype=dtype)
+                values[side] = _of_value(v, decision.contracted[side]) if decision.shared[side] else v
+            else:
+                values[side] = self._in_integers(decision, side, spec, v, scope)
+        key = self._key_of_gradient(decision, scope)
+
+        def contracted(*values: Any) -> Array:
+            operands, more = values[:2], values[2:]
+            if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
+                operands = [(real, dataclasses.replace(q, order=None), flags) for real, q, flags in operands]
+                whole = lambda axes: lambda v: num.replicated(v, axes) if v.ndim else v
+                operands = [
+                    jax.tree.map(whole(axes), of) for of, axes in zip(operands, decision.contracted, strict=True)
+                ]
+            (x, a, x_flags), (w, b, w_flags) = operands
+            with named_in_errors(*decision.names):
+                op = _op_of(decision.contraction, self.execution, decision.gradient)
+                y = _contracted(op, x, w, a, b, (x_flags, w_flags), key, more)
+            return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
+
+        return from_integers(contracted, values, _of_weight)
+
+    def _named(self, decision: Decision, inputs: Inputs, eqn: Any, ins: Sequence[Any], scope: Scope) -> Any:
+        """Of a value that is quantized where it is named, and travels on with its integers."""
+        (key, *_), (spec,) = decision.keys[0], decision.specs
+        assert spec is not None
+        v: Any = ins[0]
+        if isinstance(v, QuantizedParam):
+            if decision.shared[0] and not self.is_float:
+                return v
+            v = self.read(v, decision.names[0])
+        if inputs.first.get(key) == decision.contraction.location and self.observer:
+            scope.observed[key] = self.observer.of(v, spec, scope.qparams.get(key))
+        v = jax.ad_checkpoint.checkpoint_name(v, params_of(eqn)["name"])
+        if self.is_float or (self.site and decision.shared[0]):
+            return v
+        if self.site:
+            return self._in_view(decision, 0, spec, v, scope)
+        with named_in_errors(decision.names[0], rule=decision.rules[0]):
+            axes, own = tuple(range(v.ndim)), self._key(spec, self._turn(decision, 0))
+            real, q, _ = quantize_straight_through(v, spec, axes, own, scope.qparams.get(key))
+        return dataclasses.replace(_held(key, q, spec, {"real": real}, None), is_value=True)
 
     def _in_integers(
-        self, decision: Decision, side: int, spec: QuantSpec, v: Any, dtype: Any, scope: Scope
+        self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope
     ) -> tuple[Array, QArray, Array | None]:
-        """An operand with the gradient of its quantizer, in integers, and its NaN flags."""
+        """An input with the gradient of its quantizer, in integers, and its NaN flags."""
         contracted = decision.contracted[side]
         with named_in_errors(decision.names[side], rule=decision.rules[side]):
-            if side == decision.weight:
-                held = _checked_held(v)
-                q = qarray(dataclasses.replace(held, spec=spec, dtype=dtype))
-                real = held.floats.get("real")
-                return real_values(q, dtype) if real is None else real, q, held.of_groups.get("nan_flags")
             (name,) = decision.keys[side]
             key = self._key(spec, self._turn(decision, side))
             at = id(v), spec, contracted, name
@@ -187,16 +222,20 @@ class Sites(NamedTuple):
             return None
         return jax.random.fold_in(scope.qparams[GRADIENT_KEY], self._turn(decision, 0))
 
-    def _in_float(self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope) -> Array:
+    def _in_float(self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope) -> Any:
         """An operand of an op whose other one is in float: the value of its quantizer."""
         with named_in_errors(decision.names[side], rule=decision.rules[side]):
             if side == decision.weight:
-                return _value(_checked_held(v))
+                return _checked_held(v)
+            if decision.shared[side]:
+                return self.read(_checked_held(v), decision.names[side])
             key = self._key(spec, self._turn(decision, side))
             return _fake_quantized(v, spec, scope.qparams.get(decision.keys[side][0]), key)
 
     def _in_view(self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope) -> Array:
         """An operand as the function of the caller makes it."""
+        if decision.shared[side]:
+            return v
         qparams = scope.qparams.get(decision.keys[side][0])
         if side == decision.weight:
             held = _checked_held(v)
@@ -264,8 +303,9 @@ def _checked_held(v: Any) -> QuantizedParam:
     if isinstance(v, QuantizedParam):
         return v
     raise NotImplementedError(
-        "a parameter reaches its op by a way on which its integers cannot follow. Report the program that does it; "
-        "until then quantize what the op meets by fake_quant_params."
+        "a parameter, or a value that is quantized where it is named, reaches its op by a way on which its integers "
+        "cannot follow. Report the program that does it; until then quantize what the op meets by fake_quant_params, "
+        "or drop the rule of the value."
     )
 
 
@@ -275,11 +315,24 @@ def _value(held: QuantizedParam) -> Array:
     return value if real is None else with_gradient_of(real, value)
 
 
+def _of_weight(held: QuantizedParam) -> tuple[Array, QArray, Array | None]:
+    """The real values of a parameter that have a gradient, its integers, and its NaN flags."""
+    q, real = qarray(held), held.floats.get("real")
+    return real_values(q, q.dtype) if real is None else real, q, held.of_groups.get("nan_flags")
+
+
+def _of_value(held: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array, QArray, Array]:
+    """And of a value that is quantized where it is named, which may hold a NaN."""
+    real = held.floats["real"]
+    return real, qarray(held), nan_flags(lax.stop_gradient(real), contracted, False)
+
+
 @functools.partial(jax.jit, static_argnames="op")
 def _contracted(
-    op: Any, x: Array, w: Array, a: Any, b: Any, flags: tuple[Array | None, Array | None], key: Any
-) -> Array:
-    return contract(op, x, w, a, b, flags, key)
+    op: Any, x: Array, w: Array, a: Any, b: Any, flags: tuple[Array | None, Array | None], key: Any,
+    more: tuple[Array, ...],
+) -> Array:  # fmt: skip
+    return contract(op, x, w, a, b, flags, key, more)
 
 
 @functools.partial(jax.jit, static_argnames="spec")  # traced, and differentiated, once for each shape
@@ -293,11 +346,15 @@ def _like(y: Array, out: Any) -> Array:
     return y if wanted.mesh.empty or jax.typeof(y).sharding == wanted else jax.sharding.reshard(y, wanted)
 
 
-def _op_of(contraction: Contraction, execution: str, gradient: tuple[Precision, Precision]) -> Dot | Conv:
+def _op_of(contraction: Contraction, execution: str, gradient: tuple[Precision, Precision]) -> Dot | Conv | Ragged:
     params = contraction.params
-    if contraction.op == "dot_general":
-        (ca, cb), (ba, bb) = params["dimension_numbers"]
-        return Dot((tuple(ca), tuple(cb)), (tuple(ba), tuple(bb)), execution, gradient)
+    if contraction.op != CONV:
+        contracted, batch = contraction.dot
+        if contraction.op != RAGGED:
+            return Dot(contracted, batch, execution, gradient)
+        numbers = params["ragged_dot_dimension_numbers"]
+        (ragged,), (group,) = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+        return Ragged(contracted, batch, int(ragged), int(group), execution, gradient)
     return Conv(
         tuple(params["window_strides"]), tuple((low, high) for low, high in params["padding"]),
         tuple(params["lhs_dilation"]), tuple(params["rhs_dilation"]), params["dimension_numbers"],

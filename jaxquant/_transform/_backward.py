@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the gradient is rounded in the backward products of an op, by its rules."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .._integer._contract import Precision
+from .._jaxpr._program import CONV, RAGGED
+from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
+from .._tree import Rule, named_in_errors
+from ._match import Op
+
+
+def precisions(
+    op: Op, names: Sequence[str], rules: Sequence[Rule | None], specs: Sequence[QuantSpec | None]
+) -> tuple[Precision, Precision]:
+    """The precision of the products towards the two operands."""
+    found: list[Precision] = [None, None]
+    for side in range(2):
+        rule = rules[side if op.weight is None else op.weight]
+        if rule is None or rule.gradients == (None, None):
+            continue
+        found[side] = precision = rule.gradients[side if op.weight is None else int(side == op.weight)]
+        with named_in_errors(names[side], rule=rule):
+            if None in specs:
+                raise ValueError(
+                    "`gradient` is of the products of two quantized operands, and one of these is in float. Give the "
+                    "rule `weight` and `activation`, or drop `gradient`."
+                )
+            if op.contraction.custom and rule.custom == "keep":
+                raise ValueError(
+                    '`gradient` is of the derivative of quantized ops, and custom="keep" keeps the one that an author '
+                    'wrote. Drop one of them, or say custom="inline".'
+                )
+            if precision is not None:
+                _check_gradient(op, side, precision, [spec for spec in specs if spec is not None][1 - side])
+    return found[0], found[1]
+
+
+def _check_gradient(op: Op, side: int, precision: QuantSpec | str, other: QuantSpec) -> None:
+    if not isinstance(precision, QuantSpec):
+        if not other.format and other.bits > 8:
+            raise ValueError(
+                '`gradient="bfloat16"` is of operands of up to 8 bits, which bfloat16 holds exactly, and the other one '
+                f"has {other.bits}. Pass a QuantSpec, or None for float32."
+            )
+        return
+    kind, is_weight = precision.granularity, side == op.weight
+    is_dot = op.contraction.op != CONV
+    batches = 1 if is_dot else op.contraction.params["batch_group_count"]
+    if isinstance(kind, PerToken) and batches > 1:
+        raise ValueError(
+            f"`gradient` towards an input in groups of examples (batch_group_count={batches}) has "
+            f"one scale, got {precision}. Say PerTensor()."
+        )
+    allowed: list[Any] = [PerTensor(), PerChannel(None) if is_weight else PerToken()]
+    if kind not in allowed and not (is_dot and isinstance(kind, PerBlock) and kind.axis is None):
+        blocks = " or PerBlock(None, size), along what is summed" if is_dot else ""
+        raise ValueError(
+            f"`gradient` towards {'the weight' if is_weight else 'an input'} must be {allowed[0]}, "
+            f"{allowed[1]}{blocks}, got {precision}. Different ones are a pair: gradient=(towards the input, towards "
+            "the weight)."
+        )
+    if isinstance(kind, PerBlock):
+        (contracted, batch), shape = op.contraction.dot, op.contraction.operands[1 - side].shape
+        summed = [i for i in range(len(shape)) if i not in (*contracted[1 - side], *batch[1 - side])]
+        is_ragged = op.contraction.op == RAGGED  # whose groups and columns are brought together
+        if not summed or (not is_ragged and summed != list(range(summed[0], summed[-1] + 1))):
+            raise ValueError(
+                f"`gradient` has blocks along what is summed, which is "
+                f"{f'axes {summed}, apart from each other,' if summed else 'nothing'} of the other operand, of shape "
+                f"{shape}. Say PerTensor() for this product."
+            )
+        length = math.prod(shape[i] for i in summed)
+        qparams_shape(dataclasses.replace(precision, granularity=PerBlock(0, kind.size)), (length,))

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that are quantized where `quant_point` names them, and whose integers the dots take that meet them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+from jax.sharding import PartitionSpec as P
+from lanes import cases
+
+from jaxquant import (
+    PerToken,
+    QParams,
+    QuantSpec,
+    Rule,
+    activation_spec,
+    dot_general,
+    fake_quant,
+    quant_point,
+    quantize,
+    quantize_fn,
+    weight_spec,
+)
+
+normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
+X, PARAMS = normal(0, 6, 8), {"a": normal(1, 8, 12) / 3, "b": normal(2, 6, 4) / 3}
+W8, A8 = weight_spec(8), activation_spec(8)
+MATMUL = ((1,), (0,)), ((), ())
+WEIGHTS = Rule("*", W8, A8)
+TOKENS = activation_spec(8, granularity=PerToken())
+POOLED = Rule("pooled", activation=A8, kind="value")
+
+
+def pooled(p, x):
+    return quant_point(jax.nn.relu(x @ p["a"]).reshape(len(x), 6, 2).mean(-1), "pooled")
+
+
+def model(p, x):
+    return pooled(p, x) @ p["b"]
+
+
+def test_the_dot_takes_the_integers_of_the_value():
+    q = quantize_fn(model, [POOLED, WEIGHTS])
+    plan = q.plan(PARAMS, X)
+    assert [(site.name, site.kind, site.entry) for site in plan] == [
+        ("a:input", "weight", "a:input"),
+        ("a", "weight", "a"),
+        ("pooled", "value", "pooled"),
+        ("pooled#2", "weight", "pooled"),  # the input of b
+        ("b", "weight", "b"),
+    ]
+    value = quantize_fn(pooled, [Rule("a", W8, A8)])(PARAMS, X)
+    expected = dot_general(quantize(value, A8), quantize(PARAMS["b"], weight_spec(8, channel_axis=-1)), MATMUL)
+    assert_same_bits(q(PARAMS, X), expected)
+    assert_same_bits(jax.jit(q)(PARAMS, X), expected)
+    frozen = q.freeze(PARAMS, X)
+    assert_same_bits(q(frozen, X), expected)
+    both = q.init_qparams(PARAMS, X, ranges=q.observe(PARAMS, X))
+    assert set(both) == {"a:input", "a", "pooled", "b"}
+    static = q(q.freeze(PARAMS, X, qparams=both), X, qparams={key: both[key] for key in ("a:input", "pooled")})
+    assert_same_bits(static, q(PARAMS, X, qparams=both))
+
+
+def test_a_name_without_a_rule_is_no_site():
+    assert [site.name for site in quantize_fn(model, [WEIGHTS]).plan(PARAMS, X)] == ["a:input", "a", "pooled", "b"]
+    q = quantize_fn(model, [Rule("pooled", None, kind="value"), WEIGHTS])
+    assert_same_bits(q(PARAMS, X), quantize_fn(model, [WEIGHTS])(PARAMS, X))
+
+
+MOVES = {
+    "reshape": lambda v: v.reshape(3, 2, 6).reshape(6, 6),
+    "transpose": lambda v: v.T,
+    "slice": lambda v: v[1:4],
+    "cast": lambda v: v.astype(jnp.bfloat16),
+    "checkpoint": jax.checkpoint(lambda v: v[::-1]),
+    "jit": jax.jit(lambda v: v[:2]),
+    "cond": lambda v: jax.lax.cond(v.shape[0] > 2, lambda v: v, lambda v: v, v),
+}
+
+
+@cases("name", MOVES, ["reshape", "transpose", "slice"])
+def test_moved_it_is_the_same_value(name):
+    move = MOVES[name]
+    dot = lambda p, v: v @ p["w"].astype(v.dtype)
+    q = quantize_fn(
+        lambda p, x: dot(p, move(quant_point(x * 2, "v"))), [Rule("v", activation=A8, kind="value"), WEIGHTS]
+    )
+    params, x = {"w": normal(3, 6, 4)}, normal(4, 6, 6)
+    assert q.plan(params, x)["v#2"].entry == "v"
+    whole = fake_quant(x * 2, A8)
+    reference = quantize_fn(lambda p, v: dot(p, move(v)), [WEIGHTS])
+    qparams = {"w": None, "w:input": q.init_qparams(params, x, ranges=q.observe(params, x))["v"]}
+    np.testing.assert_allclose(
+        np.float32(q(params, x)), np.float32(reference(params, whole, qparams=qparams)), atol=1e-6
+    )
+
+
+def test_what_computes_with_it_sees_the_quantized_value():
+    f = lambda p, x: jnp.sin(quant_point(x, "v")) + quant_point(x * 2, "other")
+    q = quantize_fn(f, [Rule("v", activation=A8, kind="value")])
+    assert_same_bits(jax.jit(q)({}, X), jax.jit(lambda x: jnp.sin(fake_quant(x, A8)) + x * 2)(X))
+
+
+def test_the_gradient_is_that_of_fake_quant():
+    q = quantize_fn(model, [POOLED, Rule("*", W8)])
+    qparams = q.init_qparams(PARAMS, X, ranges=q.observe(PARAMS, X))
+    weight = lambda w: fake_quant(w, weight_spec(8, channel_axis=-1))
+
+    def by_hand(p, scale):
+        v = jax.nn.relu(X @ weight(p["a"])).reshape(6, 6, 2).mean(-1)
+        return (fake_quant(v, A8, scale) @ weight(p["b"])).sum()
+
+    got = jax.grad(lambda p, s: q(p, X, qparams={"a": None, "b": None, "pooled": s}).sum(), (0, 1))
+    for a, b in zip(
+        *map(jax.tree.leaves, (f(PARAMS, qparams["pooled"]) for f in (got, jax.grad(by_hand, (0, 1))))), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_the_view_gives_it_once():
+    seen = []
+
+    def site(info, x):
+        seen.append((info.name, info.qparams is not None))
+        return x
+
+    q = quantize_fn(model, [POOLED, WEIGHTS])
+    qparams = q.init_qparams(PARAMS, X, ranges=q.observe(PARAMS, X))
+    y = q.at_sites(site)(PARAMS, X, qparams=qparams)
+    assert dict(seen) == dict.fromkeys(("a:input", "a", "pooled", "b"), True)
+    np.testing.assert_allclose(y, model(PARAMS, X), atol=1e-5)
+
+
+def test_a_nan_stays_in_its_row():
+    q = quantize_fn(
+        lambda p, x: (quant_point(x, "v") @ p["w"], quant_point(x, "v") + 1),
+        [Rule("v", activation=A8, kind="value"), WEIGHTS],
+    )
+    y, v = q({"w": PARAMS["b"]}, X[:, :6].at[2, 1].set(jnp.nan))
+    assert np.isnan(y).any(1).tolist() == [False, False, True, False, False, False]
+    assert np.isnan(v).sum() == 1
+
+
+def test_in_a_scan_each_layer_has_its_own_range():
+    layers = {"w": normal(5, 3, 6, 6) * jnp.array([1.0, 4.0, 0.1]).reshape(3, 1, 1)}
+
+    def f(p, x):
+        return jax.lax.scan(lambda x, p: (quant_point(x @ p["w"], "v") @ p["w"], None), x, p)[0]
+
+    q = quantize_fn(f, [Rule("v", activation=A8, kind="value"), WEIGHTS])
+    ranges = q.observe(layers, X[:, :6])
+    assert ranges["v"].x_max.shape == (3,)
+    qparams = q.init_qparams(layers, X[:, :6], ranges=ranges)
+    x = X[:, :6]
+    one = quantize_fn(
+        lambda p, x: quant_point(x @ p["w"], "v") @ p["w"], [Rule("v", activation=A8, kind="value"), WEIGHTS]
+    )
+    for i in range(3):
+        x = one(
+            {"w": layers["w"][i]},
+            x,
+            qparams={key: QParams(of.scale[i], of.zero_point[i]) for key, of in qparams.items()},
+        )
+    assert_same_bits(q(layers, X[:, :6], qparams=qparams), x)
+    assert_same_bits(jax.vmap(q, (None, 0))(layers, X[None, :, :6])[0], q(layers, X[:, :6]))
+
+
+VALUE = Rule("v", activation=A8, kind="value")
+
+
+def test_each_device_has_a_range_of_its_own():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(x, w):
+        v = jax.lax.all_gather(quant_point(x, "v"), "d", tiled=True)
+        return (v @ w)[None], v[None]
+
+    on_devices = jax.shard_map(body, mesh=mesh, in_specs=(P("d"), P()), out_specs=(P("d"), P("d")), check_vma=False)
+    x = jnp.concatenate([X, 100 * X])
+    y, v = quantize_fn(lambda p, x: on_devices(x, p["w"]), [VALUE, WEIGHTS])({"w": PARAMS["a"]}, x)
+    expected = jnp.concatenate([fake_quant(part, A8) for part in (X, 100 * X)])
+    for i in range(2):
+        assert_same_bits(v[i], expected)
+        np.testing.assert_allclose(y[i], expected @ PARAMS["a"], rtol=0.02, atol=3)
+
+
+def test_a_parameter_beside_a_value_is_no_part_of_it():
+    spec = QuantSpec()
+    beside = lambda order: lambda p, x: (jnp.concatenate([quant_point(x, "v"), p["w"]][::order]), x @ p["w"].T)
+    for order in 1, -1:
+        q = quantize_fn(beside(order), [Rule("v", activation=spec, kind="value"), Rule("w", spec)])
+        y, _ = q({"w": PARAMS["a"].T}, X)
+        assert_same_bits(y, jnp.concatenate([fake_quant(X, spec), PARAMS["a"].T][::order]))
+
+
+def test_names_in_what_f_differentiates_and_of_constants_are_sites():
+    gradient = lambda x: jax.grad(lambda x: jnp.sin(quant_point(x * x, "v")).sum())(x)
+    f = lambda p, x: (gradient(x) + quant_point(PARAMS["a"].T[:6] * 2, "c")) @ p["w"]
+    plan = quantize_fn(f, [Rule("*", activation=A8, kind="value")]).plan({"w": PARAMS["a"]}, X)
+    assert [site.name for site in plan if site.kind == "value"] == ["v", "c"]
+
+
+def test_what_leaves_a_kept_derivative_is_an_input_of_its_own():
+    @jax.custom_vjp
+    def f(x):
+        return quant_point(jnp.tanh(x), "v")
+
+    f.defvjp(lambda x: (f(x), x), lambda x, g: (g * 2,))
+    keep = Rule("v", activation=A8, kind="value", custom="keep")
+    q = quantize_fn(lambda p, x: f(x) @ p["a"], [keep, WEIGHTS])
+    assert q.plan(PARAMS, X)["v#2"].entry == "v#2"
+    np.testing.assert_allclose(q(PARAMS, X), jnp.tanh(X) @ PARAMS["a"], atol=0.1)
+    assert_same_bits(jax.grad(lambda x: f(x).sum())(X), jnp.full_like(X, 2))
+
+
+def test_as_integers_and_back_it_is_another_value():
+    f = lambda p, x: quant_point(x * 9, "v").astype(jnp.int32).astype(jnp.float32) @ p["a"]
+    q = quantize_fn(f, [VALUE, WEIGHTS])
+    assert q.plan(PARAMS, X)["v#2"].entry == "v#2"
+    assert np.isfinite(q(PARAMS, X)).all()
+
+
+def test_the_name_that_has_a_rule_counts():
+    f = lambda p, x: quant_point(quant_point(x, "v"), "u") @ p["a"]
+    for named in "v", "u":
+        q = quantize_fn(f, [Rule(named, activation=A8, kind="value"), WEIGHTS])
+        sites = {site.name: site.entry for site in q.plan(PARAMS, X)}
+        assert sites == ({"v": "v", "u": "v", "a": "a"} if named == "v" else {"u": "u", "u#2": "u", "a": "a"})
+        assert_same_bits(q(PARAMS, X), quantize_fn(lambda p, x: x @ p["a"], [WEIGHTS])(PARAMS, X))
+
+
+def test_rows_of_an_embedding_are_a_value():
+    f = lambda p, x: quant_point(p["a"][jnp.array([1, 3, 3])], "v") @ p["w"]
+    q, params = quantize_fn(f, [VALUE, Rule("w", W8, A8)]), {"a": PARAMS["a"], "w": PARAMS["a"].T}
+    assert q.plan(params, X)["v"].spec == A8
+    rows = PARAMS["a"][jnp.array([1, 3, 3])]
+    assert_same_bits(q(params, X), quantize_fn(lambda p, x: x @ p["w"], [Rule("w", W8, A8)])(params, rows))
+
+
+@pytest.mark.parametrize(
+    ("f", "rules", "message"),
+    [
+        (model, [POOLED, Rule("*", W8, QuantSpec())], r"At 'pooled#2'.*is the value 'pooled', which is quantized to"),
+        (model, [Rule("pooled", activation=TOKENS, kind="value")], "has one scale, got"),
+        (model, [Rule("poled", activation=A8, kind="value")], r"matched no site of kind 'value'.*'pooled'"),
+        (lambda p, x: x @ quant_point(p["a"], "v"), [Rule("v", activation=A8, kind="value")], "is the parameter 'a'"),
+        (lambda p, x: quant_point(x, "a") @ p["a"], [WEIGHTS], "'a' is the path of a parameter and the name"),
+        (lambda p, x: quant_point(x > 0, "v"), [Rule("v", activation=A8, kind="value")], "must be floating.*bool"),
+    ],
+)  # fmt: skip
+def test_errors(f, rules, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_fn(f, rules).plan(PARAMS, X)
+
+
+@pytest.mark.parametrize("kw", [{"weight": W8}, {"op": "dot_general"}, {"gradient": "bfloat16"}])
+def test_a_rule_for_values_is_of_no_product(kw):
+    with pytest.raises(ValueError, match='kind="value"'):
+        Rule("v", activation=A8, kind="value", **kw)
