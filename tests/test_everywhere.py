@@ -323,6 +323,50 @@ def test_a_site_is_given_what_the_plan_says():
     refused(lambda: q.at_sites(lambda info, x: x[:1])(P2, X), r"`site` must return.*\[6, 8\] at 'v:input'")
 
 
+def test_an_op_is_given_what_its_sites_make():
+    f, params, rules = together(("plain", "tied embedding"))
+    q = quantize_fn(f, rules)
+    s = q.init_qparams(params, X)
+    called = []
+
+    def site(info, x):
+        if info.op != "dot_general":
+            return fake_quant(x, info.spec, info.qparams)
+        return quantize(x, info.spec, info.qparams)
+
+    def op(info, lhs, rhs):
+        called.append(info.name)
+        assert {type(lhs), type(rhs)} == {QArray}
+        y = dot_general(lhs, rhs, info.params["dimension_numbers"])
+        assert (y.shape, y.dtype) == (info.result.shape, info.result.dtype)
+        return y
+
+    view = q.at_sites(site, op)
+    frozen = q.freeze(params, X, qparams=s)
+    want = q(params, X, qparams=s)
+    for values in (params, frozen):
+        called.clear()
+        got = jax.jit(lambda p, x: view(p, x, qparams=s))(values, X)
+        assert len(called) == len([site for site in q.plan(params, X) if site.name.endswith(":input")])
+        assert_same_bits(got["plain"], want["plain"])
+        np.testing.assert_allclose(got["tied embedding"], want["tied embedding"], rtol=1e-6)  # the table is squared
+    float_op = q.at_sites(lambda info, x: x, lambda info, lhs, rhs: info(lhs, rhs))
+    for name, y in jax.jit(float_op)(params, X).items():
+        assert_same_bits(y, jax.jit(f)(params, X)[name], name)
+
+
+def test_an_op_with_one_site_is_given_the_other_operand_as_it_is():
+    q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", W)])
+    op = lambda info, x, w: info(x, dequantize(w))
+    got = q.at_sites(lambda info, w: quantize(w, info.spec, info.qparams), op)({"w": P2["v"]}, X)
+    assert_same_bits(got, X @ fake_quant(P2["v"], q.plan({"w": P2["v"]}, X)["w"].spec))
+    refused(lambda: q.at_sites(lambda info, x: x, 3), "`op` must be a function", TypeError)
+    refused(
+        lambda: q.at_sites(lambda info, x: x, lambda info, x, w: x)({"w": P2["v"]}, X),
+        r"`op` must return an array of shape and dtype float32\[6, \d+\] at 'w:input' and 'w'",
+    )
+
+
 # The same by hand
 
 

@@ -3,7 +3,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._spec import PerBlock, PerChannel, PerToken, QuantSpec
@@ -50,6 +50,25 @@ class Site(NamedTuple):
     entry_spec: QuantSpec | None = None
     state: str = ""
     qparams: Any = None
+
+
+class Op(NamedTuple):
+    """A dot or a convolution with a site, as `at_sites` hands it to the function for ops; called, it is itself.
+
+    Attributes:
+      name: "dot_general", "conv_general_dilated" or "ragged_dot_general".
+      params: what `jax.lax` calls its static arguments: "dimension_numbers", "window_strides", "padding", ...
+      result: jax.ShapeDtypeStruct.
+      lax_op: the op on arrays.
+    """
+
+    name: str
+    params: Mapping[str, Any]
+    result: Any
+    lax_op: Callable[..., Any]
+
+    def __call__(self, *operands: Any) -> Any:
+        return self.lax_op(*operands)
 
 
 class Count(NamedTuple):

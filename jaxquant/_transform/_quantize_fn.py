@@ -31,7 +31,7 @@ from ._decide import Decisions, decide
 from ._entries import Entries, Entry, check_freezing
 from ._observers import HISTOGRAMS, RANGES, TALLIES, has_range
 from ._plan import Plan, Site, pattern_in_words
-from ._sites import ReadInFloat, Sites, is_stochastic
+from ._sites import ReadInFloat, Sites, View, is_stochastic
 
 
 class _How(NamedTuple):
@@ -235,23 +235,27 @@ class QuantizedFunction:
             new.append(leaf)
         return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_qarray), new)
 
-    def at_sites(self, site: Callable[[Site, Array], Array]) -> Callable:
+    def at_sites(self, site: Callable[[Site, Array], Any], op: Callable[..., Array] | None = None) -> Callable:
         """The function with another function at each site, instead of the quantizer: for reports and exporters.
 
         Args:
           site: (info, x) -> array of the shape and dtype of x, the operand. `info` is the Site of the plan with the
             `qparams` of that operand, None where it is dynamic. It is called once for each site that has a spec
             whenever the function is traced, and may have effects.
+          op: (info, lhs, rhs) -> array: what takes the place of a dot or convolution that has a site. `info` is the
+            op: its `name`, `params` and `result`, of which the array has shape and dtype; `info(lhs, rhs)` computes
+            it. `lhs` and `rhs` are what `site` returned, which may then be anything, such as integers with their
+            qparams; an operand without a spec is the array it is; the sizes of the groups of a ragged dot follow.
+            None computes the op, in float.
 
         Returns:
-          A function with the arguments of a call, but `key` and `lsq_gradient`: it computes the ops of the function, in
-          float.
+          A function with the arguments of a call, but `key` and `lsq_gradient`.
 
-        Gradient: through the function and `site`.
+        Gradient: through the function, `site` and `op`.
 
         Raises:
-          TypeError: for a `site` that is no function.
-          ValueError: as a call, and for results of `site` of another shape or dtype.
+          TypeError: for a `site` or `op` that is no function.
+          ValueError: as a call, and for results of `site` or `op` of another shape or dtype.
 
         >>> import jax.numpy as jnp
         >>> from jaxquant import Rule, activation_spec, fake_quant, quantize_fn, weight_spec
@@ -263,11 +267,13 @@ class QuantizedFunction:
         """
         if not callable(site):
             raise TypeError(f"`site` must be a function (info, x) -> array, got {checks.kind(site)}.")
+        if not (op is None or callable(op)):
+            raise TypeError(f"`op` must be a function (info, lhs, rhs) -> array or None, got {checks.kind(op)}.")
 
         def view(*args: Any, **kwargs: Any) -> Any:
             qparams = None if "qparams" in self._names else kwargs.pop("qparams", None)
             call, arrays = self._call(args, kwargs)
-            leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, site)
+            leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op))
             return jax.tree.unflatten(
                 structure.value, [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
             )
@@ -392,7 +398,7 @@ class QuantizedFunction:
         return params, origins
 
     def _evaluated(
-        self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, site: Callable | None = None
+        self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, view: View | None = None
     ) -> tuple[list[Any], Static, Static, dict[str, Any]]:
         """The results, without what is static of them; their structure; the plan; and what is observed."""
 
@@ -413,7 +419,7 @@ class QuantizedFunction:
             for name, entry in entries.of.items():
                 if (used := of_entries[name]) is not None and name not in frozen:
                     of_entries[name] = with_lsq_gradient(used, entry.size, entry.spec, None)
-        sites = Sites(program.decisions, self._execution, key, _OBSERVERS[how.observes], how.is_float, site)
+        sites = Sites(program.decisions, self._execution, key, _OBSERVERS[how.observes], how.is_float, view)
         outs, observed = self._outs(program, sites, arrays, of_entries)
         results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]

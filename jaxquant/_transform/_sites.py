@@ -28,7 +28,7 @@ from .._tree import named_in_errors
 from ._decide import Decision, Decisions
 from ._entries import Entry
 from ._observers import RANGES, Observer
-from ._plan import Site
+from ._plan import Op, Site
 
 
 def inputs_of(decisions: Decisions, observer: Observer | None) -> Inputs:
@@ -53,6 +53,13 @@ def inputs_of(decisions: Decisions, observer: Observer | None) -> Inputs:
     )
 
 
+class View(NamedTuple):
+    """Functions of the caller that take the place of our arithmetic: of each site, and of the ops that have one."""
+
+    site: Callable[[Site, Array], Any]
+    op: Callable[..., Array] | None = None
+
+
 class Sites(NamedTuple):
     """What is computed at the sites of one call.
 
@@ -62,7 +69,7 @@ class Sites(NamedTuple):
       key: PRNG key for stochastic rounding, or None.
       observer: of inputs, or None.
       is_float: whether the contractions are left in float, to be observed alone.
-      site: the function of the caller that takes the place of our arithmetic, or None.
+      view: what takes the place of our arithmetic, or None.
     """
 
     decisions: Decisions
@@ -70,7 +77,7 @@ class Sites(NamedTuple):
     key: Any = None
     observer: Observer | None = None
     is_float: bool = False
-    site: Callable[[Site, Array], Array] | None = None
+    view: View | None = None
 
     def replacements(self, holding: Mapping[Location, Sequence[bool]]) -> Replacements:
         """The contractions with what takes their place."""
@@ -83,13 +90,13 @@ class Sites(NamedTuple):
         """A parameter on its way to its ops; `is_read` where something may read it in float."""
         entry = self.decisions.entries.of.get(path)
         if isinstance(value, QArray):
-            if self.is_float or self.site:
+            if self.is_float or self.view:
                 qparams, value = QParams(value.step, value.zero_point), real_values(value, value.dtype)
             else:
                 return _held(path, value, (entry or value).spec, {}, None)
         if entry is None or self.is_float:
             return value
-        if self.site:
+        if self.view:
             return self._to_view(entry, value, qparams)
         with named_in_errors(path, rule=entry.rule):
             real, q, flags = quantize_straight_through(
@@ -109,7 +116,7 @@ class Sites(NamedTuple):
 
     def read(self, held: QuantizedParam, by: str | None) -> Array:
         """A parameter for what computes with it in float."""
-        if self.site:
+        if self.view:
             return held.floats["read"]
         entry = next((e for path in held.paths if (e := self.decisions.entries.of.get(path))), None)
         if entry is not None and not entry.is_weight:
@@ -140,11 +147,12 @@ class Sites(NamedTuple):
                 scope.observed[key] = self.observer.of(values[side], spec, scope.qparams.get(key))
         if self.is_float:
             return eqn.primitive.bind(*values, **eqn.params)
-        if self.site or None in decision.specs:
-            one = self._in_view if self.site else self._in_float
+        if self.view and any(decision.specs):
+            return self._of_view(self.view, decision, eqn, values, scope)
+        if None in decision.specs:
             for side, spec in enumerate(decision.specs):
                 if spec is not None:
-                    values[side] = one(decision, side, spec, values[side], scope)
+                    values[side] = self._in_float(decision, side, spec, values[side], scope)
             return from_integers(lambda *values: eqn.primitive.bind(*values, **eqn.params), values, _value)
         for side, spec in enumerate(decision.specs):
             assert spec is not None
@@ -185,10 +193,10 @@ class Sites(NamedTuple):
         if inputs.first.get(key) == decision.contraction.location and self.observer:
             scope.observed[key] = self.observer.of(v, spec, scope.qparams.get(key))
         v = jax.ad_checkpoint.checkpoint_name(v, params_of(eqn)["name"])
-        if self.is_float or (self.site and decision.shared[0]):
+        if self.is_float or (self.view and decision.shared[0]):
             return v
-        if self.site:
-            return self._in_view(decision, 0, spec, v, scope)
+        if self.view:
+            return self._given(*self._of_site(decision, 0, v, scope))
         with named_in_errors(decision.names[0], rule=decision.rules[0]):
             axes, own = tuple(range(v.ndim)), self._key(spec, self._turn(decision, 0))
             real, q, _ = quantize_straight_through(v, spec, axes, own, scope.qparams.get(key))
@@ -232,28 +240,43 @@ class Sites(NamedTuple):
             key = self._key(spec, self._turn(decision, side))
             return _fake_quantized(v, spec, scope.qparams.get(decision.keys[side][0]), key)
 
-    def _in_view(self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope) -> Array:
-        """An operand as the function of the caller makes it."""
-        if decision.shared[side]:
-            return v
+    def _of_view(self, view: View, decision: Decision, eqn: Any, values: list[Any], scope: Scope) -> Array:
+        """Of a contraction with what the functions of the caller make of it."""
+        for side, spec in enumerate(decision.specs):
+            if spec is not None and not (decision.shared[side] and view.op is None):
+                of = self._of_site(decision, side, values[side], scope)
+                values[side] = self._given(*of) if view.op is None else view.site(*of)
+        lax_op = functools.partial(eqn.primitive.bind, **eqn.params)
+        if view.op is None:
+            return lax_op(*values)
+        result = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
+        y = view.op(Op(decision.contraction.op, dict(params_of(eqn)), result, lax_op), *values)
+        return _checked_result("op", y, result, " and ".join(map(repr, decision.names)))
+
+    def _of_site(self, decision: Decision, side: int, v: Any, scope: Scope) -> tuple[Site, Array]:
+        """What the function of the caller is given of an operand."""
         qparams = scope.qparams.get(decision.keys[side][0])
-        if side == decision.weight:
+        is_weight = side == decision.weight
+        if is_weight:
             held = _checked_held(v)
             qparams, v = QParams(**held.of_groups) if held.of_groups else None, held.floats["real"]
         info = self.decisions.plan[decision.names[side]]
-        if side == decision.weight and qparams is not None:
+        if is_weight and qparams is not None:
             info = _fitting(info, qparams, v.shape)
-        return self._given(info._replace(qparams=qparams), v)
+        return info._replace(qparams=qparams), v
 
     def _given(self, info: Site, x: Array) -> Array:
-        assert self.site is not None
-        y = self.site(info, x)
-        if not checks.is_array(y) or y.shape != x.shape or y.dtype != x.dtype:
-            raise ValueError(
-                f"`site` must return an array of the shape and dtype of x, {x.dtype}{list(x.shape)} at {info.name!r}, "
-                f"got {checks.kind(y)}. Convert the value back, or compute with it and return x."
-            )
-        return y
+        assert self.view is not None
+        return _checked_result("site", self.view.site(info, x), x, repr(info.name))
+
+
+def _checked_result(of: str, y: Any, like: Any, where: str) -> Array:
+    if not checks.is_array(y) or y.shape != like.shape or y.dtype != like.dtype:
+        raise ValueError(
+            f"`{of}` must return an array of shape and dtype {like.dtype}{list(like.shape)} at {where}, got "
+            f"{checks.kind(y)}. Convert the value back, or compute with it and return what it was given."
+        )
+    return y
 
 
 def _fitting(info: Site, qparams: QParams, shape: tuple[int, ...]) -> Site:
