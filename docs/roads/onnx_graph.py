@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized function as an ONNX graph: the function at its sites, emitted by jax2onnx.
+
+`pip install 'jaxquant[onnx]'`. jax2onnx makes the nodes of the program; those of the sites are made here. Two kinds of
+graph have the same integers:
+
+    "integers"  QuantizeLinear, MatMulInteger or ConvInteger, and the product of the scales
+    "qdq"       QuantizeLinear, DequantizeLinear, MatMul or Conv, which a runtime may fuse into integer kernels
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax2onnx import to_onnx
+from jax2onnx.plugins.plugin_system import PrimitiveLeafPlugin, register_primitive
+from straight_line import straight_line
+
+from jaxquant import QuantSpec
+
+
+def node(name, shape_and_dtype, compute=None, attributes=lambda params: params):
+    """A primitive that jax2onnx emits as the ONNX node of this name; `compute` is its value on NumPy arrays."""
+    primitive = Primitive(f"onnx_{name}")
+    primitive.def_abstract_eval(lambda *avals, **params: ShapedArray(*shape_and_dtype(*avals, **params)))
+    if compute is not None:
+        primitive.def_impl(lambda *values, **params: compute(*map(np.asarray, values), **params))
+
+    def lower(self, context, eqn):
+        ins = [context.get_value_for_var(v, name_hint=context.fresh_name("in")) for v in eqn.invars]
+        out = context.get_value_for_var(eqn.outvars[0], name_hint=context.fresh_name("out"))
+        result = getattr(context.builder, name)(*ins, _outputs=[out.name], **attributes(eqn.params))
+        result.type, result.shape = out.type, out.shape
+        context.bind_value_for_var(eqn.outvars[0], result)
+
+    about = {"onnx": [{"component": name, "doc": ""}], "jax_doc": "", "since": "0", "context": "jaxquant"}
+    register_primitive(jaxpr_primitive=primitive.name, component=primitive.name, testcases=[], **about)(
+        type(primitive.name, (PrimitiveLeafPlugin,), {"lower": lower})
+    )
+    return primitive
+
+
+def to_integers(x, scale, zero_point, axis):
+    shape = [-1 if i == axis else 1 for i in range(x.ndim)]
+    limits = np.iinfo(zero_point.dtype)
+    q = np.rint(x / scale.reshape(shape)) + zero_point.reshape(shape).astype(np.float32)
+    return np.clip(q, limits.min, limits.max).astype(zero_point.dtype)
+
+
+def attributes_of_axis(params):
+    return {} if params["axis"] is None else params
+
+
+def product(dtype):
+    return lambda x, w, *_: ((*jnp.broadcast_shapes(x.shape[:-2], w.shape[:-2]), x.shape[-2], w.shape[-1]), dtype)
+
+
+def conv_of(dtype):
+    return lambda x, w, *_, shape, **__: (shape, dtype)
+
+
+def attributes_of_conv(params):
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in params.items() if name != "shape"}
+
+
+quantize = node("QuantizeLinear", lambda x, s, z, axis: (x.shape, z.dtype), to_integers, attributes_of_axis)
+dequantize = node("DequantizeLinear", lambda x, s, z, axis: (x.shape, s.dtype), None, attributes_of_axis)
+matmul = node("MatMul", product(jnp.float32))
+matmul_integer = node("MatMulInteger", product(jnp.int32))
+conv = node("Conv", conv_of(jnp.float32), None, attributes_of_conv)
+conv_integer = node("ConvInteger", conv_of(jnp.int32), None, attributes_of_conv)
+relu = node("Relu", lambda x: (x.shape, x.dtype))
+
+
+class Operand(NamedTuple):
+    """What is quantized at a site: a float array, and qparams of its rank; the zero point has the integers' dtype."""
+
+    x: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array
+    spec: QuantSpec
+
+    @property
+    def shape(self):
+        return self.x.shape
+
+    @property
+    def ndim(self):
+        return self.x.ndim
+
+    def integers(self):
+        """The integers, and their qparams as ONNX has them: one number, or one for each index of an axis."""
+        axes = [i for i, n in enumerate(self.scale.shape) if n > 1]
+        if len(axes) > 1:
+            raise ValueError(f"Scales of shape {self.scale.shape}: ONNX has one axis of them before opset 21.")
+        axis = axes[0] if axes else None
+        qparams = [v.reshape(() if axis is None else (-1,)) for v in (self.scale, self.zero_point)]
+        return quantize.bind(self.x, *qparams, axis=axis), *qparams, axis
+
+    def real(self):
+        q, scale, zero_point, axis = self.integers()
+        return dequantize.bind(q, scale, zero_point, axis=axis)
+
+
+def site(info, x):
+    """The operand of a site."""
+    if info.qparams is None:
+        raise ValueError(f"{info.name!r} is dynamic, expected qparams. Pass q.init_qparams(...).")
+    spec = info.spec
+    if spec.dtype not in (jnp.int8, jnp.uint8):
+        raise ValueError(f"{info.name!r} is of {spec.dtype}, ONNX multiplies int8 and uint8. Take up to 8 bits.")
+    scale, zero_point = (lax.reshape(v, (*(1,) * (x.ndim - v.ndim), *v.shape)) for v in info.qparams)
+    zero_point = jnp.round(zero_point)  # while it is learned it lies between integers
+    limits = jnp.iinfo(spec.dtype)
+    if (spec.qmin, spec.qmax) != (limits.min, limits.max):  # QuantizeLinear clips at the limits of the dtype
+        x = jnp.clip(x, (spec.qmin - zero_point) * scale, (spec.qmax - zero_point) * scale)
+    operand = Operand(x, scale, zero_point.astype(spec.dtype), spec)
+    return operand if info.op in ("dot_general", "conv_general_dilated") else operand.real()
+
+
+def arranged(groups, shape, v):
+    """An operand of this shape, or its qparams, with an axis for each group of its axes."""
+    if v.size != 1 and v.shape != shape:  # qparams along one axis of several that are joined, for instance
+        whole = {i for group in groups if any(v.shape[j] > 1 for j in group) for i in group}
+        v = jnp.broadcast_to(v, [n if i in whole else 1 for i, n in enumerate(shape)])
+    order = [i for group in groups for i in group]
+    return v.transpose(order).reshape([math.prod(v.shape[i] for i in group) for group in groups])
+
+
+def as_matrices(info, lhs, rhs):
+    """Of a dot: the operands as matrices with batch axes in front, and the result from the product of these."""
+    groups = []
+    for side, v in enumerate((lhs, rhs)):
+        contracted, batch = (axes[side] for axes in info.params["dimension_numbers"])
+        free = [i for i in range(v.ndim) if i not in (*contracted, *batch)]
+        rows = [[i] for i in free] if side == 0 and free and not batch else [free]
+        matrix = [*rows, contracted] if side == 0 else [contracted, free]
+        groups.append([*([i] for i in batch), *matrix])
+    arrange = lambda v, of: moved(v, functools.partial(arranged, of, v.shape))
+    return list(map(arrange, (lhs, rhs), groups)), lambda y: y.reshape(info.result.shape)
+
+
+def as_images(info, lhs, rhs):
+    """Of a convolution: the operands as (N, C, ...) and (O, I, ...), and the result from theirs."""
+    numbers = info.params["dimension_numbers"]
+    moves = [lambda v: v.transpose(numbers.lhs_spec), lambda v: v.transpose(numbers.rhs_spec)]
+    back = [numbers.out_spec.index(i) for i in range(len(numbers.out_spec))]
+    return [moved(v, move) for v, move in zip((lhs, rhs), moves, strict=True)], lambda y: y.transpose(back)
+
+
+def moved(v, move):
+    return Operand(*map(move, v[:3]), v.spec) if isinstance(v, Operand) else move(v)
+
+
+def attributes_of(info):
+    """The attributes of Conv and ConvInteger."""
+    params, numbers = info.params, info.params["dimension_numbers"]
+    if params["batch_group_count"] > 1 or any(n > 1 for n in params["lhs_dilation"]):
+        raise ValueError("ONNX's Conv has no groups of examples and no dilated inputs.")
+    return {
+        "pads": tuple(pad[side] for side in (0, 1) for pad in params["padding"]),
+        "strides": params["window_strides"],
+        "dilations": params["rhs_dilation"],
+        "group": params["feature_group_count"],
+        "shape": tuple(info.result.shape[i] for i in numbers.out_spec),
+    }
+
+
+def op(info, lhs, rhs, *, graph):
+    """A dot or convolution of operands, of which one may be a float array."""
+    if info.name == "dot_general":
+        (lhs, rhs), result = as_matrices(info, lhs, rhs)
+        in_float, in_integers = matmul.bind, matmul_integer.bind
+        over = lambda v: v
+    else:
+        (lhs, rhs), result = as_images(info, lhs, rhs)
+        attributes = attributes_of(info)
+        in_float, in_integers = (functools.partial(of.bind, **attributes) for of in (conv, conv_integer))
+        over = lambda v: v.reshape(1, -1, *(1,) * (v.ndim - 2))
+    if graph == "integers" and isinstance(lhs, Operand) and isinstance(rhs, Operand):
+        (a, _, a_zero, _), (b, _, b_zero, _) = lhs.integers(), rhs.integers()
+        # ONNX Runtime takes one zero point of the weights of a convolution, or none.
+        y = in_integers(a, b, a_zero, *([] if rhs.spec.symmetric else [b_zero])).astype(jnp.float32)
+        return result(y * (lhs.scale * over(rhs.scale)))
+    lhs, rhs = (v.real() if isinstance(v, Operand) else v for v in (lhs, rhs))
+    return result(in_float(lhs, rhs))
+
+
+def onnx_model(q, params, *args, qparams, graph="integers"):
+    """The ONNX model of q(params, *args, qparams=qparams) as a function of args, arrays or ShapeDtypeStructs.
+
+    Opset 20: with 21 ONNX Runtime makes an invalid graph of some int8 convolutions.
+    """
+    view = q.at_sites(site, functools.partial(op, graph=graph))
+    # Else the weights would be computed in float, and relu would be a maximum.
+    replaced = {dequantize.name: dequantize.bind, "relu": relu.bind}
+    straight = straight_line(lambda *args: view(params, *args, qparams=qparams), replaced)
+    # jax2onnx exchanges functions of flax and jax.numpy while it traces; it sees the program only.
+    program = jaxpr_as_fun(jax.make_jaxpr(straight)(*args))
+    structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args]
+    return to_onnx(lambda *args: program(*args)[0], structs, opset=20)

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantized function in other runtimes, by the scripts of docs/roads: how many values differ there."""
+
+import functools
+import pathlib
+import sys
+import tempfile
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from shipped import (
+    A8,
+    ALPHABET,
+    LENGTH,
+    LOGITS,
+    W8,
+    conv,
+    init_language_model,
+    int8_cnn,
+    int8_language_model,
+    quantized_cnn,
+    quantized_language_model,
+)
+
+from jaxquant import Rule, activation_spec, float8_spec, load, quant_point, quantize_fn, weight_spec
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "docs" / "roads"))
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape) * 0.3
+TOKENS = jax.random.randint(jax.random.key(3), (8, LENGTH), 0, ALPHABET)
+ROWS = np.asarray(jax.random.normal(jax.random.key(9), (32, 24)))
+
+
+@functools.cache
+def images():
+    datasets = pytest.importorskip("sklearn.datasets")
+    return jnp.asarray(datasets.load_digits().images[1200:, ..., None] / 16, jnp.float32)
+
+
+@functools.cache
+def trained_cnn():
+    return load(HERE / "data" / "digits_cnn.npz")
+
+
+@functools.cache
+def served(q):
+    """(frozen, qparams, x, q's value) of a model."""
+    if q in (quantized_cnn, int8_cnn):
+        frozen, qparams, x = trained_cnn()["params"], trained_cnn()["qparams"], images()
+        qparams = {key: qparams[key] for key in qparams if key != "logits" or q is int8_cnn}
+    else:
+        params, x = init_language_model(jax.random.key(0)), TOKENS
+        qparams = q.init_qparams(params, x)
+        frozen = q.freeze(params, x, qparams=qparams)
+    return frozen, qparams, x, np.asarray(jax.jit(q)(frozen, x, qparams=qparams))
+
+
+def steps(y, want, qparams):
+    """How many of the values are off by 0, 1, ... steps of the logits' grid."""
+    return np.bincount(np.rint(np.abs(y - want) / np.ravel(qparams["logits"].scale)).astype(int).ravel())
+
+
+# ONNX
+
+
+@functools.cache
+def onnx():
+    pytest.importorskip("jax2onnx")
+    pytest.importorskip("onnxruntime")
+    import onnx_graph
+
+    return onnx_graph
+
+
+def run_onnx(model, *args, optimized=True, outputs=None):
+    """The results in ONNX Runtime, and the ops of the graph that it ran."""
+    import onnx
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.x64quantprecision", "1")  # else products saturate without VNNI
+    with tempfile.TemporaryDirectory() as folder:
+        options.optimized_model_filepath = f"{folder}/optimized.onnx"
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        names = [v.name for v in session.get_inputs()]
+        results = session.run(outputs, dict(zip(names, map(np.asarray, args), strict=True)))
+        ops = [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
+    return results if outputs else results[0], ops
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize("batch", ["597", "any"])
+def test_the_integer_graph_of_the_cnn_has_the_same_bits(batch, optimized):
+    frozen, qparams, x, want = served(quantized_cnn)
+    any_batch = jax.ShapeDtypeStruct(jax.export.symbolic_shape("batch, 8, 8, 1"), jnp.float32)
+    model = onnx().onnx_model(quantized_cnn, frozen, x if batch == "597" else any_batch, qparams=qparams)
+    y, ops = run_onnx(model, x, optimized=optimized)
+    assert (ops.count("ConvInteger"), ops.count("MatMulInteger")) == (3, 1)
+    assert (y != want).sum() == 0
+    assert len(model.SerializeToString()) < 13_000  # 7,144 weights
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+def test_the_qdq_graph_of_the_cnn_is_off_by_one_step_at_most(optimized):
+    frozen, qparams, x, want = served(int8_cnn)
+    model = onnx().onnx_model(int8_cnn, frozen, x, qparams=qparams, graph="qdq")
+    y, ops = run_onnx(model, x, optimized=optimized)
+    assert ops.count("DequantizeLinear") >= 8
+    off = steps(y, want, qparams)
+    assert len(off) <= 2
+    assert off[1:].sum() <= 0.001 * y.size
+
+
+def test_every_integer_product_of_the_language_model_is_exact():
+    frozen, qparams, x, want = served(int8_language_model)
+    model = onnx().onnx_model(int8_language_model, frozen, x, qparams=qparams)
+    from onnx import ValueInfoProto, numpy_helper
+
+    products = [node for node in model.graph.node if node.op_type == "MatMulInteger"]
+    assert len(products) == 9
+    constants = {v.name: numpy_helper.to_array(v) for v in model.graph.initializer}
+    names = [name for node in products for name in (*node.input, *node.output) if name not in constants]
+    known = {v.name for v in model.graph.output}
+    model.graph.output.extend(ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known)
+    outputs = list(dict.fromkeys([model.graph.output[0].name, *names]))
+    results, _ = run_onnx(model, x, optimized=False, outputs=outputs)
+    of = constants | dict(zip(outputs, results, strict=True))
+    for node in products:
+        a, b, zero, *_ = (of[name].astype(np.int64) for name in node.input)
+        np.testing.assert_array_equal(of[node.output[0]], (a - zero) @ b)
+    off = steps(results[0], want, qparams)  # of exp, tanh and sums in float, whose last bits differ
+    assert len(off) <= 2
+    assert off[1:].sum() <= 0.01 * want.size
+
+
+def test_fused_pairs_of_the_language_model_are_its_integer_graph():
+    frozen, qparams, x, _ = served(quantized_language_model)
+    results = {}
+    for graph in ("integers", "qdq"):
+        model = onnx().onnx_model(quantized_language_model, frozen, x, qparams=qparams, graph=graph)
+        results[graph], ops = run_onnx(model, x)
+        assert ops.count({"integers": "MatMulInteger", "qdq": "MatMulIntegerToFloat"}[graph]) == 9
+    assert (results["integers"] != results["qdq"]).sum() == 0
+
+
+def attention(p, x):
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
+    scores = quant_point(jnp.maximum(jnp.einsum("bthk,bshk->bhts", q, k), -3.0), "scores")
+    return jnp.einsum("bhts,bshk->bthk", scores, v)
+
+
+def convolutions(p, x):
+    y = lax.conv_general_dilated(
+        x, p["a"], (2, 1), [(1, 2), (0, 1)], rhs_dilation=(1, 2), feature_group_count=2,
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
+    )  # fmt: skip
+    return lax.conv_general_dilated(y.reshape(*y.shape[:2], -1), p["b"], (2,), "SAME")
+
+
+QKV = {name: normal(i, 8, 2, 3) for i, name in enumerate("qkv")}
+KERNELS = {"a": normal(1, 6, 2, 3, 3), "b": normal(2, 4, 6, 3)}
+ODD = {
+    "attention": (attention, QKV, normal(5, 2, 6, 8), W8, A8),
+    "convolutions": (convolutions, KERNELS, normal(5, 2, 4, 9, 9), W8, A8),
+    "a vector": (lambda p, x: x @ p["w"], {"w": normal(1, 24, 5)}, ROWS[0], W8, A8),
+    "4 bits": (lambda p, x: x @ p["w"], {"w": normal(1, 24, 5)}, ROWS, weight_spec(4), activation_spec(4)),
+    "unsigned": (lambda p, x: x @ p["w"], {"w": normal(1, 24, 5)}, ROWS, W8, activation_spec(8, signed=False)),
+    "one scale": (lambda p, x: x @ p["w"].T, {"w": normal(1, 5, 24)}, ROWS, activation_spec(8), A8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_integer_graphs_of_other_ops_have_the_same_bits(name):
+    f, params, x, weight, activation = ODD[name]
+    rules = [Rule("*", weight, activation)] + ([Rule("*", None, A8, kind="act_act")] if name == "attention" else [])
+    q = quantize_fn(f, rules)
+    qparams = q.init_qparams(params, x, method="minmax")
+    for values in (params, q.freeze(params, x, qparams=qparams)):
+        model = onnx().onnx_model(q, values, x * 1.5, qparams=qparams)  # 1.5: clipped
+        y, ops = run_onnx(model, x * 1.5)
+        assert not {"MatMul", "Conv", "Einsum", "Gemm"} & set(ops)
+        assert (y != np.asarray(jax.jit(q)(values, x * 1.5, qparams=qparams))).sum() == 0
+
+
+def test_a_weight_alone_is_a_pair():
+    q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", weight_spec(8))])
+    params = {"w": normal(1, 24, 5)}
+    y, ops = run_onnx(onnx().onnx_model(q, params, ROWS, qparams=q.init_qparams(params, ROWS)), ROWS, optimized=False)
+    assert ops == ["DequantizeLinear", "MatMul"]
+    np.testing.assert_allclose(y, q(params, ROWS), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "qparams", "message"),
+    [(A8, False, "'w:input' is dynamic"), (float8_spec(), True, "'w:input' is of float8_e4m3fn")],
+)
+@pytest.mark.parametrize("road", ["onnx", "litert"])
+def test_what_a_runtime_has_no_integers_for_is_an_error(road, spec, qparams, message):
+    q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", float8_spec() if spec.dtype != jnp.int8 else W8, spec)])
+    params = {"w": normal(1, 24, 5)}
+    known = q.init_qparams(params, ROWS) if qparams else None
+    convert = onnx().onnx_model if road == "onnx" else litert().flatbuffer
+    with pytest.raises(ValueError, match=message):
+        convert(q, params, ROWS, qparams=known)
+
+
+# LiteRT
+
+
+@functools.cache
+def litert():
+    pytest.importorskip("litert_converter")
+    pytest.importorskip("ai_edge_litert")
+    import litert_flatbuffer
+
+    return litert_flatbuffer
+
+
+def run_litert(model, x, kernels):
+    """The result in the interpreter, and its ops."""
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+    resolver = {
+        "reference": OpResolverType.BUILTIN_REF, "optimized": OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+    }[kernels]  # fmt: skip
+    interpreter = Interpreter(model_content=model, experimental_op_resolver_type=resolver, num_threads=1)
+    interpreter.allocate_tensors()
+    interpreter.set_tensor(interpreter.get_input_details()[0]["index"], np.asarray(x))
+    interpreter.invoke()
+    ops = [details["op_name"] for details in interpreter._get_ops_details()]
+    return interpreter.get_tensor(interpreter.get_output_details()[0]["index"]), ops
+
+
+@pytest.mark.parametrize("kernels", ["reference", "optimized"])
+def test_the_flatbuffer_of_the_cnn_is_off_by_one_step_at_most(kernels):
+    frozen, qparams, x, want = served(int8_cnn)
+    model = litert().flatbuffer(int8_cnn, frozen, x, qparams=qparams)
+    y, ops = run_litert(model, x, kernels)
+    assert ops == ["QUANTIZE", "DEPTHWISE_CONV_2D", "CONV_2D", "CONV_2D", "RESHAPE", "FULLY_CONNECTED", "DEQUANTIZE"]
+    off = steps(y, want, qparams)
+    assert len(off) <= 2
+    assert off[1] <= 0.2 * y.size
+
+
+@pytest.mark.parametrize("kernels", ["reference", "optimized"])
+def test_the_flatbuffer_of_the_language_model_is_off_by_one_step_at_most(kernels):
+    frozen, qparams, x, want = served(int8_language_model)
+    model = litert().flatbuffer(int8_language_model, frozen, x, qparams=qparams)
+    y, ops = run_litert(model, x, kernels)
+    assert ops.count("FULLY_CONNECTED") == 9
+    off = steps(y, want, qparams)
+    assert len(off) <= 2
+    assert off[1] <= 0.01 * y.size
+
+
+def pooled(params, x, points=()):
+    named = lambda x, name: quant_point(x, name) if name in points else x
+    y = named(jax.nn.relu(conv(x, params["k"])), "features")
+    y = named(lax.reduce_window(y, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4, "pooled")
+    return quant_point(y.reshape(y.shape[0], -1) @ params["w"], "logits")
+
+
+def test_an_average_pool_wants_one_grid_on_both_sides():
+    params, x = {"k": normal(1, 3, 3, 8, 16), "w": normal(2, 576, 10) * 0.1}, normal(0, 64, 12, 12, 8)
+    off = {}
+    for points in ((), ("features", "pooled")):
+        rules = [Rule(name, activation=A8, kind="value") for name in points]
+        q = quantize_fn(functools.partial(pooled, points=points), [*rules, LOGITS, Rule("*", W8, A8)])
+        qparams = q.init_qparams(params, x)
+        if points:
+            qparams["pooled"] = qparams["features"]
+        model = litert().flatbuffer(q, params, x, qparams=qparams)
+        off[points] = steps(run_litert(model, x, "reference")[0], np.asarray(q(params, x, qparams=qparams)), qparams)
+    assert len(off[()]) > 5
+    assert len(off["features", "pooled"]) <= 3
+    assert off["features", "pooled"][2:].sum() <= 0.03 * 640
