@@ -42,7 +42,7 @@ def pytest_runtest_teardown():
 @pytest.fixture
 def compared(record_property):
     """Call it with (judge, op, values compared, values that differ); the sums are printed at the end of the run."""
-    return lambda judge, op, values, differ: record_property("compared", (judge, op, values, differ))
+    return lambda judge, op, values, differ: record_property("compared", (judge, op, int(values), int(differ)))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -52,7 +52,12 @@ def test_asserts_are_hidden(script):
 @each_notebook
 def test_the_script_runs(script, tmp_path):
     frameworks = [(package, "frameworks") for package in ("flax", "equinox", "haiku")]
-    for package, extra in (("sklearn", "notebooks"), *frameworks):
+    for package, extra in (
+        ("sklearn", "notebooks"),
+        ("onnxruntime", "onnx"),
+        ("ai_edge_litert", "litert"),
+        *frameworks,
+    ):
         if re.search(rf"^(import|from) {package}\b", script.read_text(), re.M):
             pytest.importorskip(package, reason=f"needs the `{extra}` extra")
     env = {**os.environ, "MPLBACKEND": "Agg"}

@@ -106,28 +106,30 @@ def run_onnx(model, *args, optimized=True, outputs=None):
 
 @pytest.mark.parametrize("optimized", [False, True])
 @pytest.mark.parametrize("batch", ["597", "any"])
-def test_the_integer_graph_of_the_cnn_has_the_same_bits(batch, optimized):
+def test_the_integer_graph_of_the_cnn_has_the_same_bits(batch, optimized, compared):
     frozen, qparams, x, want = served(quantized_cnn)
     any_batch = jax.ShapeDtypeStruct(jax.export.symbolic_shape("batch, 8, 8, 1"), jnp.float32)
     model = onnx().onnx_model(quantized_cnn, frozen, x if batch == "597" else any_batch, qparams=qparams)
     y, ops = run_onnx(model, x, optimized=optimized)
     assert (ops.count("ConvInteger"), ops.count("MatMulInteger")) == (3, 1)
+    compared("ONNX Runtime", "digits CNN, integers", y.size, (y != want).sum())
     assert (y != want).sum() == 0
     assert len(model.SerializeToString()) < 13_000  # 7,144 weights
 
 
 @pytest.mark.parametrize("optimized", [False, True])
-def test_the_qdq_graph_of_the_cnn_is_off_by_one_step_at_most(optimized):
+def test_the_qdq_graph_of_the_cnn_is_off_by_one_step_at_most(optimized, compared):
     frozen, qparams, x, want = served(int8_cnn)
     model = onnx().onnx_model(int8_cnn, frozen, x, qparams=qparams, graph="qdq")
     y, ops = run_onnx(model, x, optimized=optimized)
     assert ops.count("DequantizeLinear") >= 8
     off = steps(y, want, qparams)
+    compared("ONNX Runtime", "digits CNN, Q/DQ, by a step", y.size, off[1:].sum())
     assert len(off) <= 2
     assert off[1:].sum() <= 0.001 * y.size
 
 
-def test_every_integer_product_of_the_language_model_is_exact():
+def test_every_integer_product_of_the_language_model_is_exact(compared):
     frozen, qparams, x, want = served(int8_language_model)
     model = onnx().onnx_model(int8_language_model, frozen, x, qparams=qparams)
     from onnx import ValueInfoProto, numpy_helper
@@ -143,8 +145,11 @@ def test_every_integer_product_of_the_language_model_is_exact():
     of = constants | dict(zip(outputs, results, strict=True))
     for node in products:
         a, b, zero, *_ = (of[name].astype(np.int64) for name in node.input)
-        np.testing.assert_array_equal(of[node.output[0]], (a - zero) @ b)
+        differing = (of[node.output[0]] != (a - zero) @ b).sum()
+        compared("ONNX Runtime", "language model, integer products", of[node.output[0]].size, differing)
+        assert differing == 0
     off = steps(results[0], want, qparams)  # of exp, tanh and sums in float, whose last bits differ
+    compared("ONNX Runtime", "language model, integers, by a step", want.size, off[1:].sum())
     assert len(off) <= 2
     assert off[1:].sum() <= 0.01 * want.size
 
@@ -248,23 +253,25 @@ def run_litert(model, x, kernels):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "optimized"])
-def test_the_flatbuffer_of_the_cnn_is_off_by_one_step_at_most(kernels):
+def test_the_flatbuffer_of_the_cnn_is_off_by_one_step_at_most(kernels, compared):
     frozen, qparams, x, want = served(int8_cnn)
     model = litert().flatbuffer(int8_cnn, frozen, x, qparams=qparams)
     y, ops = run_litert(model, x, kernels)
     assert ops == ["QUANTIZE", "DEPTHWISE_CONV_2D", "CONV_2D", "CONV_2D", "RESHAPE", "FULLY_CONNECTED", "DEQUANTIZE"]
     off = steps(y, want, qparams)
+    compared("LiteRT", "digits CNN, by a step", y.size, off[1:].sum())
     assert len(off) <= 2
     assert off[1] <= 0.2 * y.size
 
 
 @pytest.mark.parametrize("kernels", ["reference", "optimized"])
-def test_the_flatbuffer_of_the_language_model_is_off_by_one_step_at_most(kernels):
+def test_the_flatbuffer_of_the_language_model_is_off_by_one_step_at_most(kernels, compared):
     frozen, qparams, x, want = served(int8_language_model)
     model = litert().flatbuffer(int8_language_model, frozen, x, qparams=qparams)
     y, ops = run_litert(model, x, kernels)
     assert ops.count("FULLY_CONNECTED") == 9
     off = steps(y, want, qparams)
+    compared("LiteRT", "language model, by a step", y.size, off[1:].sum())
     assert len(off) <= 2
     assert off[1] <= 0.01 * y.size
 
@@ -276,7 +283,7 @@ def pooled(params, x, points=()):
     return quant_point(y.reshape(y.shape[0], -1) @ params["w"], "logits")
 
 
-def test_an_average_pool_wants_one_grid_on_both_sides():
+def test_an_average_pool_wants_one_grid_on_both_sides(compared):
     params, x = {"k": normal(1, 3, 3, 8, 16), "w": normal(2, 576, 10) * 0.1}, normal(0, 64, 12, 12, 8)
     off = {}
     for points in ((), ("features", "pooled")):
@@ -287,6 +294,9 @@ def test_an_average_pool_wants_one_grid_on_both_sides():
             qparams["pooled"] = qparams["features"]
         model = litert().flatbuffer(q, params, x, qparams=qparams)
         off[points] = steps(run_litert(model, x, "reference")[0], np.asarray(q(params, x, qparams=qparams)), qparams)
+        compared(
+            "LiteRT", f"average pool {'with' if points else 'without'} points, by a step", 640, off[points][1:].sum()
+        )
     assert len(off[()]) > 5
     assert len(off["features", "pooled"]) <= 3
     assert off["features", "pooled"][2:].sum() <= 0.03 * 640

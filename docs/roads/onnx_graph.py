@@ -193,14 +193,18 @@ def op(info, lhs, rhs, *, graph):
 
 
 def onnx_model(q, params, *args, qparams, graph="integers"):
-    """The ONNX model of q(params, *args, qparams=qparams) as a function of args, arrays or ShapeDtypeStructs.
+    """The ONNX model of q(params, *args, qparams=qparams) as a function of args, arrays or ShapeDtypeStructs."""
+    view = q.at_sites(site, functools.partial(op, graph=graph))
+    return emitted(lambda *args: view(params, *args, qparams=qparams), *args)
+
+
+def emitted(f, *args):
+    """The ONNX model of a function of arrays with one result.
 
     Opset 20: with 21 ONNX Runtime makes an invalid graph of some int8 convolutions.
     """
-    view = q.at_sites(site, functools.partial(op, graph=graph))
     # Else the weights would be computed in float, and relu would be a maximum.
-    replaced = {dequantize.name: dequantize.bind, "relu": relu.bind}
-    straight = straight_line(lambda *args: view(params, *args, qparams=qparams), replaced)
+    straight = straight_line(f, {dequantize.name: dequantize.bind, "relu": relu.bind})
     # jax2onnx exchanges functions of flax and jax.numpy while it traces; it sees the program only.
     program = jaxpr_as_fun(jax.make_jaxpr(straight)(*args))
     structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args]
