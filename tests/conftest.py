@@ -39,6 +39,11 @@ def pytest_runtest_teardown():
         gc.collect()
 
 
+def pytest_collection_modifyitems(items):
+    """Notebooks come first: they take the longest, and the worker that runs none has other tests meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+
+
 @pytest.fixture
 def compared(record_property):
     """Call it with (judge, op, values compared, values that differ); the sums are printed at the end of the run."""
