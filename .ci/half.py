@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin that takes half of the tests, by a hash of their names: HALF=0 or 1. Pages and notebooks are whole."""
+"""A pytest plugin that takes half of the tests, by a hash of their names: HALF=0 or 1. Pages and models stay whole."""
 
 import os
 import zlib
