@@ -211,6 +211,19 @@ def test_a_weight_alone_is_a_pair():
     np.testing.assert_allclose(y, q(params, ROWS), rtol=1e-5, atol=1e-6)
 
 
+TWO = quantize_fn(lambda p, x, y: (x @ p["w"], {"y": y + x[:, :5]}), [Rule("w", W8, A8)])
+
+
+def test_arguments_and_results_may_be_several():
+    params, rows = {"w": normal(1, 24, 5)}, np.ones((32, 5), np.float32)
+    qparams = TWO.init_qparams(params, ROWS, rows)
+    model = onnx().onnx_model(TWO, params, ROWS, rows, qparams=qparams)
+    assert (len(model.graph.input), len(model.graph.output)) == (2, 2)
+    (y, other), _ = run_onnx(model, ROWS, rows, outputs=[v.name for v in model.graph.output])
+    want = TWO(params, ROWS, rows, qparams=qparams)
+    assert (y != want[0]).sum() == (other != want[1]["y"]).sum() == 0
+
+
 @pytest.mark.parametrize(
     ("spec", "qparams", "message"),
     [(A8, False, "'w:input' is dynamic"), (float8_spec(), True, "'w:input' is of float8_e4m3fn")],
@@ -274,6 +287,18 @@ def test_the_flatbuffer_of_the_language_model_is_off_by_one_step_at_most(kernels
     compared("LiteRT", "language model, by a step", y.size, off[1:].sum())
     assert len(off) <= 2
     assert off[1] <= 0.01 * y.size
+
+
+def test_a_flatbuffer_of_several_results():
+    params, rows = {"w": normal(1, 24, 5)}, np.ones((32, 5), np.float32)
+    qparams = TWO.init_qparams(params, ROWS, rows)
+    model = litert().flatbuffer(TWO, params, ROWS, rows, qparams=qparams)
+    from ai_edge_litert.interpreter import Interpreter
+
+    run = Interpreter(model_content=model).get_signature_runner()
+    got, want = run(x0=ROWS, x1=rows), TWO(params, ROWS, rows, qparams=qparams)
+    np.testing.assert_allclose(got["y0"], want[0], atol=1e-5)
+    assert (got["y1"] != want[1]["y"]).sum() == 0
 
 
 def pooled(params, x, points=()):

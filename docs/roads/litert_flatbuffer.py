@@ -20,8 +20,6 @@ from straight_line import straight_line
 from jaxquant import QParams, fake_quant
 
 STABLEHLO = "1.9.0"  # the version that both write and read
-
-
 CONSUMERS = "dot_general", "conv_general_dilated", "name"  # of int8: ops, and the points where values are named
 
 mark_p = Primitive("litert_int8")
@@ -73,8 +71,8 @@ def converted(f, *args):
     converter.prepare_mlir_context(context)
     with context, ir.Location.unknown():
         module = stablehlo_of_converter.deserialize_portable_artifact(context, program)
-        names = [f"x{i}" for i in range(len(args))]
-        converter.set_signature(module.operation, "serving_default", names, ["y"])
+        names = [f"x{i}" for i in range(len(args))], [f"y{i}" for i in range(len(jax.tree.leaves(lowered.out_info)))]
+        converter.set_signature(module.operation, "serving_default", *names)
         config = converter.ConvertToTFLConfig()
         config.strict_qdq_mode = True
         converter.run_convert_to_tfl_passes(module, passmanager.PassManager(context=context), config)

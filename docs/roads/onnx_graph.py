@@ -199,7 +199,7 @@ def onnx_model(q, params, *args, qparams, graph="integers"):
 
 
 def emitted(f, *args):
-    """The ONNX model of a function of arrays with one result.
+    """The ONNX model of a function of arrays.
 
     Opset 20: with 21 ONNX Runtime makes an invalid graph of some int8 convolutions.
     """
@@ -208,4 +208,5 @@ def emitted(f, *args):
     # jax2onnx exchanges functions of flax and jax.numpy while it traces; it sees the program only.
     program = jaxpr_as_fun(jax.make_jaxpr(straight)(*args))
     structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args]
-    return to_onnx(lambda *args: program(*args)[0], structs, opset=20)
+    results = lambda outs: outs[0] if len(outs) == 1 else tuple(outs)
+    return to_onnx(lambda *args: results(program(*args)), structs, opset=20)
