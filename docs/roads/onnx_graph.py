@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A quantized function as an ONNX graph: the function at its sites, emitted by jax2onnx.
 
-`pip install 'jaxquant[onnx]'`. jax2onnx makes the nodes of the program; those of the sites are made here. Two kinds of
+`pip install 'jaxquant[onnx]'`. jax2onnx makes the nodes of the program, this file the nodes of the sites. Two kinds of
 graph have the same integers:
 
     "integers"  QuantizeLinear, MatMulInteger or ConvInteger, and the product of the scales
@@ -22,7 +22,8 @@ from jax2onnx import to_onnx
 from jax2onnx.plugins.plugin_system import PrimitiveLeafPlugin, register_primitive
 from straight_line import straight_line
 
-from jaxquant import QuantSpec
+import jaxquant
+from jaxquant import PerChannel, PerTensor, QParams, QuantSpec
 
 
 def node(name, shape_and_dtype, compute=None, attributes=lambda params: params):
@@ -47,10 +48,12 @@ def node(name, shape_and_dtype, compute=None, attributes=lambda params: params):
 
 
 def to_integers(x, scale, zero_point, axis):
-    shape = [-1 if i == axis else 1 for i in range(x.ndim)]
-    limits = np.iinfo(zero_point.dtype)
-    q = np.rint(x / scale.reshape(shape)) + zero_point.reshape(shape).astype(np.float32)
-    return np.clip(q, limits.min, limits.max).astype(zero_point.dtype)
+    """QuantizeLinear of constants, by the quantizer that it stands for."""
+    shape = () if axis is None else [-1 if i == axis else 1 for i in range(x.ndim)]
+    granularity = PerTensor() if axis is None else PerChannel(axis)
+    spec = QuantSpec(signed=zero_point.dtype == np.int8, symmetric=False, granularity=granularity)
+    qparams = QParams(*(jnp.asarray(v, jnp.float32).reshape(shape) for v in (scale, zero_point)))
+    return jaxquant.quantize(jnp.asarray(x), spec, qparams).values
 
 
 def attributes_of_axis(params):
@@ -147,7 +150,7 @@ def as_matrices(info, lhs, rhs):
 
 
 def as_images(info, lhs, rhs):
-    """Of a convolution: the operands as (N, C, ...) and (O, I, ...), and the result from theirs."""
+    """Of a convolution: the operands as (N, C, ...) and (O, I, ...), and the result in its own order."""
     numbers = info.params["dimension_numbers"]
     moves = [lambda v: v.transpose(numbers.lhs_spec), lambda v: v.transpose(numbers.rhs_spec)]
     back = [numbers.out_spec.index(i) for i in range(len(numbers.out_spec))]
