@@ -8,12 +8,15 @@ from ._affine import quantize as quantize
 from ._affine import scale_gradient as scale_gradient
 from ._files import load as load
 from ._files import save as save
-from ._grid import QParams as QParams
 from ._integer._conv import conv_general_dilated as conv_general_dilated
 from ._integer._dot import dot_general as dot_general
 from ._pack import pack as pack
 from ._pack import unpack as unpack
 from ._qarray import QArray as QArray
+from ._qparams import Log2QParams as Log2QParams
+from ._qparams import QParams as QParams
+from ._qparams import from_log2 as from_log2
+from ._qparams import to_log2 as to_log2
 from ._ranges._fit import fit_qparams as fit_qparams
 from ._ranges._histogram import Histogram as Histogram
 from ._ranges._histogram import histogram as histogram

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize, dequantize, and both in float with a gradient."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -12,12 +13,13 @@ from jax import Array, lax
 
 from . import _checks as checks
 from . import _numerics as num
-from ._grid import Grid, QParams, grid_of
+from ._grid import Grid, grid_of
 from ._groups import broadcast_groups, reduce_groups
 from ._qarray import QArray, checked_qarray
+from ._qparams import QParams
 from ._ranges._fit import fit_qparams
 from ._ranges._range import grid_of_range, if_finite, range_of
-from ._spec import QuantSpec, checked, limits_of, qparams_shape
+from ._spec import QuantSpec, checked, has_grid_of, limits_of, qparams_shape
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -119,16 +121,20 @@ def checked_qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QPara
     expected = qparams_shape(spec, x.shape)
     if qparams is None:
         return fit_qparams(lax.stop_gradient(x), spec, bits=bits)
-    return qparams_of_shape(qparams, expected, x.ndim, f"one for each group of {spec} in an array of shape {x.shape}")
+    if bits is not None and isinstance(qparams, QParams) and qparams.spec:  # of a step of a schedule
+        qparams = qparams._replace(spec=dataclasses.replace(qparams.spec, bits=spec.bits))
+    why = f"one for each group of {spec} in an array of shape {x.shape}"
+    return qparams_of_shape(qparams, spec, expected, x.ndim, why)
 
 
-def qparams_of_shape(qparams: Any, expected: tuple[int, ...], ndim: int, why: str) -> QParams:
+def qparams_of_shape(qparams: Any, spec: QuantSpec, expected: tuple[int, ...], ndim: int, why: str) -> QParams:
     """Qparams as passed, in float32, of the expected shape; leading axes of size 1 may be missing, or up to `ndim`."""
     if not isinstance(qparams, QParams):
         raise TypeError(
             f"`qparams` must be QParams or None, got {checks.kind(qparams)}. Build them by QParams(scale, zero_point), "
-            "fit_qparams or qparams_from_range."
+            "fit_qparams or qparams_from_range; of what to_log2 made, by from_log2."
         )
+    _check_made_for(qparams, spec)
     arrays = []
     for name, value in zip(("scale", "zero_point"), qparams, strict=True):
         value = checks.unwrapped(value)
@@ -143,7 +149,26 @@ def qparams_of_shape(qparams: Any, expected: tuple[int, ...], ndim: int, why: st
             )
         arrays.append(array)
     checks.shape("qparams.zero_point", arrays[1], arrays[0].shape, "the shape of `qparams.scale`")
-    return QParams(*arrays)
+    return QParams(arrays[0], arrays[1])
+
+
+def _check_made_for(qparams: QParams, spec: QuantSpec) -> None:
+    """Raises for qparams of another spec, or of which something has cast the arrays since."""
+    made_for = qparams.spec
+    if made_for is None:
+        return
+    if not has_grid_of(made_for, spec):
+        raise ValueError(
+            f"`qparams` must be of {spec}, got those of {made_for}. Make them by init_qparams with these rules, or use "
+            "the rules that they were made with."
+        )
+    for name, value in qparams._asdict().items():
+        value = checks.unwrapped(value)
+        if getattr(value, "dtype", jnp.float32) != jnp.float32:
+            raise TypeError(
+                f"`qparams.{name}` must be float32, as init_qparams made it, got {checks.kind(value)}. Cast the other "
+                "parameters alone: qparams stay float32."
+            )
 
 
 @jax.custom_vjp
@@ -257,6 +282,16 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     x, spec = checks.float_array("x", x), checked(spec)
     grid = grid_of(checked_qparams(x, spec, qparams, None), spec, limits_of(spec))
     return _quantize(x, grid, _noise(x, spec, key), spec, qparams is None)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def is_quantized_with(q: QArray, qparams: QParams, spec: QuantSpec) -> Array:
+    """Whether integers have the scale and the zero point that `quantize` uses with qparams, of one shape."""
+    used = grid_of(qparams, spec, limits_of(spec)).used(spec)
+    same = jnp.all(q.step.reshape(used.step.shape) == used.step)
+    if used.zero_point is None:
+        return same
+    return same & jnp.all(q.zero_point.reshape(used.zero_point.shape) == used.zero_point)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

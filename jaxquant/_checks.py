@@ -61,8 +61,9 @@ class NotAnArray:
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            f"A {type(self).__name__} is integers with a scale, and no array. Pass dequantize(q) for the real values, "
-            "q.values for the integers, or contract it by jaxquant.dot_general."
+            f"A {type(self).__name__} is integers with a scale, and no array. Params that q.freeze made are for "
+            "q(frozen, ...), not for the function itself; else pass dequantize(v), or v.values for the integers, or "
+            "contract it by jaxquant.dot_general."
         )
 
     __matmul__ = __rmatmul__ = __jax_array__ = __array__ = _refuse

@@ -20,17 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _checks as checks
-from ._grid import QParams
 from ._pack import pack, unpack
-from ._qarray import QArray, checked_qarray
+from ._qarray import QArray, checked_qarray, frozen_from_json, frozen_to_json
+from ._qparams import Log2QParams, QParams
 from ._ranges._range import Range
 from ._spec import spec_from_json, spec_to_json
 from ._tree import named_in_errors, unboxed, with_paths
 
-_SCHEMA = 3  # 1 did not hold the structure of the tree, and 2 no formats but integers
+# 1 did not hold the structure of the tree, 2 no formats but integers, 3 no specs of qparams and all arrays in full
+_SCHEMA = 4
 _HEADER = "__jaxquant__"
 _WIDE = {"float64", "int64", "uint64", "complex128"}
-_PAIRS: dict[str, type] = {"QParams": QParams, "Range": Range}
+_PAIRS: dict[str, type] = {"QParams": QParams, "Log2QParams": Log2QParams, "Range": Range}
+_STATIC = "spec", "dtype", "frozen"  # of what is in a group beside its arrays
 _OF_NUMPY = {"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))}
 _OF_NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
 _RESERVED = (_HEADER, "__metadata__")  # by us, and by safetensors
@@ -72,6 +74,7 @@ def save(path: Any, tree: Any) -> None:
     path, (write, _) = _container(path)
     leaves: dict[str, dict] = {}
     arrays: dict[str, np.ndarray] = {}
+    scales: dict[Any, str] = {}
     for name, leaf in with_paths(tree, is_leaf=_is_group):
         described, parts = _described(name, leaf)
         parts = {_part(name, part): value for part, value in parts.items()}
@@ -81,7 +84,7 @@ def save(path: Any, tree: Any) -> None:
                 "Rename a key."
             )
         leaves[name] = described
-        arrays |= parts
+        arrays |= _needed(name, described, parts, scales) if "spec" in described else parts
     said = {"leaves": leaves, "tree": _structure(tree, iter(leaves))}
     header = json.dumps({"schema": _SCHEMA, "sha256": _digest(said, arrays), **said})
     unfinished = path.with_name(f"{path.stem}.{secrets.token_hex(8)}{path.suffix}")
@@ -129,7 +132,7 @@ def load(path: Any, like: Any = None) -> Any:
     with _unreadable(path):
         header, arrays = read(path)
         header = json.loads(header)
-        if header["schema"] not in (1, 2, _SCHEMA):
+        if header["schema"] not in (1, 2, 3, _SCHEMA):
             raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads 1 to {_SCHEMA}")
         said = {name: header[name] for name in ("leaves", "tree")} if header["schema"] > 1 else header["leaves"]
         if header["sha256"] != _digest(said, arrays):
@@ -200,7 +203,7 @@ def _unreadable(path: pathlib.Path) -> Iterator[None]:
 
 
 def _is_group(node: Any) -> bool:
-    return isinstance(node, QArray | QParams | Range)
+    return isinstance(node, QArray | QParams | Log2QParams | Range)
 
 
 def _part(name: str, part: str) -> str:
@@ -212,9 +215,13 @@ def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
     kinds = (kind for kind, of in {"QArray": QArray, **_PAIRS}.items() if isinstance(leaf, of))
     said: dict[str, Any] = {"kind": next(kinds, "array")}
     fields = _fields(leaf) if _is_group(leaf) else {"": leaf}
-    arrays = {part: _numpy(_part(name, part), v) for part, v in fields.items() if part not in ("spec", "dtype")}
+    arrays = {part: _numpy(_part(name, part), v) for part, v in fields.items() if part not in _STATIC}
+    if isinstance(leaf, QParams | Log2QParams) and leaf.spec:
+        said["spec"] = spec_to_json(leaf.spec)
     if isinstance(leaf, QArray):
         said |= {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": spec_to_json(leaf.spec)}
+        if leaf.frozen:
+            said["frozen"] = frozen_to_json(leaf.frozen)
         if leaf.order:  # how it lies in memory; here values have the axes of the array
             said["order"] = list(leaf.order)
         if leaf.stored.dtype != leaf.spec.dtype:
@@ -225,6 +232,25 @@ def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
                 arrays["values"] = np.asarray(pack(arrays["values"], leaf.spec.bits))
     said["dtypes"] = {part: str(value.dtype) for part, value in arrays.items()}
     return said, {part: _plain(value) for part, value in arrays.items()}
+
+
+def _needed(name: str, described: dict, parts: dict[str, np.ndarray], scales: dict[Any, str]) -> dict[str, np.ndarray]:
+    """The arrays of a leaf that are written; of the others it says where they are. Each has some 300 bytes of headers.
+
+    Not those are written: a zero point of a symmetric spec, of which 0 is known; and a scale that stands elsewhere, as
+    the scale of a frozen parameter is in its qparams, too. `scales` are those before.
+    """
+    zero_point, scale = _part(name, "zero_point"), _part(name, "scale")
+    left = set()
+    if described["spec"]["symmetric"] and not any(parts[zero_point].tobytes()):
+        described["without"] = "zero_point"
+        left.add(zero_point)
+    of = parts[scale]
+    first = scales.setdefault((of.dtype, of.shape, of.tobytes()), scale)
+    if first != scale:
+        described["scale_of"] = first
+        left.add(scale)
+    return {at: value for at, value in parts.items() if at not in left}
 
 
 def _numpy(name: str, value: Any) -> np.ndarray:
@@ -257,13 +283,21 @@ def _plain(value: np.ndarray) -> np.ndarray:
 
 
 def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
-    dtypes = described["dtypes"]
-    parts = {part: jnp.asarray(arrays[_part(name, part)].view(jnp.dtype(dtype))) for part, dtype in dtypes.items()}
+    stored = {part: described["scale_of"] if "scale_of" in described and part == "scale" else _part(name, part)
+              for part in described["dtypes"] if part != described.get("without")}  # fmt: skip
+    parts: dict[str, Any] = {
+        part: jnp.asarray(arrays[at].view(jnp.dtype(described["dtypes"][part]))) for part, at in stored.items()
+    }
+    if "without" in described:
+        parts["zero_point"] = jnp.zeros(parts["scale"].shape, described["dtypes"]["zero_point"])
     if described["kind"] == "array":
         return parts[""]
+    spec = spec_from_json(described["spec"]) if "spec" in described else None
     if described["kind"] in _PAIRS:
-        return _PAIRS[described["kind"]](**parts)
-    spec, shape, dtype = spec_from_json(described["spec"]), tuple(described["shape"]), jnp.dtype(described["dtype"])
+        pair = _PAIRS[described["kind"]]
+        return pair(**parts, spec=spec) if spec else pair(**parts)
+    assert spec is not None
+    shape, dtype = tuple(described["shape"]), jnp.dtype(described["dtype"])
     if spec.bits <= 4:
         if len(shape) > _HIGHEST_RANK:
             raise ValueError(f"{name!r} has rank {len(shape)}")
@@ -274,7 +308,11 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
     order = tuple(described["order"]) if "order" in described else None
     if "stored" in described:
         parts["values"] = parts["values"].astype({"int4": jnp.int4, "uint4": jnp.uint4}[described["stored"]])
-    return checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype, order=order))
+    frozen = frozen_from_json(described.get("frozen"))
+    q = QArray(
+        parts["values"], parts["scale"], parts["zero_point"], spec, dtype, order, parts.get("tensor_scale"), frozen
+    )
+    return checked_qarray(name, q)
 
 
 def _digest(said: dict, arrays: dict[str, np.ndarray]) -> str:
@@ -317,13 +355,13 @@ def _signature(leaf: Any) -> str:
     """What a leaf is, without its numbers."""
     if not _is_group(leaf):
         return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
-    parts = ", ".join(
-        f"{name}={v if name in ('spec', 'dtype') else _signature(v)}" for name, v in _fields(leaf).items()
-    )
+    parts = ", ".join(f"{name}={v if name in _STATIC else _signature(v)}" for name, v in _fields(leaf).items())
     return f"{type(leaf).__name__}({parts})"
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
+    if isinstance(leaf, QParams | Log2QParams):
+        return leaf._asdict() | ({"spec": leaf.spec} if leaf.spec else {})
     if not isinstance(leaf, QArray):
         return leaf._asdict()
     of_tensor = () if leaf.tensor_scale is None else ("tensor_scale",)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of a quantized tensor: as they are trained, and as they are used."""
+"""The levels that values are rounded to, of qparams as they are used."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -12,26 +11,10 @@ from jax import Array, lax
 from . import _numerics as num
 from ._formats import SCALES, highest_bit, power_of_two_above, power_of_two_below
 from ._groups import broadcast_groups
+from ._qparams import QParams
 from ._spec import QuantSpec
 
 TINY = np.float32(jnp.finfo(jnp.float32).tiny)
-
-
-class QParams(NamedTuple):
-    """The numbers of an affine grid: `real = (q - zero_point) * scale`.
-
-    Attributes:
-      scale: float32 > 0. Scalar per tensor; else of the rank of the tensor, with size 1 on the axes that share one and
-        the number of blocks on an axis of blocks. Leading axes of size 1 may be left out.
-      zero_point: float32 of the same shape, integers in [qmin, qmax]; 0 for a symmetric spec.
-    """
-
-    scale: Any
-    zero_point: Any
-
-
-# So that an exported program can take and return them.
-jax.export.register_namedtuple_serialization(QParams, serialized_name="jaxquant.QParams")
 
 
 class Grid(NamedTuple):

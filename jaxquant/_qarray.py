@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -16,6 +16,20 @@ from . import _checks as checks
 from . import _groups as groups
 from . import _numerics as num
 from ._spec import PerBlock, PerChannel, PerTensor, QuantSpec, granularity_of, spec_from_json, spec_to_json
+
+
+class Frozen(NamedTuple):
+    """What `q.freeze` made a QArray of, and for: checked where it is served. Static.
+
+    Attributes:
+      from_qparams: whether its scale came from qparams; else it was fitted to the values.
+      static_inputs: whether an input of the ops that use it had qparams.
+      activation: the QuantSpec of these inputs in the rule, None where they stay in float.
+    """
+
+    from_qparams: bool
+    static_inputs: bool
+    activation: QuantSpec | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
@@ -33,6 +47,8 @@ class QArray(checks.NotAnArray):
       order: how values lie in memory, static: their last axes in another order, such as (-1, -2) for a matrix whose
         columns lie one after the other, as `q.freeze` leaves weights that are contracted. `values`, `shape` and all
         that takes a QArray have the axes of the array all the same. None: as they are.
+      frozen: what `q.freeze` made it of and for, static: `from_qparams`, `static_inputs` and `activation`; a call that
+        serves it otherwise raises. None where something else made it.
       stored: the values as they lie, which is the leaf of the pytree: in `order`, and as int4 or uint4, two in a byte,
         where `q.freeze` leaves weights of 4 bits and fewer whose inputs are in float.
 
@@ -51,25 +67,26 @@ class QArray(checks.NotAnArray):
     dtype: Any
     order: tuple[int, ...] | None
     tensor_scale: Any
+    frozen: Frozen | None
     stored: Array = dataclasses.field(init=False, repr=False)
 
     def __init__(
         self, values: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any,
-        order: tuple[int, ...] | None = None, tensor_scale: Any = None,
+        order: tuple[int, ...] | None = None, tensor_scale: Any = None, frozen: Frozen | None = None,
     ):  # fmt: skip
         stored = _transposed(values, lambda ndim: permutation(order, ndim)) if order else values
         vars(self).update(stored=stored, scale=scale, zero_point=zero_point, spec=spec, dtype=dtype, order=order)
-        vars(self).update(tensor_scale=tensor_scale)
+        vars(self).update(tensor_scale=tensor_scale, frozen=frozen)
 
     @classmethod
     def of_stored(
         cls, stored: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any, order: tuple[int, ...] | None,
-        tensor_scale: Any = None,
+        tensor_scale: Any = None, frozen: Frozen | None = None,
     ) -> "QArray":  # fmt: skip
         """Of values that lie in `order`, which is the QArray as a pytree: of any leaves."""
         self = object.__new__(cls)
         vars(self).update(stored=stored, scale=scale, zero_point=zero_point, spec=spec, dtype=dtype, order=order)
-        vars(self).update(tensor_scale=tensor_scale)
+        vars(self).update(tensor_scale=tensor_scale, frozen=frozen)
         return self
 
     @property
@@ -116,8 +133,8 @@ class QArray(checks.NotAnArray):
         index: Any = checks.unwrapped(i)
         if not checks.is_index(index):
             raise TypeError(
-                f"A QArray is indexed by one integer, of its first axis, got {checks.kind(i)}. Index dequantize(q) for "
-                "real values, or q.values for the integers."
+                f"A QArray is indexed by one integer, of its first axis, got {checks.kind(i)}. Params that q.freeze "
+                "made are for q(frozen, ...), not for the function itself; else index dequantize(v) or v.values."
             )
         inside = self.ndim and (not isinstance(index, int) or -self.shape[0] <= index < self.shape[0])
         if not inside:  # which ends an iteration
@@ -129,13 +146,13 @@ class QArray(checks.NotAnArray):
         stored = at(self.stored)  # of a stack, whose elements lie as before
         part = self._moved(own_values(stored, self.order, self.spec), of_groups)
         return QArray.of_stored(
-            stored, part.scale, part.zero_point, part.spec, part.dtype, self.order, part.tensor_scale
+            stored, part.scale, part.zero_point, part.spec, part.dtype, self.order, part.tensor_scale, self.frozen
         )
 
     def _moved(self, values: Array, of_groups: Callable[[Array], Array]) -> "QArray":
         """With the values elsewhere, and the qparams by what becomes of values for groups."""
         if self.scale.ndim == 0:
-            return QArray(values, self.scale, self.zero_point, self.spec, self.dtype, tensor_scale=self.tensor_scale)
+            return dataclasses.replace(self, values=values, order=None)
         padded = (1,) * (self.ndim - self.scale.ndim) + self.scale.shape
         scale, zero_point = (of_groups(lax.reshape(v, padded)) for v in (self.scale, self.zero_point))
         tensor_scale = self.tensor_scale
@@ -147,19 +164,25 @@ class QArray(checks.NotAnArray):
         if isinstance(granularity, PerTensor):
             scale, zero_point = scale.reshape(()), zero_point.reshape(())
         spec = dataclasses.replace(self.spec, granularity=granularity)
-        return QArray(values, scale, zero_point, spec, self.dtype, tensor_scale=tensor_scale)
+        return QArray(values, scale, zero_point, spec, self.dtype, None, tensor_scale, self.frozen)
 
 
-def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], tuple[QuantSpec, Any, tuple[int, ...] | None]]:
+_Static = tuple[QuantSpec, Any, tuple[int, ...] | None, Frozen | None]  # spec, dtype, order, frozen
+
+
+def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], _Static]:
     # By another name in another order, so that what restores arrays by their paths does not take one for the other.
     arrays = {"stored" if q.order else "values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
     # By the spec, and not where there is one: trees of other leaves, None among them, have the same structure.
     arrays |= {"tensor_scale": q.tensor_scale} if q.spec.has_tensor_scale else {}
-    return [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()], (q.spec, q.dtype, q.order)
+    return [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()], (q.spec, q.dtype, q.order, q.frozen)
 
 
-def _of_arrays(static: Any, arrays: Any) -> QArray:
-    return QArray.of_stored(*arrays[:3], *static, *arrays[3:])
+def _of_arrays(static: _Static, arrays: Any) -> QArray:
+    stored, scale, zero_point, *of_tensor = arrays
+    spec, dtype, order, frozen = static
+    tensor_scale = of_tensor[0] if of_tensor else None
+    return QArray.of_stored(stored, scale, zero_point, spec, dtype, order, tensor_scale, frozen)
 
 
 jax.tree_util.register_pytree_with_keys(QArray, _with_keys, _of_arrays)
@@ -196,15 +219,32 @@ def _transposed(v: Any, axes: Callable[[int], tuple[int, ...]]) -> Any:
     return lax.transpose(v, axes(v.ndim)) if checks.is_array(v) else v
 
 
-def _static_to_bytes(static: tuple[QuantSpec, Any, tuple[int, ...] | None]) -> bytes:
-    spec, dtype, order = static
-    return json.dumps({"spec": spec_to_json(spec), "dtype": str(jnp.dtype(dtype)), "order": order}).encode()
+def frozen_to_json(frozen: Frozen | None) -> dict[str, Any] | None:
+    """As what JSON can hold."""
+    if frozen is None:
+        return None
+    return frozen._asdict() | {"activation": frozen.activation and spec_to_json(frozen.activation)}
 
 
-def _static_from_bytes(data: bytes) -> tuple[QuantSpec, Any, tuple[int, ...] | None]:
-    fields = json.loads(data)
-    order = fields.get("order")
-    return spec_from_json(fields["spec"]), jnp.dtype(fields["dtype"]), order and tuple(order)
+def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
+    """Of what `frozen_to_json` gave; older files and programs say nothing."""
+    if said is None:
+        return None
+    activation = said["activation"] and spec_from_json(said["activation"])
+    return Frozen(bool(said["from_qparams"]), bool(said["static_inputs"]), activation)
+
+
+def _static_to_bytes(static: _Static) -> bytes:
+    spec, dtype, order, frozen = static
+    said = {"spec": spec_to_json(spec), "dtype": str(jnp.dtype(dtype)), "order": order}
+    return json.dumps(said | {"frozen": frozen_to_json(frozen)}).encode()
+
+
+def _static_from_bytes(data: bytes) -> _Static:
+    said = json.loads(data)
+    order = said.get("order")
+    frozen = frozen_from_json(said.get("frozen"))
+    return spec_from_json(said["spec"]), jnp.dtype(said["dtype"]), order and tuple(order), frozen
 
 
 # So that an exported program can take and return QArrays.
@@ -220,6 +260,7 @@ def checked_qarray(name: str, q: Any) -> QArray:
     """Returns `q`, which must be a QArray."""
     if not isinstance(q, QArray):
         raise TypeError(f"`{name}` must be a QArray, got {checks.kind(q)}. Make one by quantize(x, spec).")
+    check_dtypes(name, q)
     groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
     kind = q.spec.granularity
     whole = all(g == 1 for g in groups) if isinstance(kind, PerTensor) else len(groups) == q.ndim
@@ -237,3 +278,20 @@ def checked_qarray(name: str, q: Any) -> QArray:
             "used under vmap or scan; one used whole keeps the axis of the stack: PerChannel((0, -1))."
         )
     return q
+
+
+def check_dtypes(name: str, q: QArray) -> None:
+    """Raises for arrays that something has cast: integers in floats are other numbers, and scales other scales."""
+    packed = [jnp.int4 if q.spec.signed else jnp.uint4] if q.spec.bits <= 4 and not q.spec.format else []
+    held = {"values": [q.spec.dtype, *packed], "scale": [q.spec.scale_dtype], "zero_point": [q.spec.dtype]}
+    arrays = {"values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
+    if q.spec.has_tensor_scale:
+        held, arrays = held | {"tensor_scale": ["float32"]}, arrays | {"tensor_scale": q.tensor_scale}
+    for part, dtypes in held.items():
+        dtype = getattr(arrays[part], "dtype", None)
+        if dtype is not None and dtype not in dtypes:
+            raise TypeError(
+                f"`{name}` must have {part} of dtype {dtypes[0]}, as {q.spec} holds them, got {dtype}. A cast of all "
+                "leaves is one of integers, too: cast the arrays beside them alone, by jax.tree.map(f, params, "
+                "is_leaf=lambda v: isinstance(v, QArray))."
+            )

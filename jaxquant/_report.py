@@ -14,9 +14,9 @@ from jax import Array, lax
 
 from . import _checks as checks
 from ._affine import fake_quant
-from ._grid import QParams
 from ._groups import reduce_groups
 from ._qarray import QArray
+from ._qparams import QParams
 from ._spec import QuantSpec, qparams_shape
 from ._table import as_html, as_text
 from ._tally import Tally, merge_tallies, sqnr, tally, to_nearest
@@ -66,13 +66,14 @@ class ReportRow(NamedTuple):
 
     def nbytes(self, bits: int) -> int:
         """The bytes of a parameter's integers of this width with float32 scales, as `save` writes them."""
-        return _nbytes(self.size, self.groups, bits, 4)
+        return _nbytes(self.size, self.groups, bits, 4, self.spec.symmetric)
 
 
-def _nbytes(size: int, groups: int, bits: int, of_scale: int) -> int:
-    """Values, packed up to 4 bits, and for each group a scale and a zero point."""
+def _nbytes(size: int, groups: int, bits: int, of_scale: int, is_symmetric: bool) -> int:
+    """Values, packed up to 4 bits, and for each group a scale, and a zero point where there is one."""
     width = bits / 8 if bits <= 4 else 1 if bits <= 8 else 2
-    return math.ceil(size * width) + groups * (of_scale + (1 if bits <= 8 else 2))
+    of_zero_point = 0 if is_symmetric else 1 if bits <= 8 else 2
+    return math.ceil(size * width) + groups * (of_scale + of_zero_point)
 
 
 _MOST_CHOICES = 500  # kept of those that may still become the best; it costs the last per mille of a budget
@@ -287,7 +288,7 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
             bytes_after=0,
         )  # fmt: skip
     spec = entry.spec
-    nbytes = _nbytes(size, row.groups, spec.bits, jnp.dtype(spec.scale_dtype).itemsize)
+    nbytes = _nbytes(size, row.groups, spec.bits, jnp.dtype(spec.scale_dtype).itemsize, spec.symmetric)
     return row._replace(bytes_after=nbytes + (4 if spec.has_tensor_scale else 0))
 
 

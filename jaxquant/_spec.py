@@ -250,9 +250,12 @@ class QuantSpec:
     def __repr__(self):
         implied = {field.name: field.default for field in dataclasses.fields(self)}
         implied["narrow_range"] = self._is_narrow_by_default
-        implied["bits"] = self.bits if self.format else implied["bits"]
+        implied["bits"] = self.bits if self.format else None  # of integers always said, for those who read an error
         said = [f"{name}={getattr(self, name)!r}" for name, v in implied.items() if getattr(self, name) != v]
         return f"QuantSpec({', '.join(said)})"
+
+
+_HIGHEST_RANK = 16  # more axes than a parameter has; groups have as many values at least
 
 
 def weight_spec(bits: int = 8, channel_axis: Any = None, block_size: int | None = None, **kw: Any) -> QuantSpec:
@@ -268,13 +271,19 @@ def weight_spec(bits: int = 8, channel_axis: Any = None, block_size: int | None 
       **kw: any other attribute of QuantSpec.
 
     Raises:
-      TypeError, ValueError: as QuantSpec, and for a block_size with a channel_axis that is not one of 0, 1, -1, -2.
+      TypeError, ValueError: as QuantSpec; for a block_size with a channel_axis that is not one of 0, 1, -1, -2; and for
+        a channel_axis that no parameter has, as in weight_spec(4, 32), which means block_size=32.
 
     >>> from jaxquant import weight_spec
     >>> weight_spec(4, channel_axis=-1, block_size=32)
     QuantSpec(bits=4, granularity=PerBlock(axis=-2, size=32))
     """
     _checked_keywords("weight_spec", kw, ["bits", "channel_axis", "block_size"], "channel_axis and block_size")
+    if isinstance(channel_axis, int) and not -_HIGHEST_RANK <= channel_axis < _HIGHEST_RANK:
+        raise ValueError(
+            f"`channel_axis` must be an axis of the parameter, got {channel_axis}, which looks like a group size. Pass "
+            f"weight_spec({bits}, block_size={abs(channel_axis)})."
+        )
     if block_size is None:
         return QuantSpec(bits=bits, granularity=PerChannel(channel_axis), **kw)
     if channel_axis is not None and not isinstance(channel_axis, tuple | list):
@@ -374,7 +383,7 @@ def mxint8_spec(axis: int | None = None, **kw: Any) -> QuantSpec:
 
     >>> from jaxquant import mxint8_spec
     >>> mxint8_spec(-1)
-    QuantSpec(granularity=PerBlock(axis=-1, size=32), scale_dtype='float8_e8m0fnu')
+    QuantSpec(bits=8, granularity=PerBlock(axis=-1, size=32), scale_dtype='float8_e8m0fnu')
     """
     return _microscaling("mxint8_spec", axis, None, kw)
 
@@ -421,6 +430,18 @@ def checked(spec: Any) -> QuantSpec:
             "activation_spec(...); it is static, so mark it in jax.jit(..., static_argnames='spec')."
         )
     return spec
+
+
+def has_grid_of(spec: QuantSpec, other: QuantSpec) -> bool:
+    """Whether qparams of one are qparams of the other: all is equal but what shares a scale, and how to round."""
+    return dataclasses.replace(spec, granularity=other.granularity, rounding=other.rounding) == other
+
+
+def is_alike(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
+    """Whether they are equal but for how to round, which training and serving may do differently."""
+    if spec is None or other is None:
+        return spec is other
+    return dataclasses.replace(spec, rounding=other.rounding) == other
 
 
 _GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerToken, PerBlock)}

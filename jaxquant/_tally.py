@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ._affine import quantize, real_values
-from ._grid import QParams
 from ._groups import broadcast_groups
 from ._qarray import QArray
+from ._qparams import QParams
 from ._spec import QuantSpec
 
 _COUNTED_BITS = 8  # levels are counted up to here

@@ -17,8 +17,8 @@ from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_flatten_with_path
 from . import _checks as checks
 from . import _numerics as num
 from ._affine import checked_qparams, dequantize, fake_quant, quantize, scale_gradient
-from ._grid import QParams
 from ._qarray import QArray
+from ._qparams import QParams
 from ._ranges._fit import fit_qparams
 from ._spec import QuantSpec, limits_of, qparams_shape
 
@@ -391,7 +391,7 @@ def with_lsq_gradient(qparams: QParams, size: int, spec: QuantSpec, bits: Any) -
     sharing = size // max(math.prod(qparams.scale.shape), 1)
     # Guarded, because XLA makes of 1 / sqrt an rsqrt, which differs in the last bit.
     factor = 1 / num.guard(jnp.sqrt(max(sharing, 1) * limits_of(spec, bits)[1]))
-    return QParams(*(scale_gradient(v, factor) for v in qparams))
+    return QParams(scale_gradient(qparams.scale, factor), scale_gradient(qparams.zero_point, factor))
 
 
 def fake_quant_params(
@@ -466,7 +466,8 @@ def init_qparams(params: Any, rules: Rules, method: str = "minmax", *, bits: Any
       bits: integer, traced or not: the grid a schedule starts with.
 
     Returns:
-      A dict from path to QParams: a pytree to differentiate with respect to, update and checkpoint.
+      A dict from path to QParams, which know their spec: a pytree to differentiate with respect to, update and
+      checkpoint. With `bits`, which may be traced, they do not know it.
 
     Gradient: none, as `fit_qparams`.
 
@@ -485,7 +486,8 @@ def init_qparams(params: Any, rules: Rules, method: str = "minmax", *, bits: Any
     for leaf in leaves:
         if leaf.spec:
             with leaf.named_in_errors():
-                fitted[leaf.path] = fit_qparams(leaf.value, leaf.spec, method, bits=bits)
+                found = fit_qparams(leaf.value, leaf.spec, method, bits=bits)
+            fitted[leaf.path] = found if bits is not None else found._replace(spec=leaf.spec)
     return fitted
 
 

@@ -249,7 +249,7 @@ AFFINE = [
     (lambda x: fake(of(PerChannel(-1)), QParams(x[:1], x[0])), ValueError, "`qparams.zero_point`", "(6,)"),
     (lambda x: jq.fake_quant(x, STOCHASTIC), ValueError, "`key`", "None"),
     (lambda x: jq.quantize(x, STOCHASTIC), ValueError, "`key`", "None"),
-    (lambda x: jq.fake_quant(x, S, key=KEY), ValueError, "`key`", "QuantSpec()"),
+    (lambda x: jq.fake_quant(x, S, key=KEY), ValueError, "`key`", "QuantSpec(bits=8)"),
     (lambda x: jq.fake_quant(x, STOCHASTIC, key=3), TypeError, "`key`", "int"),
     (lambda x: jq.fake_quant(x, STOCHASTIC, key="3"), TypeError, "`key`", "str"),
     (lambda x: jq.quantize(x, STOCHASTIC, key=V3), TypeError, "`key`", "float32"),

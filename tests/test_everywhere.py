@@ -318,7 +318,7 @@ def test_a_site_is_given_what_the_plan_says():
     assert all(info.shape == shape for info, shape in seen.values())
     s = q.init_qparams(P2, X)
     q.at_sites(lambda info, x: (seen.update({info.name: info.qparams}), x)[1])(P2, X, qparams=s)
-    jax.tree.map(assert_same_bits, {name: QParams(*v) for name, v in seen.items()}, s)
+    jax.tree.map(assert_same_bits, {name: QParams(*v, s[name].spec) for name, v in seen.items()}, s)
     refused(lambda: q.at_sites(3), "`site` must be a function", TypeError)
     refused(lambda: q.at_sites(lambda info, x: x[:1])(P2, X), r"`site` must return.*\[6, 8\] at 'v:input'")
 

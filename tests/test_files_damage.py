@@ -48,7 +48,7 @@ def headed(leaves, arrays):
     """A header with a digest that fits, whatever the leaves and arrays are."""
     tree = ["dict", [[name, ["leaf", name]] for name in leaves]] if "" not in leaves else ["leaf", ""]
     said = {"leaves": leaves, "tree": tree}
-    return {"schema": 3, "sha256": files._digest(said, arrays), **said}
+    return {"schema": 4, "sha256": files._digest(said, arrays), **said}
 
 
 def forge(path, leaves, arrays, **changes):
@@ -131,20 +131,21 @@ def test_a_file_that_another_program_wrote(tmp_path):
 
 
 @both
-def test_a_file_of_schema_2_is_read_like_one_of_3(tmp_path, suffix):
+@pytest.mark.parametrize("schema", [2, 3])
+def test_a_file_of_schema_2_or_3_is_read_like_one_of_4(tmp_path, suffix, schema):
     path = tmp_path / f"a{suffix}"
     bits, leaves, arrays = written(path, TREE)
-    forge(path, leaves, arrays, schema=2)
+    forge(path, leaves, arrays, schema=schema)
     assert all_bits(load(path)) == bits
 
 
 @both
-@pytest.mark.parametrize("schema", [0, 4, "1", None, [1]], ids=repr)
+@pytest.mark.parametrize("schema", [0, 5, "1", None, [1]], ids=repr)
 def test_another_schema(tmp_path, suffix, schema):
     path = tmp_path / f"a{suffix}"
     _, leaves, arrays = written(path, TREE)
     forge(path, leaves, arrays, schema=schema)
-    refused(path, "schema .* reads 1 to 3")
+    refused(path, "schema .* reads 1 to 4")
 
 
 @both

@@ -22,6 +22,7 @@ FLOORS = {
     "_pack": 1,
     "_formats": 0.5,
     "_spec": 1,
+    "_qparams": 1.05,
     "_grid": 1.1,
     "_ranges/_range": 2,
     "_ranges/_histogram": 2.1,  # one folder, and each file stands on the one before
@@ -48,6 +49,7 @@ FLOORS = {
     "_transform/_match": 6.1,
     "_transform/_backward": 6.15,
     "_transform/_entries": 6.1,
+    "_transform/_freezing": 6.2,
     "_transform/_decide": 6.2,
     "_transform/_observers": 6.2,
     "_transform/_sites": 6.3,

@@ -14,6 +14,7 @@ from jaxquant import tf
 
 PUBLIC = {
     "Histogram",
+    "Log2QParams",
     "PerBlock",
     "PerChannel",
     "PerTensor",
@@ -34,6 +35,7 @@ PUBLIC = {
     "fake_quant",
     "fake_quant_params",
     "fit_qparams",
+    "from_log2",
     "histogram",
     "init_qparams",
     "load",
@@ -51,6 +53,7 @@ PUBLIC = {
     "save",
     "scale_gradient",
     "tf",
+    "to_log2",
     "unpack",
     "float8_spec",
     "mxfp8_spec",

@@ -226,5 +226,5 @@ def test_an_iteration_ends_and_an_index_is_checked():
 )
 def test_used_as_an_array_it_says_what_to_do(use):
     q = quantized(PerTensor())
-    with pytest.raises(TypeError, match=r"A QArray is integers.*dequantize\(q\).*dot_general"):
+    with pytest.raises(TypeError, match=r"A QArray is integers.*q\(frozen, \.\.\.\).*dequantize\(v\).*dot_general"):
         use(q, np.ones((8, 3), np.float32))

@@ -35,12 +35,13 @@ def test_what_a_spec_prints_makes_it_again(spec):
 
 
 def test_a_spec_prints_what_differs_from_the_default():
-    assert repr(QuantSpec()) == repr(QuantSpec(narrow_range=True)) == "QuantSpec()"
+    assert repr(QuantSpec()) == repr(QuantSpec(narrow_range=True)) == "QuantSpec(bits=8)"
     assert (
         repr(QuantSpec(bits=4, granularity=PerChannel([1, 0]))) == "QuantSpec(bits=4, granularity=PerChannel((0, 1)))"
     )
-    assert repr(activation_spec(signed=False)) == "QuantSpec(signed=False, symmetric=False)"
-    assert repr(QuantSpec(symmetric=False, narrow_range=True)) == "QuantSpec(symmetric=False, narrow_range=True)"
+    assert repr(activation_spec(signed=False)) == "QuantSpec(bits=8, signed=False, symmetric=False)"
+    affine = QuantSpec(symmetric=False, narrow_range=True)
+    assert repr(affine) == "QuantSpec(bits=8, symmetric=False, narrow_range=True)"
     assert repr(PerBlock(-1, 8)) == "PerBlock(axis=-1, size=8)"
     assert repr(PerBlock([-2, -1], (8, 4))) == "PerBlock(axis=(-2, -1), size=(8, 4))"
     assert repr(weight_spec(4, -1, scale_rule="half_step")) == (

@@ -112,6 +112,7 @@ def test_a_plan_is_a_table():
         "2 of 4 sites are quantized",
         "parameters: quantized 1 (10 numbers, 40 bytes); left in float by a rule 1 (20 numbers, 80 bytes); "
         "matched, but no operand 1 (5 numbers, 20 bytes)",
+        "matched, but no operand: biases and the like, which no dot or convolution takes as they are",
     ]
 
 
@@ -541,7 +542,7 @@ def test_products_too_wide_for_float32_are_refused():
 
 
 @pytest.mark.parametrize("side", ["w", "w:input"])
-def test_an_integer_operand_is_refused_by_its_name_and_left_by_a_glob(side):
+def test_an_integer_operand_is_refused_by_its_name_and_as_an_input_and_a_table_left_by_a_glob(side):
     f = lambda params, x: jax.lax.dot_general(
         x, params["w"], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
@@ -553,7 +554,10 @@ def test_an_integer_operand_is_refused_by_its_name_and_left_by_a_glob(side):
         texts = [named[0].format(side, pattern), *named[1:]]
         loud(ValueError, texts, jq.quantize_fn(f, [Rule(pattern, W8, A8)], strict=strict), params, x)
     assert not chosen(("*", None), f=f, params=params, x=x)
-    found = plan(Rule("*", W8, A8), f=f, params=params, x=x)
+    if side == "w:input":  # which the rule for the weight names, too
+        loud(ValueError, [*named[1:], "x.astype(jnp.float32)"], jq.quantize_fn(f, [Rule("*", W8, A8)]), params, x)
+    rule = Rule("*", W8, A8 if side == "w" else None)
+    found = plan(rule, f=f, params=params, x=x)
     assert (found[side].spec, found[side].why) == (None, "int8: only floating operands are quantized")
     assert [site.name for site in found if site.spec] == [name for name in ("w:input", "w") if name != side]
 

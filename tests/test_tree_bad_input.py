@@ -52,7 +52,7 @@ BAD_RULES = [
     (iter(RULES), TypeError, ["`rules`", "list"]),
     ([("**/w", S, None)], TypeError, ["`rules[0]`", "a pair (pattern, spec) or a Rule"]),
     ([*RULES, "**/w"], TypeError, ["`rules[1]`", "'**/w'"]),
-    ([*RULES, S], TypeError, ["`rules[1]`", "QuantSpec()"]),
+    ([*RULES, S], TypeError, ["`rules[1]`", "QuantSpec(bits=8)"]),
     ([("*/w", 8)], TypeError, ["`weight`", "got int", "weight_spec(...)"]),
     ([(S, "*/w")], TypeError, ["`pattern`", "got QuantSpec", "path glob"]),
     ([(None, S)], TypeError, ["`pattern`", "got NoneType"]),

@@ -16,8 +16,9 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._formats import FLOATS
-from .._grid import TINY, Grid, QParams
+from .._grid import TINY, Grid
 from .._groups import broadcast_groups, reduce_groups
+from .._qparams import QParams
 from .._spec import QuantSpec, checked, limits_of, qparams_shape
 from ._range import LARGEST, finite_or, grid_of_range, no_nonfinite, range_of, rows_of
 

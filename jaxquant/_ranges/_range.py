@@ -17,8 +17,9 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._formats import power_of_two_below
-from .._grid import TINY, Grid, QParams
+from .._grid import TINY, Grid
 from .._groups import reduce_groups
+from .._qparams import QParams
 from .._spec import QuantSpec, checked, limits_of, qparams_shape
 
 LARGEST = np.float32(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
@@ -283,33 +284,35 @@ def _map_ranges(function: str, f: Callable, a: Any, b: Any) -> Any:
     return for_each(of, Range, function, a=a, b=b)
 
 
-def merge_ranges(a: Any, b: Any) -> Any:
-    """The smallest range that contains two.
+def merge_ranges(*ranges: Any) -> Any:
+    """The smallest range that contains all of those given, such as one of each batch.
 
     Associative, commutative and idempotent, so that batches, shards and processes merge in any order; Range(inf, -inf)
     is neutral.
 
     Args:
-      a, b: Range of floating arrays of one shape, or dicts of them with the same keys.
+      *ranges: one or more: Range of floating arrays of one shape, or dicts of them with the same keys.
 
     Returns:
-      A Range of float32, or a dict of them like `a`.
+      A Range of float32, or a dict of them like the first.
 
     Gradient: as minimum and maximum, as JAX defines it.
 
     Raises:
-      TypeError: for anything but Ranges or dicts of them.
+      TypeError: for anything but Ranges or dicts of them, a list of them among it, and for none.
       ValueError: for different keys or shapes.
 
     Source: the min-max observer of every calibration scheme.
 
     >>> from jaxquant import Range, merge_ranges
-    >>> [end.item() for end in merge_ranges(Range(-1.0, 2.0), Range(-3.0, 1.0))]
-    [-3.0, 2.0]
+    >>> [end.item() for end in merge_ranges(Range(-1.0, 2.0), Range(-3.0, 1.0), Range(0.0, 5.0))]
+    [-3.0, 5.0]
     """
-    return _map_ranges(
-        "merge_ranges", lambda a, b: Range(jnp.minimum(a.x_min, b.x_min), jnp.maximum(a.x_max, b.x_max)), a, b
-    )
+    if not ranges or isinstance(ranges[0], list):
+        raise TypeError(f"merge_ranges takes ranges, got {'a list' if ranges else 'none'}. Unpack it: (*ranges).")
+    merged = lambda a, b: Range(jnp.minimum(a.x_min, b.x_min), jnp.maximum(a.x_max, b.x_max))
+    two = lambda a, b: _map_ranges("merge_ranges", merged, a, b)
+    return functools.reduce(two, ranges[1:], two(ranges[0], ranges[0]))
 
 
 @jax.jit

@@ -4,14 +4,17 @@
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 
+from .. import _checks as checks
 from .._qarray import QArray
+from .._qparams import QParams
 from .._tree import with_paths
 
 
@@ -66,6 +69,60 @@ def with_own(signature: inspect.Signature) -> inspect.Signature:
     parameters = list(signature.parameters.values())
     new = [*(p for p in parameters if not last(p)), *own, *filter(last, parameters)]
     return signature.replace(parameters=new)
+
+
+def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> str:
+    """What is wrong with the arguments of a call that has failed, where they show it; else nothing."""
+    others = {i: v for i, v in (*enumerate(args), *kwargs.items()) if i != argnum}
+    params = args[argnum] if argnum < len(args) else None
+    if found := _paths_to(QParams, params):
+        return (
+            f"The params, argument {argnum}, hold QParams, at {found[0]!r}, like a whole file that was loaded. Pass "
+            'its parts: q(served["params"], ..., qparams=served["qparams"]).'
+        )
+    for i, v in others.items():
+        if _paths_to(QParams, v):
+            return f"Argument {i!r} holds QParams. Pass them by name: q(params, ..., qparams=qparams)."
+    for i, v in others.items():
+        is_swapped = is_traced(params) and not is_qarray(params) and len(jax.tree.leaves(v)) > 1
+        if isinstance(i, int) and (is_swapped or (_paths_to(QArray, v) and not _paths_to(QArray, params))):
+            return (
+                f"The params are argument {argnum}, got {checks.kind(params)} there, and a pytree like params as "
+                f"argument {i}. Swap them, or say params_argnum={i} in quantize_fn."
+            )
+    return ""
+
+
+def _paths_to(kind: type, tree: Any) -> list[str]:
+    is_kind = lambda node: isinstance(node, kind)
+    return [path for path, node in with_paths(tree, is_leaf=is_kind) if is_kind(node)]
+
+
+@contextlib.contextmanager
+def noted(params: Any, qparams: Collection[str]) -> Iterator[None]:
+    """An error of the function itself, inside, keeps its type and has a note of which parameters it is about."""
+    try:
+        yield
+    except Exception as error:
+        known = {path for path, _ in with_paths(params)}
+        lacking = [name for name in qparams if name not in known and f"{name}:input" in qparams]
+        notes = [f"params lack {', '.join(map(repr, lacking[:3]))}, of which there are qparams"] if lacking else []
+        found = _like_in_text(params, str(error))
+        notes += [f"params with such a shape: {found}"] if found else []
+        if notes:
+            error.add_note(f"jaxquant: {'; '.join(notes)}.")
+        raise
+
+
+def _like_in_text(params: Any, text: str) -> str:
+    """The parameters whose shapes a text speaks of, in words."""
+    of = {path: leaf for path, leaf in with_paths(params) if is_traced(leaf)}
+    shapes = {path: re.sub(r"[\s\[\]()]", "", str(list(leaf.shape))) for path, leaf in of.items()}
+    said = [re.sub(r"\s", "", found).rstrip(",") for found in re.findall(r"[\[(]([\d\s,]+)[\])]", text)]
+    whole = [path for path, shape in shapes.items() if shape and shape in said]
+    sizes = {n for one in said for n in one.split(",")} - {"1"}
+    found = whole or [path for path, shape in shapes.items() if sizes.intersection(shape.split(","))]
+    return ", ".join(f"{path!r} {of[path].shape}" for path in found[:4])
 
 
 def paths_of(known: Sequence[Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:

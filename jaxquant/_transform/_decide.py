@@ -99,8 +99,8 @@ def _on_operand(
         if len(contracted) != 1:
             raise ValueError(
                 f"{spec} has blocks along the contracted axis, and this op contracts {len(contracted)} of shape "
-                f"{operand.shape}: {contracted}. Name the axis of the blocks: "
-                f"QuantSpec(granularity=PerBlock(axis, {kind.size}))."
+                f"{operand.shape}: {contracted}. Name the axes of the blocks, counted on the parameter: "
+                f"{with_(_blocks(int(np.prod(kind.size)), operand, contracted))}."
             )
         return with_(PerBlock(contracted[0], kind.size))
     if operand.origin.path is None:
@@ -119,6 +119,18 @@ def _on_operand(
     if isinstance(kind, PerBlock):
         return with_(PerBlock(tuple(i for at in alone for i in at), tuple(kind.sizes.values())))
     return per_channel(axes)
+
+
+def _blocks(size: int, operand: Operand, contracted: tuple[int, ...]) -> PerBlock:
+    """Blocks of a size along several contracted axes, the last ones first, counted on the parameter if there is one."""
+    of = [operand.origin.axes[i] - {JOINED, PICKED} for i in contracted]
+    is_apart = operand.origin.path is not None and all(len(along) == 1 for along in of)
+    axes = [min(along) for along in of] if is_apart else list(contracted)
+    sizes = []
+    for i in reversed(contracted):
+        sizes.append(math.gcd(size, operand.shape[i]))
+        size //= sizes[-1]
+    return PerBlock(tuple(axes), tuple(reversed(sizes)))
 
 
 def _check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...]) -> None:
@@ -205,6 +217,7 @@ def decide(
         if entry.is_weight:
             read = tuple(sorted(reads.get(path, ())))
             entries.of[path] = entry._replace(reads=read, order=None if read else entry.order)
+    entries.left = {site.name: site.why for site in sites if site.spec is None}
     plan = Plan(tuple(_stated(site, entries, static, frozen) for site in sites), _counts(matcher, quantized))
     return Decisions(plan, decisions, custom, entries)
 
@@ -376,8 +389,8 @@ def _decision(op: Op, names: list[str], matcher: Matcher, strict: bool) -> Decis
         spec = rule and (rule.weight if is_weight else rule.activation)
         if rule is not None and spec is not None:
             with named_in_errors(names[side], rule=rule):
-                exact = strict or _is_exact(rule)
-                spec = _of_operand(spec, operand, contracted[side], matcher, exact, is_weight)
+                raises = strict or _is_exact(rule) or _is_input(op, side, rule)
+                spec = _of_operand(spec, operand, contracted[side], matcher, raises, is_weight)
         rules.append(rule)
         specs.append(spec)
     if None not in specs:
@@ -410,21 +423,27 @@ def _decision_of_value(op: Op, names: list[str], matcher: Matcher) -> Decision:
     return Decision(op.contraction, (rule.activation,), tuple(names), (rule,), ((), ()), None, shared=(False,))
 
 
+def _is_input(op: Op, side: int, rule: Rule) -> bool:
+    """Whether an operand is what a parameter that is quantized is contracted with."""
+    is_input = op.kind == "weight" and side != op.weight and rule.weight is not None
+    return is_input and checks.is_float(op.contraction.operands[1 - side].dtype)
+
+
 def _is_exact(rule: Rule) -> bool:
     """Whether its pattern is the name of a site."""
     return isinstance(rule.pattern, str) and "*" not in rule.pattern
 
 
 def _of_operand(
-    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: Matcher, exact: bool, is_weight: bool
+    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: Matcher, raises: bool, is_weight: bool
 ) -> QuantSpec | None:
     """The spec with the axes of the operand; None for integers and the like that a glob only happens to match."""
     if not checks.is_float(operand.dtype):
-        if not exact:
+        if not raises:
             return None
         raise ValueError(
-            f"an operand must be floating to be quantized, got {operand.dtype}. Leave it as it is by a rule with None "
-            "before this one."
+            f"an operand must be floating to be quantized, got {operand.dtype}. Cast it, x.astype(jnp.float32); or "
+            "leave it as it is by a rule before this one, with None as its spec."
         )
     parts = operand.origin.held
     spec = _on_operand(spec, operand, contracted, matcher.leaves[parts[0]] if parts else None, is_weight)
@@ -441,9 +460,11 @@ def _sites(op: Op, decision: Decision, frozen: Set[str]) -> Iterator[Site]:
         why = "" if spec else _why(op, operand, rule)
         if spec is None and not frozen.isdisjoint(operand.origin.held):
             why = "integers that no rule is for: their real values"
+        activation = rule.activation if rule and side != decision.weight else None
         yield Site(
             decision.names[side], op.kind, c.op, c.scope, operand.shape, np.dtype(operand.dtype), _length(c), spec,
             None if rule is None else rule.pattern, why, ", ".join(decision.keys[side]),
+            is_per_token=spec is not None and bool(activation) and isinstance(activation.granularity, PerToken),
         )  # fmt: skip
 
 
@@ -551,7 +572,7 @@ def _unused(i: int, rule: Rule, matcher: Matcher, ops: list[Op]) -> str:
         f"`rules[{i}]`, {rule.pattern!r}, matched no site of kind {rule.kind!r}. The nearest of "
         f"{len(set(of_kind))} names: {nearest(pattern, of_kind)}."
     )
-    bare = dataclasses.replace(rule, min_size=0, dtype=None)
+    bare, last = dataclasses.replace(rule, min_size=0, dtype=None), ""
     matches = lambda name: bare.matches(name, matcher.leaves.get(name))
     excluded = [name for name in of_kind if matches(name)]
     parameters = [path for path in matcher.leaves if matches(path)]
@@ -573,8 +594,7 @@ def _unused(i: int, rule: Rule, matcher: Matcher, ops: list[Op]) -> str:
         message += f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is. "
         message += "Rule(..., everywhere=True) quantizes it where it is gathered or computed with, too."
     elif rule.kind == "weight":
-        message += (
-            f" No parameter has such a path: is `{matcher.params}` right? It has {len(matcher.leaves)} arrays, the "
-            f"nearest of them {nearest(pattern, list(matcher.leaves))}."
-        )
-    return f"{message} Fix the rule, or pass Rule(..., optional=True); q.plan(...) without it prints all sites."
+        others = f"; the nearest of {len(matcher.leaves)}: {nearest(pattern, list(matcher.leaves))}"
+        message += f" No parameter has such a path{others if matcher.leaves.keys() - set(of_kind) else ''}."
+        last = f" If these are not the parameters, `{matcher.params}` is wrong."
+    return f"{message} Fix the rule, or pass Rule(..., optional=True); q.plan(...) without it prints all sites.{last}"

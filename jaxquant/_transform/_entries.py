@@ -3,15 +3,15 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._affine import qparams_of_shape
-from .._grid import QParams
 from .._jaxpr._program import Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin
-from .._qarray import QArray
-from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
+from .._qarray import QArray, check_dtypes
+from .._qparams import QParams
+from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, is_alike, qparams_shape
 from .._tree import Rule, named_in_errors
 from ._plan import nearest
 
@@ -72,6 +72,7 @@ class Entries:
         self.leaves = leaves
         self.of: dict[str, Entry] = {}
         self.keys: dict[Location, list[tuple[str, ...]]] = {}
+        self.left: Mapping[str, str] = {}  # why sites are left in float, by their names
         self._of_value: dict[Any, str] = {}
 
     def add(self, contraction: Contraction, side: int, name: str, spec: QuantSpec, rule: Rule, is_weight: bool,
@@ -157,9 +158,15 @@ class Entries:
         self.of[path] = entry._replace(sites=(*entry.sites, name))
         return entry
 
+    def inputs_of(self, path: str) -> set[str]:
+        """The keys of what a parameter is contracted with."""
+        sides = ((of[side], of[1 - side]) for of in self.keys.values() for side in range(2))
+        found = {key for own, others in sides if path in own for key in others}
+        return {key for key in found if not self.of[key].is_weight}
+
     def checked_qparams(self, qparams: Any, frozen: Mapping[str, QArray]) -> dict[str, QParams | None]:
         """The qparams of each entry, in float32 and of full rank, as a caller has passed them; None is dynamic."""
-        if qparams is None:
+        if qparams is None or (isinstance(qparams, Mapping) and not qparams):
             return dict.fromkeys(self.of)
         if not isinstance(qparams, Mapping):
             raise TypeError(
@@ -167,7 +174,14 @@ class Entries:
                 "q.init_qparams(params, ...)."
             )
         self.same_keys("qparams", "q.init_qparams(params, ...)", qparams, frozen)
-        return {key: self._checked(key, qparams.get(key)) for key in self.of}
+        return {key: self.checked(key, qparams.get(key)) for key in self.of}
+
+    def are_of_qparams(self, argument: Any) -> bool:
+        """Whether an argument is a dict of qparams that were made for this function."""
+        is_ours = lambda v: v is None or (isinstance(v, QParams) and v.spec is not None)
+        return isinstance(argument, Mapping) and bool(argument) and all(
+            key in self.of and is_ours(v) for key, v in argument.items()
+        )  # fmt: skip
 
     def same_keys(self, name: str, made_by: str, given: Mapping[str, Any], without: Mapping[str, Any]) -> None:
         """Raises for entries that are missing, but of those `without`, or unknown."""
@@ -180,13 +194,19 @@ class Entries:
                 f"{nearest(missing[0], list(given))}. Make it by {made_by}; None as the value of an entry makes it "
                 "dynamic."
             )
+        if unknown and (why := self.left.get(unknown[0])):
+            raise ValueError(
+                f"`{name}` has {unknown[0]!r}, which this call leaves as it is: {why}. Call it with what it was made "
+                f"for, or make it anew by {made_by}."
+            )
         if unknown:
             raise ValueError(
                 f"`{name}` has {unknown[0]!r}, which is no entry of this function with these rules; the nearest: "
                 f"{nearest(unknown[0], list(self.of))}. Make it by {made_by}, with these rules."
             )
 
-    def _checked(self, key: str, qparams: QParams | None) -> QParams | None:
+    def checked(self, key: str, qparams: Any) -> Any:
+        """The qparams of an entry, as `checked_qparams` gives them."""
         entry = self.of[key]
         if qparams is None:
             return None
@@ -199,26 +219,54 @@ class Entries:
             why = f"one for each group of {entry.spec} in {'a parameter' if entry.is_weight else 'an input'} of shape "
             turns = f", in each of {math.prod(n for _, n in entry.stack)} turns of a scan" if entry.stack else ""
             ndim = len(entry.groups) if entry.stack else len(entry.shape)
-            scale, zero_point = qparams_of_shape(qparams, entry.groups, ndim, f"{why}{entry.shape}{turns}")
+            scale, zero_point = qparams_of_shape(qparams, entry.spec, entry.groups, ndim, f"{why}{entry.shape}{turns}")
             return QParams(scale.reshape(entry.groups), zero_point.reshape(entry.groups))
 
-    def check_frozen(self, frozen: Mapping[str, QArray]) -> None:
-        """A QArray under a rule must be what the rule makes of the parameter."""
-        plain = lambda spec: vars(spec) | {"granularity": None}
+    def check_frozen(self, frozen: Mapping[str, QArray], qparams: Any, operands: Collection[str]) -> None:
+        """A QArray under a rule must be what the rule makes of the parameter, and served as it was frozen for.
+
+        `operands` are the parameters that some op contracts.
+        """
         for path, q in frozen.items():
+            with named_in_errors(path):
+                check_dtypes("params", q)
             entry = self.of.get(path)
-            if entry is None:
-                continue
-            groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
-            expected = entry.groups or (1,) * q.ndim
-            with named_in_errors(path, rule=entry.rule):
-                if plain(q.spec) != plain(entry.spec) or groups != expected:
-                    raise ValueError(
-                        f"the parameter is a QArray with {q.spec} and a scale of shape {q.scale.shape}, and the rule "
-                        f"makes {entry.spec} of it, with a scale of shape {entry.groups}. Freeze it with the rules it "
-                        "is served with; or leave it out of the rules, and it is used as it is, with inputs in float."
-                    )
-                _check_reads(entry, "given as a QArray")
+            if entry is not None:
+                with named_in_errors(path, rule=entry.rule):
+                    _check_frozen_by(entry, q, (qparams or {}).get(path))
+            elif path in operands and q.frozen and q.frozen.activation:
+                raise ValueError(
+                    f"At {path!r}: the parameter was frozen by a rule that quantizes its inputs to "
+                    f"{q.frozen.activation}, and no rule quantizes it now. Serve it with the rules that it was frozen "
+                    "with; dequantize(params[...]) is for use in float."
+                )
+
+
+def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
+    plain = lambda spec: vars(spec) | {"granularity": None}
+    groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
+    expected = entry.groups or (1,) * q.ndim
+    if plain(q.spec) != plain(entry.spec) or groups != expected:
+        raise ValueError(
+            f"the parameter is a QArray with {q.spec} and a scale of shape {q.scale.shape}, and the rule "
+            f"makes {entry.spec} of it, with a scale of shape {entry.groups}. Freeze it with the rules it "
+            "is served with; or leave it out of the rules, and it is used as it is, with inputs in float."
+        )
+    _check_reads(entry, "given as a QArray")
+    if q.frozen is None:
+        return
+    if not is_alike(q.frozen.activation, entry.rule.activation):
+        raise ValueError(
+            f"the parameter was frozen by a rule whose inputs are {q.frozen.activation or 'in float'}, and they are "
+            f"{entry.rule.activation or 'in float'} by this one. Serve it with the rules that it was frozen with, or "
+            "freeze the float parameters again."
+        )
+    if qparams is not None and not q.frozen.from_qparams:
+        raise ValueError(
+            "the parameter was frozen without qparams, by the range of its values, and `qparams` has an entry for it, "
+            "whose scale it does not have. Freeze it with them, q.freeze(params, ..., qparams=qparams); or serve it "
+            f"without that entry: qparams with the inputs alone, or with qparams[{entry.key!r}] = None."
+        )
 
 
 def _check_reads(entry: Entry, done: str) -> None:

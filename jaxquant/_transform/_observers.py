@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._grid import QParams
+from .._qparams import QParams
 from .._ranges._histogram import Histogram, histogram, merge_histograms
 from .._ranges._range import Range, merge_ranges, observe
 from .._spec import QuantSpec

@@ -10,6 +10,7 @@ from .._spec import PerBlock, PerChannel, PerToken, QuantSpec
 from .._table import as_html, as_text
 
 _HEADER = "site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "left in float because"
+_NO_OPERAND = "matched, but no operand"
 _OPTIONAL = "entry", "its spec", "left in float because"
 
 
@@ -31,6 +32,7 @@ class Site(NamedTuple):
       entry: the key of its qparams: the path of the parameter, or the name of the first site of an input that is used
         so; of parameters that are concatenated, joined by ", ".
       entry_spec: QuantSpec with the axes of the parameter; of an input that is `spec`.
+      is_per_token: whether the rule says PerToken(), of which `spec` has the axes.
       state: "static" with the qparams of the entry, "dynamic" with the range of the values at hand, "frozen" where
         the parameter is integers already; empty if it is left in float.
       qparams: None in a plan; those that `at_sites` hands to the function for the site, None where it is dynamic.
@@ -50,6 +52,7 @@ class Site(NamedTuple):
     entry_spec: QuantSpec | None = None
     state: str = ""
     qparams: Any = None
+    is_per_token: bool = False
 
 
 class Op(NamedTuple):
@@ -118,7 +121,7 @@ class Plan:
                 site.op,
                 f"{site.dtype}[{','.join(map(str, site.shape))}]",
                 str(site.length),
-                in_words(site.spec) if site.spec else "-",
+                in_words(site.spec, site.is_per_token) if site.spec else "-",
                 "-" if not site.spec else "same" if site.entry == site.name else site.entry,
                 "-" if not site.entry_spec else "same" if site.entry_spec == site.spec else in_words(site.entry_spec),
                 site.state or "-",
@@ -133,12 +136,15 @@ class Plan:
         of = lambda cells: tuple(cells[i] for i in kept)
         return of(_HEADER), list(map(of, rows))
 
-    def _sums(self) -> tuple[str, str]:
+    def _sums(self) -> tuple[str, ...]:
         quantized = sum(site.spec is not None for site in self.sites)
         parameters = "; ".join(
             f"{what} {n.parameters} ({n.numbers:,} numbers, {n.nbytes:,} bytes)" for what, n in self.counts.items()
         )
-        return f"{quantized} of {len(self)} sites are quantized", f"parameters: {parameters or 'none'}"
+        lines = f"{quantized} of {len(self)} sites are quantized", f"parameters: {parameters or 'none'}"
+        if _NO_OPERAND not in self.counts:
+            return lines
+        return *lines, f"{_NO_OPERAND}: biases and the like, which no dot or convolution takes as they are"
 
 
 def pattern_in_words(pattern: Any) -> str:
@@ -148,12 +154,13 @@ def pattern_in_words(pattern: Any) -> str:
     return getattr(pattern, "pattern", None) or getattr(pattern, "__name__", type(pattern).__name__)
 
 
-def in_words(spec: QuantSpec) -> str:
+def in_words(spec: QuantSpec, is_per_token: bool = False) -> str:
     """A spec in a cell of a table."""
     kind = spec.granularity
-    per = (
-        f"channel {kind.axis}" if isinstance(kind, PerChannel) else "token" if isinstance(kind, PerToken) else "tensor"
-    )
+    if is_per_token or isinstance(kind, PerToken):
+        per = "token"
+    else:
+        per = f"channel {kind.axis}" if isinstance(kind, PerChannel) else "tensor"
     if isinstance(kind, PerBlock):
         per = f"block of {' x '.join(map(str, kind.sizes.values()))} on {kind.axis}"
     per += "" if spec.scale_dtype == "float32" else f", scale {spec.scale_dtype}"

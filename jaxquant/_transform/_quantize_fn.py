@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A function with the dots and convolutions that the rules choose quantized."""
 
-import dataclasses
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -15,20 +15,20 @@ import numpy as np
 from jax import Array
 
 from .. import _checks as checks
-from .._affine import quantize
-from .._grid import QParams
 from .._integer._contract import checked_execution
 from .._jaxpr._evaluate import Scope
 from .._jaxpr._program import traced
 from .._jaxpr._walk import DATA, POINT, Origin, Walk, parameter
 from .._qarray import QArray
+from .._qparams import QParams
 from .._ranges._fit import fit_qparams
 from .._ranges._range import Range, qparams_from_range
 from .._tally import Tally
 from .._tree import Rules, checked_rules, named_in_errors, with_lsq_gradient, with_paths
-from ._call import Call, Static, is_qarray, is_traced, paths_of, refuse_lost_changes, with_own
+from ._call import Call, Static, is_qarray, is_traced, misuse, noted, paths_of, refuse_lost_changes, with_own
 from ._decide import Decisions, decide
-from ._entries import Entries, Entry, check_freezing
+from ._entries import Entries, Entry
+from ._freezing import Compared, freeze_leaf, refuse_lost_ranges, refuse_lost_scales
 from ._observers import HISTOGRAMS, RANGES, TALLIES, has_range
 from ._plan import Plan, Site, pattern_in_words
 from ._sites import ReadInFloat, Sites, View, is_stochastic
@@ -76,6 +76,7 @@ class QuantizedFunction:
             self._names = frozenset(inspect.signature(f).parameters)
         except (TypeError, ValueError):
             self._names = frozenset()
+        self._compared = Compared()
         # Jitted, because without it a call outside of jit would compile every loop in f again.
         self._jitted = jax.jit(self._evaluated, static_argnums=(0, 1))
 
@@ -157,8 +158,9 @@ class QuantizedFunction:
 
         Returns:
           A dict {entry: QParams or None}: a pytree to differentiate with respect to, update, checkpoint and `save`. A
-          parameter's key is its path, an input's the name of the first site that uses it; None says dynamic, which an
-          input per token is always, and you may set for others.
+          parameter's key is its path, an input's the name of the first site that uses it. They know their spec, and
+          raise under another one. None says dynamic, which an input per token is always, and you may set for others;
+          and a parameter that was frozen without qparams has none.
 
         Gradient: none, as `fit_qparams`.
 
@@ -184,10 +186,11 @@ class QuantizedFunction:
         found = {}
         for key, entry in entries.of.items():
             with named_in_errors(key, rule=entry.rule):
-                found[key] = (
+                made = (
                     _of_parameter(params[key], entry, method) if entry.is_weight
                     else _of_input(of_inputs.get(key), entry)
                 )  # fmt: skip
+                found[key] = made and made._replace(spec=entry.spec)
         return found
 
     def freeze(self, *args: Any, qparams: Any = None, **kwargs: Any) -> Any:
@@ -209,30 +212,16 @@ class QuantizedFunction:
 
         Raises:
           TypeError, ValueError: as a call; for a parameter that is also read in float, without Rule(..., everywhere=
-            True); for one that holds NaN, which integers cannot (under jit nothing can be raised for values).
+            True). Where values are known, as they are not under jit: for a parameter that holds NaN, which integers
+            cannot, and for qparams with a scale that training has made 0, negative or NaN.
 
         Source: as `quantize`.
         """
         key, _, _ = self._own({**kwargs})
         _, entries = self._planned(args, {**kwargs, **self._passed(qparams)})
-        params = args[self._argnum]
-        new = []
-        for path, leaf in with_paths(params):
-            entry = entries.of.get(path)
-            if entry is not None and not isinstance(leaf, QArray):
-                check_freezing(entry)
-                with named_in_errors(path, rule=entry.rule):
-                    total = jnp.sum(leaf)  # traced under jit, though the leaf be known
-                    if not isinstance(total, jax.core.Tracer) and np.isnan(np.asarray(total)):
-                        _refuse_nan(leaf)
-                    rounds = entry.spec.rounding == "stochastic"
-                    own = jax.random.fold_in(key, entry.turn) if rounds and key is not None else None
-                    leaf = quantize(leaf, entry.spec, (qparams or {}).get(path), key=own)
-                values = leaf.values
-                if entry.spec.bits <= 4 and not entry.spec.format and not entry.is_multiplied:
-                    values = values.astype(jnp.int4 if entry.spec.signed else jnp.uint4)
-                leaf = dataclasses.replace(leaf, values=values, order=entry.order)
-            new.append(leaf)
+        params, known = args[self._argnum], qparams or {}
+        refuse_lost_scales(known)
+        new = [freeze_leaf(path, leaf, entries, known, key) for path, leaf in with_paths(params)]
         return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_qarray), new)
 
     def at_sites(self, site: Callable[[Site, Array], Any], op: Callable[..., Array] | None = None) -> Callable:
@@ -273,7 +262,9 @@ class QuantizedFunction:
         def view(*args: Any, **kwargs: Any) -> Any:
             qparams = None if "qparams" in self._names else kwargs.pop("qparams", None)
             call, arrays = self._call(args, kwargs)
-            leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op))
+            with self._explained(args, kwargs):
+                refuse_lost_ranges(args[self._argnum], qparams)
+                leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op))
             return jax.tree.unflatten(
                 structure.value, [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
             )
@@ -287,7 +278,11 @@ class QuantizedFunction:
         if any(isinstance(v, jax.ShapeDtypeStruct) for v in arrays):
             raise TypeError("An argument is a ShapeDtypeStruct, expected arrays. Shapes are for q.plan(...).")
         how = how._replace(lsq_gradient=lsq_gradient)
-        leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams)
+        with self._explained(args, kwargs):
+            if not how.is_float:
+                refuse_lost_ranges(args[self._argnum], qparams)
+                self._compare_scales(call, arrays, how, key, args[self._argnum], qparams)
+            leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams)
         leaves = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
         return jax.tree.unflatten(structure.value, leaves), observed
 
@@ -298,8 +293,28 @@ class QuantizedFunction:
         how = _How(lsq_gradient=lsq_gradient)
         call, arrays = self._call(args, kwargs)
         # Traced once for this and the call.
-        _, _, plan, _ = self._jitted.eval_shape(call, how, arrays, key, qparams)
+        with self._explained(args, kwargs):
+            _, _, plan, _ = self._jitted.eval_shape(call, how, arrays, key, qparams)
         return plan.value
+
+    @contextlib.contextmanager
+    def _explained(self, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """An error inside also says what is wrong with the arguments, where they show it."""
+        try:
+            yield
+        except Exception as error:
+            if said := misuse(args, kwargs, self._argnum):
+                raise ValueError(f"{said} What failed: {error}") from error
+            raise
+
+    def _compare_scales(
+        self, call: Call, arrays: Sequence[Any], how: _How, key: Any, params: Any, qparams: Any
+    ) -> None:
+        """Raises for integers whose scale is known not to be that of their entry; each pair is compared once."""
+        new = self._compared.new(params, qparams) if any(map(is_qarray, arrays)) else {}
+        if new:
+            _, _, planned, _ = self._jitted.eval_shape(call, how, arrays, key, qparams)
+            self._compared.check(new, planned.value[1])
 
     def _rounds_stochastically(self) -> bool:
         specs = (spec for rule in self._rules for spec in (rule.weight, rule.activation, *rule.gradients))
@@ -362,11 +377,12 @@ class QuantizedFunction:
         def flat(arrays):
             args, kwargs = call.arguments(arrays)
             before = paths_of(arrays, args, kwargs)
-            leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
+            with noted(args[self._argnum], static):
+                leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
             refuse_lost_changes(before, paths_of(leaves, args, kwargs))
             is_array = [is_traced(leaf) for leaf in leaves]
-            static = (None if a else Static.of(v) for v, a in zip(leaves, is_array, strict=True))
-            results[:] = structure, tuple(static)
+            others = (None if a else Static.of(v) for v, a in zip(leaves, is_array, strict=True))
+            results[:] = structure, tuple(others)
             return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
 
         # The function sees integers as what they stand for: an array of the shape, and the sharding, they have.
@@ -413,8 +429,16 @@ class QuantizedFunction:
                 "`key` is an argument of the function itself, and rules round stochastically, which needs a key of "
                 "its own. Rename the argument: quantize_fn(lambda params, x, f_key: f(params, x, key=f_key), rules)."
             )
+        args, kwargs = call.arguments(arrays)
+        for name, of in (*enumerate(args), *kwargs.items()):
+            if name != self._argnum and entries.are_of_qparams(of):
+                raise ValueError(
+                    f"Argument {name!r} holds the qparams of this function. Pass them by name: q(params, ..., "
+                    "qparams=qparams)."
+                )
         of_entries = entries.checked_qparams(qparams, frozen)
-        entries.check_frozen(frozen)
+        operands = {path for of in program.walk.found() for v in of.operands for path in v.origin.held}
+        entries.check_frozen(frozen, qparams, operands)
         if how.lsq_gradient:
             for name, entry in entries.of.items():
                 if (used := of_entries[name]) is not None and name not in frozen:
@@ -448,19 +472,12 @@ class QuantizedFunction:
                 read.update(error.paths)
 
 
-def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams:
+def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:
     if isinstance(leaf, QArray):
+        if leaf.frozen and not leaf.frozen.from_qparams:  # which has no other scale than that of its values
+            return None
         return QParams(leaf.step, leaf.zero_point.astype(jnp.float32))
     return fit_qparams(leaf, entry.spec, method)
-
-
-def _refuse_nan(leaf: Any) -> None:
-    count = int(jnp.isnan(leaf).sum())
-    if count:
-        raise ValueError(
-            f"the parameter has {count} NaN, which integers cannot hold: outputs that are NaN now would be numbers "
-            "when it is served. Fix what made them."
-        )
 
 
 def _of_input(r: Any, entry: Entry) -> QParams | None:

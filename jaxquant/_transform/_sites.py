@@ -13,7 +13,6 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import fake_quant, nan_flags, quantize_straight_through, real_values, with_gradient_of
-from .._grid import QParams
 from .._integer._contract import Precision, contract
 from .._integer._conv import Conv
 from .._integer._dot import Dot
@@ -23,6 +22,7 @@ from .._jaxpr._moves import QuantizedParam, dequantized, from_integers, qarray
 from .._jaxpr._program import CONTRACTIONS, CONV, NAME, RAGGED, Location, params_of
 from .._jaxpr._walk import Contraction
 from .._qarray import QArray
+from .._qparams import QParams
 from .._spec import QuantSpec, granularity_of, qparams_shape
 from .._tree import named_in_errors
 from ._decide import Decision, Decisions
@@ -259,7 +259,8 @@ class Sites(NamedTuple):
         is_weight = side == decision.weight
         if is_weight:
             held = _checked_held(v)
-            qparams, v = QParams(**held.of_groups) if held.of_groups else None, held.floats["real"]
+            of, v = held.of_groups, held.floats["real"]
+            qparams = QParams(of["scale"], of["zero_point"]) if of else None
         info = self.decisions.plan[decision.names[side]]
         if is_weight and qparams is not None:
             info = _fitting(info, qparams, v.shape)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters in integers: how they are made, and what is checked of those that are served, where values are known."""
+
+import dataclasses
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .._affine import is_quantized_with, quantize
+from .._grid import TINY
+from .._qarray import Frozen, QArray
+from .._qparams import QParams
+from .._tree import named_in_errors, with_paths
+from ._call import is_qarray
+from ._entries import Entries, check_freezing
+
+
+def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QParams | None], key: Any) -> Any:
+    """A parameter in integers, if an entry says so, and as it lies in memory when it is served."""
+    entry = entries.of.get(path)
+    if entry is None or isinstance(leaf, QArray):
+        return leaf
+    check_freezing(entry)
+    with named_in_errors(path, rule=entry.rule):
+        _refuse_nan(leaf)
+        rounds = entry.spec.rounding == "stochastic"
+        own = jax.random.fold_in(key, entry.turn) if rounds and key is not None else None
+        q = quantize(leaf, entry.spec, qparams.get(path), key=own)
+    values, spec = q.values, entry.spec
+    if spec.bits <= 4 and not spec.format and not entry.is_multiplied:
+        values = values.astype(jnp.int4 if spec.signed else jnp.uint4)
+    has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(path))
+    frozen = Frozen(qparams.get(path) is not None, has_static_inputs, entry.rule.activation)
+    return dataclasses.replace(q, values=values, order=entry.order, frozen=frozen)
+
+
+def _refuse_nan(leaf: Array) -> None:
+    total = jnp.sum(leaf)  # traced under jit, though the leaf be known
+    if isinstance(total, jax.core.Tracer) or not np.isnan(np.asarray(total)):
+        return
+    count = int(jnp.isnan(leaf).sum())
+    if count:
+        raise ValueError(
+            f"the parameter has {count} NaN, which integers cannot hold: outputs that are NaN now would be numbers "
+            "when it is served. Fix what made them."
+        )
+
+
+def refuse_lost_scales(qparams: Mapping[str, QParams | None]) -> None:
+    """Raises for scales that an optimizer has moved to where no scale is."""
+    for name, of in qparams.items():
+        if of is not None and not isinstance(of.scale, jax.core.Tracer):
+            with named_in_errors(name):
+                _refuse_lost(np.asarray(of.scale))
+
+
+def _refuse_lost(scale: np.ndarray) -> None:
+    lost = ~((scale >= TINY) & (scale < np.inf))
+    if lost.any():
+        raise ValueError(
+            f"{int(lost.sum())} of {scale.size} scales are 0, negative or no number, got {scale[lost].flat[0]} as the "
+            "first: what they scale is served as zeros or NaN. Train their logarithms, to_log2(qparams), in which any "
+            "step keeps a scale positive; or give qparams an optimizer of a smaller rate."
+        )
+
+
+def refuse_lost_ranges(params: Any, qparams: Any) -> None:
+    """Raises where nothing is said of the ranges of inputs, and the parameters were frozen with some."""
+    if qparams is not None:
+        return
+    lost = [path for path, v in with_paths(params) if is_qarray(v) and v.frozen and v.frozen.static_inputs]
+    if lost:
+        raise ValueError(
+            f"`qparams` must have the ranges of inputs that {', '.join(map(repr, lost[:3]))}"
+            f"{' and others' if lost[3:] else ''} were frozen with, got None. Pass qparams=, those of the inputs alone "
+            "suffice; or qparams={} for ranges of each batch, which are not what was trained."
+        )
+
+
+class Pair(NamedTuple):
+    """A parameter in integers, and the qparams of its entry."""
+
+    q: QArray
+    qparams: QParams
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        return self.q.scale, self.q.zero_point, *self.qparams
+
+
+class Compared:
+    """The scales of integers and of their entries that are known to agree: equal arrays are compared once."""
+
+    def __init__(self):
+        self._known: dict[str, tuple[Any, ...]] = {}
+
+    def new(self, params: Any, qparams: Any) -> dict[str, Pair]:
+        """The pairs that have not been compared, of those whose values are known."""
+        known = qparams if isinstance(qparams, Mapping) else {}
+        pairs = {
+            path: Pair(leaf, of) for path, leaf in with_paths(params)
+            if is_qarray(leaf) and isinstance(of := known.get(path), QParams)
+        }  # fmt: skip
+        is_known = lambda path, pair: (
+            any(isinstance(v, jax.core.Tracer) for v in pair.numbers)
+            or (len(self._known.get(path, ())) and all(map(operator.is_, self._known[path], pair.numbers)))
+        )
+        return {path: pair for path, pair in pairs.items() if not is_known(path, pair)}
+
+    def check(self, pairs: Mapping[str, Pair], entries: Entries) -> None:
+        """Raises for integers whose scale is not that of their entry."""
+        for path, (q, qparams) in pairs.items():
+            entry = entries.of.get(path)
+            # Now, also where a call is traced in which they are constants.
+            with named_in_errors(path, rule=entry and entry.rule), jax.ensure_compile_time_eval():
+                if entry and not is_quantized_with(q, entries.checked(path, qparams), entry.spec):
+                    raise ValueError(
+                        "the parameter was frozen with other qparams than these: its scale is not that of its entry. "
+                        "Serve it with the qparams that it was frozen with, or freeze the float parameters with these."
+                    )
+        self._known |= {path: pair.numbers for path, pair in pairs.items()}
