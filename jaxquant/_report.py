@@ -378,7 +378,15 @@ class _Costs(NamedTuple):
         return self._checked(self.q.at_sites(site)(params, *batch, qparams=self.qparams, **of_function))
 
     def _checked(self, value: Any) -> Array:
-        loss = self.loss(value)
+        try:
+            loss = self.loss(value)
+        except Exception as error:
+            if checks.is_array(value):
+                raise
+            raise TypeError(
+                f"`loss` is called with all that the function returns, a {type(value).__name__}, and failed: {error} "
+                "Take the part that it is of: loss=lambda value: loss(value[0])."
+            ) from error
         if not checks.is_array(loss) or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(f"`loss` must return a floating scalar, got {checks.kind(loss)}. Take its mean.")
         return loss.astype(jnp.float32)

@@ -195,13 +195,24 @@ def op(info, lhs, rhs, *, graph):
     return result(in_float(lhs, rhs))
 
 
-def onnx_model(q, params, *args, qparams, graph="integers"):
-    """The ONNX model of q(params, *args, qparams=qparams) as a function of args, arrays or ShapeDtypeStructs."""
+def onnx_model(q, params, *args, qparams, graph="integers", names=None):
+    """The ONNX model of q(params, *args, qparams=qparams) as a function of args, arrays or ShapeDtypeStructs.
+
+    `names` are those of the inputs, then of the outputs, as a pair of lists; None leaves them to jax2onnx.
+    """
+    if graph not in ("integers", "qdq"):
+        raise ValueError(f'`graph` must be "integers" or "qdq", got {graph!r}.')
+    for i, v in enumerate(args):
+        if not hasattr(v, "shape"):
+            raise ValueError(
+                f"Argument {i + 1} of q must be an array or a ShapeDtypeStruct, got a {type(v).__name__}: a graph has "
+                "arrays for inputs. Close over state: quantize_fn(lambda params, x: f(params, state, x), rules)."
+            )
     view = q.at_sites(site, functools.partial(op, graph=graph))
-    return emitted(lambda *args: view(params, *args, qparams=qparams), *args)
+    return emitted(lambda *args: view(params, *args, qparams=qparams), *args, names=names)
 
 
-def emitted(f, *args):
+def emitted(f, *args, names=None):
     """The ONNX model of a function of arrays.
 
     Opset 20: with 21 ONNX Runtime makes an invalid graph of some int8 convolutions.
@@ -212,4 +223,5 @@ def emitted(f, *args):
     program = jaxpr_as_fun(jax.make_jaxpr(straight)(*args))
     structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args]
     results = lambda outs: outs[0] if len(outs) == 1 else tuple(outs)
-    return to_onnx(lambda *args: results(program(*args)), structs, opset=20)
+    inputs, outputs = names or (None, None)
+    return to_onnx(lambda *args: results(program(*args)), structs, opset=20, input_names=inputs, output_names=outputs)
