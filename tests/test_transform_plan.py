@@ -555,7 +555,9 @@ def test_an_integer_operand_is_refused_by_its_name_and_as_an_input_and_a_table_l
         loud(ValueError, texts, jq.quantize_fn(f, [Rule(pattern, W8, A8)], strict=strict), params, x)
     assert not chosen(("*", None), f=f, params=params, x=x)
     if side == "w:input":  # which the rule for the weight names, too
-        loud(ValueError, ["floating", "int8", "x.astype(jnp.float32)"], jq.quantize_fn(f, [Rule("*", W8, A8)]), params, x)
+        loud(
+            ValueError, ["floating", "int8", "x.astype(jnp.float32)"], jq.quantize_fn(f, [Rule("*", W8, A8)]), params, x
+        )
     rule = Rule("*", W8, A8 if side == "w" else None)
     found = plan(rule, f=f, params=params, x=x)
     assert (found[side].spec, found[side].why) == (None, "int8: only floating operands are quantized")

@@ -115,13 +115,14 @@ class Entries:
         spec = on_parameter(spec, operand, path, leaf.shape)
         summed = _along(operand.origin, list(contracted))
         kept = _along(operand.origin, [i for i in range(len(operand.shape)) if i not in contracted])
+        own = frozenset(summed - kept) or _shared(spec, leaf.shape)
         order, is_multiplied = _at_rest(contraction, side, spec, rule, leaf.shape), rule.activation is not None
         entry = self.of.get(path)
         if entry is not None and not entry.is_weight:
             raise ValueError(f"{path!r} is the path of a parameter and the name of an input. Rename the quant_point.")
         if entry is None:
             self.of[path] = Entry(
-                path, spec, leaf.shape, leaf.dtype, True, rule, (name,), frozenset(summed - kept), order=order,
+                path, spec, leaf.shape, leaf.dtype, True, rule, (name,), own, order=order,
                 is_multiplied=is_multiplied, turn=turn,
             )  # fmt: skip
             return
@@ -133,7 +134,7 @@ class Entries:
                 "by every op, or by granularity=PerTensor(); or leave one of the uses in float by a rule with None."
             )
         # Of ops that sum along other axes a flag is for all that share a scale.
-        common = entry.contracted & (summed - kept) or _shared(spec, leaf.shape)
+        common = own if own == entry.contracted else _shared(spec, leaf.shape)
         order = order if order == entry.order else None
         is_multiplied = is_multiplied or entry.is_multiplied
         self.of[path] = entry._replace(
