@@ -285,6 +285,11 @@ def varying_axes(x: Array) -> frozenset:
     return frozenset(kind.vma)
 
 
+def is_sharded_by_hand() -> bool:
+    """Whether arrays are shards here: inside `shard_map`."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def _vary(x: Array, axes: frozenset) -> Array:
     missing = tuple(sorted(axes - varying_axes(x)))
     if not missing:

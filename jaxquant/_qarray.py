@@ -22,11 +22,13 @@ class Frozen(NamedTuple):
     """What `q.freeze` made a QArray of, and for: checked where it is served. Static.
 
     Attributes:
+      shape: of the parameter.
       from_qparams: whether its scale came from qparams; else it was fitted to the values.
       static_inputs: whether an input of the ops that use it had qparams.
       activation: the QuantSpec of these inputs in the rule, None where they stay in float.
     """
 
+    shape: tuple[int, ...]
     from_qparams: bool
     static_inputs: bool
     activation: QuantSpec | None
@@ -47,8 +49,8 @@ class QArray(checks.NotAnArray):
       order: how values lie in memory, static: their last axes in another order, such as (-1, -2) for a matrix whose
         columns lie one after the other, as `q.freeze` leaves weights that are contracted. `values`, `shape` and all
         that takes a QArray have the axes of the array all the same. None: as they are.
-      frozen: what `q.freeze` made it of and for, static: `from_qparams`, `static_inputs` and `activation`; a call that
-        serves it otherwise raises. None where something else made it.
+      frozen: what `q.freeze` made it of and for, static: `shape`, `from_qparams`, `static_inputs`, `activation`. A call
+        that serves it otherwise raises. None where something else made it.
       stored: the values as they lie, which is the leaf of the pytree: in `order`, and as int4 or uint4, two in a byte,
         where `q.freeze` leaves weights of 4 bits and fewer whose inputs are in float.
 
@@ -146,13 +148,14 @@ class QArray(checks.NotAnArray):
         stored = at(self.stored)  # of a stack, whose elements lie as before
         part = self._moved(own_values(stored, self.order, self.spec), of_groups)
         return QArray.of_stored(
-            stored, part.scale, part.zero_point, part.spec, part.dtype, self.order, part.tensor_scale, self.frozen
+            stored, part.scale, part.zero_point, part.spec, part.dtype, self.order, part.tensor_scale, part.frozen
         )
 
     def _moved(self, values: Array, of_groups: Callable[[Array], Array]) -> "QArray":
         """With the values elsewhere, and the qparams by what becomes of values for groups."""
+        frozen = self.frozen and self.frozen._replace(shape=values.shape)
         if self.scale.ndim == 0:
-            return dataclasses.replace(self, values=values, order=None)
+            return dataclasses.replace(self, values=values, order=None, frozen=frozen)
         padded = (1,) * (self.ndim - self.scale.ndim) + self.scale.shape
         scale, zero_point = (of_groups(lax.reshape(v, padded)) for v in (self.scale, self.zero_point))
         tensor_scale = self.tensor_scale
@@ -164,7 +167,7 @@ class QArray(checks.NotAnArray):
         if isinstance(granularity, PerTensor):
             scale, zero_point = scale.reshape(()), zero_point.reshape(())
         spec = dataclasses.replace(self.spec, granularity=granularity)
-        return QArray(values, scale, zero_point, spec, self.dtype, None, tensor_scale, self.frozen)
+        return QArray(values, scale, zero_point, spec, self.dtype, None, tensor_scale, frozen)
 
 
 _Static = tuple[QuantSpec, Any, tuple[int, ...] | None, Frozen | None]  # spec, dtype, order, frozen
@@ -231,7 +234,7 @@ def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
     if said is None:
         return None
     activation = said["activation"] and spec_from_json(said["activation"])
-    return Frozen(bool(said["from_qparams"]), bool(said["static_inputs"]), activation)
+    return Frozen(tuple(said["shape"]), bool(said["from_qparams"]), bool(said["static_inputs"]), activation)
 
 
 def _static_to_bytes(static: _Static) -> bytes:

@@ -218,7 +218,7 @@ def report(
     >>> sorted(row.entry for row in found)
     ['w', 'w:input']
     >>> (found["w"].bytes_after, found["w"].bytes_before, round(found["w"].sqnr))
-    (36, 128, 24)
+    (32, 128, 24)
     """
     if not isinstance(q, QuantizedFunction):
         raise TypeError(f"`q` must be what quantize_fn returned, got {checks.kind(q)}.")

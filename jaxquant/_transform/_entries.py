@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .._affine import qparams_of_shape
 from .._jaxpr._program import Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin
-from .._qarray import QArray, check_dtypes
+from .._qarray import QArray
 from .._qparams import QParams
 from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, is_alike, qparams_shape
 from .._tree import Rule, named_in_errors
@@ -229,8 +229,6 @@ class Entries:
         `operands` are the parameters that some op contracts.
         """
         for path, q in frozen.items():
-            with named_in_errors(path):
-                check_dtypes("params", q)
             entry = self.of.get(path)
             if entry is not None:
                 with named_in_errors(path, rule=entry.rule):

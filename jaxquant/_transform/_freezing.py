@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .. import _numerics as num
 from .._affine import is_quantized_with, quantize
 from .._grid import TINY
-from .._qarray import Frozen, QArray
+from .._qarray import Frozen, QArray, check_dtypes
 from .._qparams import QParams
 from .._tree import named_in_errors, with_paths
 from ._call import is_qarray
@@ -36,7 +37,7 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
     if spec.bits <= 4 and not spec.format and not entry.is_multiplied:
         values = values.astype(jnp.int4 if spec.signed else jnp.uint4)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(path))
-    frozen = Frozen(qparams.get(path) is not None, has_static_inputs, entry.rule.activation)
+    frozen = Frozen(q.shape, qparams.get(path) is not None, has_static_inputs, entry.rule.activation)
     return dataclasses.replace(q, values=values, order=entry.order, frozen=frozen)
 
 
@@ -68,6 +69,20 @@ def _refuse_lost(scale: np.ndarray) -> None:
             "first: what they scale is served as zeros or NaN. Train their logarithms, to_log2(qparams), in which any "
             "step keeps a scale positive; or give qparams an optimizer of a smaller rate."
         )
+
+
+def refuse_changed(params: Any) -> None:
+    """Raises for integers of which something has changed an array since they were made."""
+    for path, q in with_paths(params):
+        if not is_qarray(q):
+            continue
+        with named_in_errors(path):
+            check_dtypes("params", q)
+            if q.frozen and q.shape != q.frozen.shape and not num.is_sharded_by_hand():
+                raise ValueError(
+                    f"the parameter has shape {q.shape}, and was frozen with shape {q.frozen.shape}. Take the params "
+                    "of this function; a part of one by v[i] or v.reshape(...), not by jax.tree.map."
+                )
 
 
 def refuse_lost_ranges(params: Any, qparams: Any) -> None:

@@ -28,7 +28,7 @@ from .._tree import Rules, checked_rules, named_in_errors, with_lsq_gradient, wi
 from ._call import Call, Static, is_qarray, is_traced, misuse, noted, paths_of, refuse_lost_changes, with_own
 from ._decide import Decisions, decide
 from ._entries import Entries, Entry
-from ._freezing import Compared, freeze_leaf, refuse_lost_ranges, refuse_lost_scales
+from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
 from ._observers import HISTOGRAMS, RANGES, TALLIES, has_range
 from ._plan import Plan, Site, pattern_in_words
 from ._sites import ReadInFloat, Sites, View, is_stochastic
@@ -419,6 +419,8 @@ class QuantizedFunction:
         """The results, without what is static of them; their structure; the plan; and what is observed."""
 
         known = qparams if isinstance(qparams, Mapping) else {}
+        args, kwargs = call.arguments(arrays)
+        refuse_changed(args[self._argnum])
         program = self._program(call, arrays, {name for name, v in known.items() if v is not None})
         plan, entries = program.decisions.plan, program.decisions.entries
         frozen = {path: v for path, v in zip(program.paths, arrays, strict=True) if path is not None and is_qarray(v)}
@@ -429,7 +431,6 @@ class QuantizedFunction:
                 "`key` is an argument of the function itself, and rules round stochastically, which needs a key of "
                 "its own. Rename the argument: quantize_fn(lambda params, x, f_key: f(params, x, key=f_key), rules)."
             )
-        args, kwargs = call.arguments(arrays)
         for name, of in (*enumerate(args), *kwargs.items()):
             if name != self._argnum and entries.are_of_qparams(of):
                 raise ValueError(

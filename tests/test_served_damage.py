@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A served call, damaged in every way there is: the bits of what was trained, or an error of ours, and nothing else."""
+
+import collections
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxquant
+from jaxquant import PerTensor, PerToken, QArray, QParams, Rule, activation_spec, quantize_fn, weight_spec
+
+W8, A8 = weight_spec(8), activation_spec(8)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape) / 3
+
+
+def mlp(p, x):
+    return jax.nn.relu(x @ p["a"] + p["bias"]) @ p["b"]
+
+
+def cnn(p, x):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    x = jax.nn.relu(lax.conv_general_dilated(x, p["conv"], (1, 1), "SAME", dimension_numbers=numbers))
+    return x.reshape(x.shape[0], -1) @ p["head"]
+
+
+def language_model(p, tokens):
+    layer = lambda x, w: (x + jax.nn.gelu(x @ w["up"]) @ w["down"], None)
+    x, _ = lax.scan(layer, p["embedding"][tokens], p["layers"])
+    return x @ p["embedding"].T
+
+
+TOKENS = jax.random.randint(jax.random.key(9), (2, 5), 1, 30)
+LAYERS = {"up": normal(1, 3, 8, 16), "down": normal(2, 3, 16, 8)}
+MODELS = {
+    "mlp": (mlp, {"a": normal(0, 6, 10), "bias": normal(1, 1, 10), "b": normal(2, 10, 3)}, normal(3, 4, 6)),
+    "cnn": (cnn, {"conv": normal(0, 3, 2, 1, 4), "head": normal(1, 64, 3)}, normal(2, 2, 4, 4, 1)),
+    "language model": (language_model, {"embedding": normal(0, 30, 8), "layers": LAYERS}, TOKENS),
+}
+
+
+def rules(weight=W8, activation=A8):
+    return [Rule("bias", optional=True), Rule("**", weight, activation, everywhere=True)]
+
+
+@functools.cache
+def served(name):
+    f, params, x = MODELS[name]
+    q = quantize_fn(f, rules())
+    qparams = q.init_qparams(params, x)
+    return q, params, x, qparams, q.freeze(params, x, qparams=qparams)
+
+
+def other_training(of):
+    return of and of._replace(scale=of.scale * 1.25)
+
+
+def with_leaves(tree, kind):
+    """The tree with one leaf after the other changed, of those inside of a kind: (name, change, tree)."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_kind = lambda v: isinstance(v, kind)
+    inside = jax.tree.leaves(jax.tree.map(lambda v: jax.tree.map(lambda _: is_kind(v), v), tree, is_leaf=is_kind))
+    changes = {
+        "cast to bfloat16": lambda v: v.astype(jnp.bfloat16),
+        "cast to int16": lambda v: v.astype(jnp.int16),
+        "transposed": lambda v: v.T if v.T.shape != v.shape else None,
+        "sliced": lambda v: v[1:] if v.ndim and v.shape[0] > 1 else None,
+        "cut": lambda v: v[..., 1:] if v.ndim and v.shape[-1] > 1 else None,
+    }
+    for i, (leaf, is_inside) in enumerate(zip(leaves, inside, strict=True)):
+        for name, change in changes.items():
+            if is_inside and (new := change(leaf)) is not None:
+                yield name, jax.tree.unflatten(structure, [*leaves[:i], new, *leaves[i + 1 :]])
+
+
+def damaged(name):
+    """(kind of damage, rules, params, qparams) of each damaged call."""
+    q, params, x, qparams, frozen = served(name)
+    narrow = quantize_fn(q.__wrapped__, rules(weight_spec(4), activation_spec(4))).init_qparams(params, x)
+    weights = [key for key in qparams if not key.endswith(("input", "lhs"))]
+    for key in qparams:
+        yield "an entry missing", rules(), frozen, {k: v for k, v in qparams.items() if k != key}
+        yield "an entry of another spec", rules(), frozen, qparams | {key: narrow[key]}
+    for key in weights:
+        yield "a weight's entry of another training", rules(), frozen, qparams | {key: other_training(qparams[key])}
+    yield "all entries of another training", rules(), frozen, {k: other_training(v) for k, v in qparams.items()}
+    yield "all entries of another spec", rules(), frozen, narrow
+    yield "no qparams", rules(), frozen, None
+    yield "frozen without qparams", rules(), q.freeze(params, x), qparams
+    for change, tree in with_leaves(frozen, QArray):
+        yield f"a leaf of frozen params {change}", rules(), tree, qparams
+    for change, tree in with_leaves(qparams, QParams):
+        yield f"a leaf of qparams {change}", rules(), frozen, tree
+    cast = jax.tree.map(lambda v: v.astype(jnp.bfloat16), frozen)
+    yield "all leaves of frozen params cast to bfloat16", rules(), cast, qparams
+    others = {
+        "weights of 4 bits": rules(weight_spec(4)),
+        "inputs of 4 bits": rules(activation=activation_spec(4)),
+        "symmetric inputs": rules(activation=activation_spec(8, symmetric=True)),
+        "inputs per token": rules(activation=activation_spec(8, granularity=PerToken())),
+        "weights per tensor": rules(dataclasses.replace(W8, granularity=PerTensor())),
+        "weights alone": rules(activation=None),
+        "no rule": [],
+    }
+    dynamic = q.freeze(params, x)
+    for change, new in others.items():
+        yield f"frozen by other rules: {change}", new, frozen, qparams
+        yield f"frozen by other rules, ranges of the batch: {change}", new, dynamic, {}
+        of_inputs = {k: v for k, v in qparams.items() if k not in weights}
+        yield f"frozen by other rules, the entries of inputs: {change}", new, frozen, of_inputs
+
+
+def is_ours(error):
+    """Whether this package has raised it, or has added a note to an error of the function."""
+    frame = error.__traceback__
+    while frame.tb_next:
+        frame = frame.tb_next
+    raised_in = pathlib.Path(frame.tb_frame.f_code.co_filename)
+    noted = any(note.startswith("jaxquant: ") for note in getattr(error, "__notes__", ()))
+    return noted or raised_in.is_relative_to(pathlib.Path(jaxquant.__file__).parent)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_damaged_call_gives_what_was_trained_or_an_error_of_ours(name):
+    q, params, x, qparams, _ = served(name)
+    want = {True: np.asarray(q(params, x, qparams=qparams)), False: np.asarray(q(params, x))}
+    table = collections.Counter()
+    for damage, by, frozen, of in damaged(name):
+        new = q if by == rules() else quantize_fn(q.__wrapped__, by)
+        try:
+            got = np.asarray(new(frozen, x, qparams=of))
+        except Exception as error:
+            table[damage, "an error of ours" if is_ours(error) else f"another error: {error!r}"] += 1
+        else:
+            table[damage, "the same bits" if np.array_equal(got, want[bool(of)]) else "SILENT"] += 1
+    bad = {key: n for key, n in table.items() if key[1] not in ("an error of ours", "the same bits")}
+    assert not bad, bad
+    assert sum(n for (_, how), n in table.items() if how == "an error of ours") > 0.8 * table.total(), table
+    assert {"no qparams", "all entries of another spec", "frozen without qparams"} <= {
+        damage for damage, how in table if how == "an error of ours"
+    }
+
+
+def test_ranges_of_inputs_may_be_new():
+    """Inputs observed anew are a new calibration: the call is what the float parameters give with them."""
+    q, params, x, qparams, frozen = served("mlp")
+    key = "a:input"
+    new = {key: other_training(qparams[key]), "b:input": qparams["b:input"]}
+    assert np.array_equal(q(frozen, x, qparams=new), q(params, x, qparams=qparams | new))
+    assert not np.array_equal(q(frozen, x, qparams=new), q(frozen, x, qparams=qparams))
