@@ -26,6 +26,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "elementwise",
     "affine",
     "formats",
+    "learned_scales",
     "accelerator",
 )
 

@@ -291,7 +291,7 @@ def is_quantized_with(q: QArray, qparams: QParams, spec: QuantSpec) -> Array:
     same = jnp.all(q.step.reshape(used.step.shape) == used.step)
     if used.zero_point is None:
         return same
-    return same & jnp.all(q.zero_point.reshape(used.zero_point.shape) == used.zero_point)
+    return same & jnp.all(q.zero_point.reshape(used.zero_point.shape).astype(jnp.float32) == used.zero_point)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

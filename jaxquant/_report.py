@@ -349,6 +349,8 @@ class _Costs(NamedTuple):
         """Of a parameter as its rule says, and at each of the widths by min-max, stacked."""
         spec = to_nearest(self.entries[path].spec)
         own = fake_quant(leaf, spec, (self.qparams or {}).get(path)) - leaf
+        if not self.widths:
+            return own[None]
         wide = QuantSpec(
             bits=max(self.widths), signed=spec.signed, symmetric=spec.symmetric, narrow_range=spec.narrow_range,
             granularity=spec.granularity, rounding=spec.rounding,

@@ -123,14 +123,14 @@ def _on_operand(
 
 def _blocks(size: int, operand: Operand, contracted: tuple[int, ...]) -> PerBlock:
     """Blocks of a size along several contracted axes, the last ones first, counted on the parameter if there is one."""
-    of = [operand.origin.axes[i] - {JOINED, PICKED} for i in contracted]
-    is_apart = operand.origin.path is not None and all(len(along) == 1 for along in of)
-    axes = [min(along) for along in of] if is_apart else list(contracted)
-    sizes = []
-    for i in reversed(contracted):
-        sizes.append(math.gcd(size, operand.shape[i]))
-        size //= sizes[-1]
-    return PerBlock(tuple(axes), tuple(reversed(sizes)))
+    of = {i: operand.origin.axes[i] - {JOINED, PICKED} for i in contracted}
+    is_apart = operand.origin.path is not None and all(len(along) == 1 for along in of.values())
+    sizes = {}
+    for i in sorted(contracted, reverse=True):
+        axis = min(of[i]) if is_apart else i
+        sizes[axis] = math.gcd(size, operand.shape[i])
+        size //= sizes[axis]
+    return PerBlock(tuple(sorted(sizes)), tuple(sizes[axis] for axis in sorted(sizes)))
 
 
 def _check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...]) -> None:

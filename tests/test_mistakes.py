@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ordinary mistakes on the way to a served model: each is an error that says the cause and what to do."""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+from jax import lax
+
+import jaxquant
+from jaxquant import (
+    Log2QParams,
+    PerToken,
+    QArray,
+    QParams,
+    QuantSpec,
+    Range,
+    Rule,
+    activation_spec,
+    dequantize,
+    dot_general,
+    fake_quant,
+    fake_quant_params,
+    from_log2,
+    init_qparams,
+    load,
+    merge_ranges,
+    quantize,
+    quantize_fn,
+    quantize_params,
+    report,
+    save,
+    to_log2,
+    weight_spec,
+)
+
+W8, A8 = weight_spec(8), activation_spec(8)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape) / 3
+
+
+def model(params, x):
+    return jax.nn.relu(x @ params["w1"]) @ params["w2"]
+
+
+PARAMS, X = {"w1": normal(0, 8, 16), "w2": normal(1, 16, 3)}, normal(2, 5, 8)
+RULES = [Rule("w*", W8, A8)]
+NARROW = [Rule("w*", weight_spec(4), activation_spec(4))]
+Q = quantize_fn(model, RULES)
+
+
+@functools.cache
+def qparams():
+    return Q.init_qparams(PARAMS, X)
+
+
+@functools.cache
+def frozen(with_qparams=True):
+    return Q.freeze(PARAMS, X, qparams=qparams() if with_qparams else None)
+
+
+def inputs_alone(of):
+    return {key: v for key, v in of.items() if key.endswith(":input")}
+
+
+def refused(texts, f, *args, kind=ValueError, **kwargs):
+    """Raises, and the same under jit: nothing waits for values."""
+    for call in (lambda: f(*args, **kwargs), lambda: jax.eval_shape(lambda a, k: f(*a, **k), args, kwargs)):
+        with pytest.raises(kind) as error:
+            call()
+        said = "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+        for text in texts:
+            assert re.search(text, said, re.DOTALL), (text, said)
+
+
+# What frozen parameters and qparams were made for
+
+
+def test_parameters_frozen_without_qparams_have_no_other_scale():
+    ways_out = [
+        r"At 'w1'",
+        "without qparams",
+        r"q\.freeze\(params, \.\.\., qparams=qparams\)",
+        r"qparams\['w1'\] = None",
+    ]
+    refused(ways_out, Q, frozen(False), X, qparams=qparams())
+    want = Q(PARAMS, X, qparams=qparams())  # which are those of the values here
+    assert_same_bits(Q(frozen(False), X, qparams=inputs_alone(qparams())), want)
+    assert_same_bits(Q(frozen(False), X, qparams=qparams() | {"w1": None, "w2": None}), want)
+    again = Q.init_qparams(frozen(False), X)
+    assert again["w1"] is None
+    assert again["w1:input"].spec == A8
+    Q(frozen(False), X, qparams=again)
+
+
+def test_parameters_frozen_with_ranges_of_inputs_want_them():
+    refused(["'w1', 'w2' were frozen with", "qparams={}"], Q, frozen(), X)
+    refused(["'w1', 'w2' were frozen with"], lambda p, x: Q.at_sites(lambda info, x: x)(p, x), frozen(), X)
+    want = Q(PARAMS, X, qparams=qparams())
+    assert_same_bits(Q(frozen(), X, qparams=inputs_alone(qparams())), want)
+    assert_same_bits(Q(frozen(), X, qparams={}), Q(PARAMS, X, qparams={"w1:input": None, "w2:input": None} | {
+        key: qparams()[key] for key in ("w1", "w2")
+    }))  # fmt: skip
+    assert_same_bits(Q(PARAMS, X, qparams={}), Q(PARAMS, X))
+    Q.observe(frozen(), X)  # of the function in float
+    assert Q.plan(frozen(), X)["w1"].state == "frozen"
+    of_weights = Q.init_qparams(PARAMS, X, ranges={})
+    assert_same_bits(Q(Q.freeze(PARAMS, X, qparams=of_weights), X), Q(PARAMS, X, qparams=of_weights))
+
+
+def test_qparams_of_another_spec():
+    q4 = quantize_fn(model, NARROW)
+    for params in (PARAMS, frozen()):
+        refused(
+            [r"At 'w1:input'", r"QuantSpec\(bits=4, symm", r"QuantSpec\(bits=8, symm"], q4, params, X, qparams=qparams()
+        )
+    tree, rules = {"w": PARAMS["w1"]}, lambda bits: [("w", weight_spec(bits, channel_axis=-1))]
+    of_8 = init_qparams(tree, rules(8))
+    for f in (fake_quant_params, quantize_params):
+        refused([r"At 'w'", "bits=4", "bits=8"], lambda t, s, f=f: f(t, rules(4), s), tree, of_8)
+    refused(["bits=4", "bits=8"], lambda x, s: fake_quant(x, weight_spec(4, -1), s), tree["w"], of_8["w"])
+    with pytest.raises(ValueError, match="bits=4.*bits=8"):
+        quantize(tree["w"], weight_spec(4, -1), of_8["w"])
+    by_hand = {key: v and QParams(*v) for key, v in qparams().items()}
+    q4(PARAMS, X, qparams=by_hand)  # know no spec, and are taken as they are
+    of_schedule = init_qparams(tree, rules(8), bits=jnp.int32(4))
+    assert of_schedule["w"].spec is None
+    stochastic = weight_spec(8, -1, rounding="stochastic")
+    fake_quant(tree["w"], stochastic, of_8["w"], key=jax.random.key(0))
+
+
+def test_scales_that_are_known_to_differ():
+    other = {key: v._replace(scale=v.scale * 1.25) for key, v in qparams().items()}
+    for call in (Q, jax.jit(lambda p, x, **kw: Q(frozen(), x, qparams=other))):
+        with pytest.raises(ValueError, match="At 'w1'.*frozen with other qparams"):
+            call(frozen(), X, qparams=other)
+    affine = quantize_fn(model, [Rule("w*", QuantSpec(symmetric=False), A8)])
+    s = affine.init_qparams(PARAMS, X)
+    of = affine.freeze(PARAMS, X, qparams=s)
+    affine(of, X, qparams=s)
+    with pytest.raises(ValueError, match="At 'w2'.*frozen with other qparams"):
+        affine(of, X, qparams=s | {"w2": s["w2"]._replace(zero_point=s["w2"].zero_point + 1)})
+
+
+def test_arrays_that_were_cast():
+    cast = lambda tree: jax.tree.map(lambda v: v.astype(jnp.bfloat16), tree)
+    of = r"must have values of dtype int8, as QuantSpec\(bits=8.*got bfloat16.*is_leaf"
+    refused([f"At 'w1'.*{of}"], Q, cast(frozen()), X, qparams=qparams(), kind=TypeError)
+    refused(
+        ["At 'w1:input'", "must be float32", "got .*bfloat16"], Q, frozen(), X, qparams=cast(qparams()), kind=TypeError
+    )
+    refused(["values of dtype int8"], dequantize, cast(frozen())["w1"], kind=TypeError)
+    q = quantize(X, QuantSpec())
+    with pytest.raises(TypeError, match=r"scale of dtype float32.*got float16"):
+        dot_general(
+            q, QArray(q.values, q.scale.astype(jnp.float16), q.zero_point, q.spec, q.dtype), (((1,), (1,)), ((), ()))
+        )
+
+
+def test_rules_that_changed_after_freezing():
+    of_values = frozen(False)
+    less = quantize_fn(model, [Rule("w*", W8, activation_spec(4))])
+    refused(["At 'w1'", "frozen by a rule whose inputs are", "bits=8", "bits=4"], less, of_values, X)
+    refused(["'w1'", "inputs are QuantSpec", "in float by this one"], quantize_fn(model, [("w*", W8)]), of_values, X)
+    refused(["'w1'", "no rule quantizes it now", "dequantize"], quantize_fn(model, []), of_values, X)
+    alone = quantize_fn(model, [("w*", W8)])
+    assert_same_bits(quantize_fn(model, [])(alone.freeze(PARAMS, X), X), alone(PARAMS, X))
+
+
+# And all that keeps it
+
+
+def kept(served):
+    """Serves from what was kept, and still refuses."""
+    q, of = served["params"], served["qparams"]
+    assert_same_bits(Q(q, X, qparams=of), Q(PARAMS, X, qparams=qparams()))
+    refused(["were frozen with"], Q, q, X)
+    refused(["bits=4", "bits=8"], quantize_fn(model, NARROW), PARAMS, X, qparams=of)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_files_keep_it(tmp_path, suffix):
+    tree = {"params": frozen(), "qparams": qparams()}
+    save(tmp_path / f"a{suffix}", tree)
+    got = load(tmp_path / f"a{suffix}")
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+    kept(got)
+    like = jax.eval_shape(lambda: tree)
+    assert jax.tree.structure(load(tmp_path / f"a{suffix}", like)) == jax.tree.structure(tree)
+    trained = to_log2(qparams())
+    save(tmp_path / f"b{suffix}", trained)
+    again = load(tmp_path / f"b{suffix}")
+    assert jax.tree.structure(again) == jax.tree.structure(trained)
+    assert all(type(v) is Log2QParams for v in again.values())
+
+
+def test_transforms_and_programs_keep_it():
+    tree = {"params": frozen(), "qparams": qparams()}
+    kept(jax.jit(lambda t: t)(tree))
+    kept(jax.tree.map(lambda v: v[0], jax.vmap(lambda _: tree)(jnp.arange(2))))
+    grown = jax.tree.map(lambda v: jnp.stack([v, v]), tree)
+    ys = jax.vmap(lambda t: Q(t["params"], X, qparams=t["qparams"]))(grown)
+    assert_same_bits(ys[1], Q(PARAMS, X, qparams=qparams()))
+    program = jax.export.export(jax.jit(lambda t: t))(tree)
+    again = jax.export.deserialize(program.serialize()).call(tree)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    donated = jax.jit(lambda t: jax.tree.map(lambda v: v, t), donate_argnums=0)
+    kept(donated(jax.tree.map(jnp.copy, tree)))
+    gradient = jax.grad(lambda s: Q(PARAMS, X, qparams=s).sum())(qparams())
+    assert jax.tree.structure(gradient) == jax.tree.structure(qparams())
+
+
+def test_a_file_of_before_still_loads():
+    served = load(pathlib.Path(__file__).parent / "data" / "schema_3.npz")
+    q = quantize_fn(
+        lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"], [Rule("a", weight_spec(4), A8), Rule("b", weight_spec(8), A8)]
+    )
+    assert served["params"]["a"].frozen is None
+    assert served["qparams"]["a"].spec is None
+    assert_same_bits(q(served["params"], served["x"], qparams=served["qparams"]), served["y"])
+
+
+def test_no_instruction_is_added_to_a_served_call():
+    """What was frozen knows more than a QArray by hand; the program is the same."""
+    by_hand = jax.tree.map(
+        lambda v: QArray(v.values, v.scale, v.zero_point, v.spec, v.dtype, v.order), frozen(),
+        is_leaf=lambda v: isinstance(v, QArray),
+    )  # fmt: skip
+    of_hand = {key: QParams(*v) for key, v in qparams().items()}
+    program = jax.jit(lambda p, x, s: Q(p, x, qparams=s))
+    assert program.lower(frozen(), X, qparams()).as_text() == program.lower(by_hand, X, of_hand).as_text()
+
+
+# Errors that name the cause
+
+
+def test_inputs_of_integers():
+    integers, texts = X.astype(jnp.int32), ["At 'w1:input'", "got int32", r"x\.astype\(jnp\.float32\)"]
+    with jax.numpy_dtype_promotion("standard"):
+        for of in (None, qparams()):
+            refused(texts, Q, PARAMS, integers, qparams=of)
+    left = quantize_fn(model, [Rule("w1", W8), Rule("w2", W8, A8)])
+    refused(["'w1:input', which this call leaves as it is: the rule has no spec"], left, PARAMS, X, qparams=qparams())
+
+
+def test_arguments_in_the_wrong_place():
+    swapped = "The params are argument 0, got an array of dtype float32 there.*as argument 1. Swap"
+    refused([swapped], Q, X, frozen(), qparams=qparams())
+    refused([swapped], Q, X, PARAMS)
+    by_name = r"Argument 2 holds QParams. Pass them by name: q\(params, \.\.\., qparams=qparams\)"
+    refused([by_name], Q, PARAMS, X, qparams())
+    refused([by_name], quantize_fn(lambda params, x, flag=None: model(params, x), RULES), PARAMS, X, qparams())
+    whole = {"params": frozen(), "qparams": qparams()}
+    refused([r"hold QParams, at 'qparams/w1'.*whole file.*served\[\"params\"\]"], Q, whole, X)
+    refused([r"hold QParams, at 'qparams/w1'.*whole file"], Q, whole, X, qparams=qparams())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda p: X @ p["w1"],
+        lambda p: p["w1"] @ X.T,
+        lambda p: jnp.dot(X, p["w1"]),
+        lambda p: p["w1"][jnp.array([0, 1])],
+        lambda p: p["w1"][...],
+        lambda p: jnp.asarray(p["w1"]),
+    ],
+)
+def test_the_function_itself_called_with_frozen_params(call):
+    with pytest.raises(TypeError, match=r"Params that q\.freeze made are for q\(frozen, \.\.\.\)"):
+        call(frozen())
+
+
+def test_parameters_of_another_model():
+    texts = ["contracting dimensions", r"jaxquant: params with such a shape: 'w1' \(8, 16\), 'w2' \(15, 3\)"]
+    refused(texts, Q, PARAMS | {"w2": normal(1, 15, 3)}, X, kind=TypeError)
+    lacking = ["w2", "jaxquant: params lack 'w2', of which there are qparams"]
+    refused(lacking, Q, {"w1": PARAMS["w1"]}, X, qparams=qparams(), kind=KeyError)
+    refused(
+        ["At 'w2'", r"must have shape \(1, 4\), got \(1, 3\)"],
+        Q,
+        PARAMS | {"w2": normal(1, 16, 4)},
+        X,
+        qparams=qparams(),
+    )
+
+
+def test_blocks_on_several_contracted_axes_have_a_spec_that_works():
+    """As in flax's attention, whose last kernel is (heads, features of each, out), here of two layers."""
+    params, x = {"out": normal(0, 2, 4, 16, 8)}, normal(1, 3, 5, 4, 16)
+    f = lambda p, x: lax.scan(
+        lambda c, w: (c + jnp.einsum("bthd,hdm->btm", x, w), None), jnp.zeros((3, 5, 8)), p["out"]
+    )[0]
+    with pytest.raises(
+        ValueError, match=r"QuantSpec\(bits=4, granularity=PerBlock\(axis=\(1, 2\), size=\(2, 16\)\)\)"
+    ) as e:
+        quantize_fn(f, [Rule("out", weight_spec(4, block_size=32), A8)]).plan(params, x)
+    said = re.search(r"on the parameter: (QuantSpec\(.*\)\))\.", str(e.value)).group(1)
+    spec = eval(said, vars(jaxquant))
+    q = quantize_fn(f, [Rule("out", spec, A8)])
+    assert q.plan(params, x)["out"].entry_spec == spec
+    assert_same_bits(q(q.freeze(params, x), x), q(params, x))
+
+
+def test_words_of_errors():
+    with pytest.raises(ValueError, match=r"group size. Pass weight_spec\(4, block_size=32\)"):
+        weight_spec(4, 32)
+    assert repr(QuantSpec()) == "QuantSpec(bits=8)"
+    with pytest.raises(ValueError, match=r"The nearest of 2 names: 'w1', 'w2'.*`params_argnum=0` is wrong.$"):
+        try:
+            quantize_fn(model, [("w11", W8)])(PARAMS, X)
+        except ValueError as error:
+            raise ValueError(str(error)) from None
+    q = quantize_fn(lambda p, x: (model(p, x), x), RULES)
+    with pytest.raises(TypeError, match=r"`loss` is called with all that the function returns, a tuple.*value\[0\]"):
+        report(q, PARAMS, X, loss=lambda y: (y**2).mean(), bits=())
+    assert report(q, PARAMS, X, loss=lambda y: (y[0] ** 2).mean(), bits=())["w1"].by_bits == {}
+
+
+# Learned scales
+
+
+def test_the_logarithm_of_a_scale_is_trained_and_given_back():
+    trained = to_log2({"params": PARAMS, "qparams": qparams() | {"dynamic": None}})
+    assert trained["params"]["w1"] is PARAMS["w1"]
+    again = from_log2(trained)["qparams"]
+    for key, v in qparams().items():
+        np.testing.assert_allclose(again[key].scale, v.scale, rtol=1e-6)
+        assert again[key].spec == v.spec
+        assert_same_bits(again[key].zero_point, v.zero_point)
+    assert again["dynamic"] is None
+    loss = lambda t: (Q(PARAMS, X, qparams=from_log2(t)) ** 2).sum()
+    got, scales = (
+        jax.grad(loss)(to_log2(qparams())),
+        jax.grad(lambda s: (Q(PARAMS, X, qparams=s) ** 2).sum())(again_of()),
+    )
+    for key, g in got.items():
+        want = scales[key].scale * again_of()[key].scale * np.log(2)
+        np.testing.assert_allclose(g.scale, want, rtol=1e-4, atol=1e-6)
+    down = jax.tree.map(lambda v: v - 50.0, to_log2(qparams()))
+    assert all((v.scale > 0).all() for v in from_log2(down).values())
+    refused([r"got Log2QParams", "from_log2"], Q, PARAMS, X, qparams=to_log2(qparams()), kind=TypeError)
+    refused(["to_log2 takes a pytree with QParams, got Log2QParams"], to_log2, trained, kind=TypeError)
+    refused(["from_log2 takes a pytree with Log2QParams, got none"], from_log2, PARAMS, kind=TypeError)
+    with pytest.raises(ValueError, match="scales > 0, got -"):
+        to_log2({"w": QParams(jnp.float32(-1), jnp.float32(0))})
+
+
+def again_of():
+    return from_log2(to_log2(qparams()))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, np.nan])
+def test_a_scale_that_training_has_lost_is_not_frozen(value):
+    of = qparams()
+    for key in ("w1", "w2:input"):
+        lost = of | {
+            key: of[key]._replace(scale=jnp.ravel(of[key].scale).at[0].set(value).reshape(of[key].scale.shape))
+        }
+        with pytest.raises(ValueError, match=rf"At '{key}': 1 of .* scales are 0, negative or no number.*to_log2"):
+            Q.freeze(PARAMS, X, qparams=lost)
+        jax.eval_shape(lambda lost: Q.freeze(PARAMS, X, qparams=lost), lost)
+
+
+# Small things
+
+
+def test_ranges_of_any_number_of_batches():
+    batches = [{"a": Range(jnp.float32(-i), jnp.float32(2 * i))} for i in range(4)]
+    got = merge_ranges(*batches)["a"]
+    assert (got.x_min, got.x_max) == (-3, 6)
+    assert merge_ranges(batches[1])["a"].x_max == 2
+    for wrong in ((), (batches,)):
+        with pytest.raises(TypeError, match=r"merge_ranges takes ranges.*\(\*ranges\)"):
+            merge_ranges(*wrong)
+
+
+def test_the_plan_says_per_token():
+    q = quantize_fn(model, [Rule("w*", W8, activation_spec(8, granularity=PerToken()))])
+    plan = q.plan(PARAMS, X)
+    assert plan["w1:input"].is_per_token
+    assert not plan["w1"].is_per_token
+    assert str(plan).count("8 bits affine per token") == 2
+
+
+def test_a_file_holds_what_is_needed_once(tmp_path):
+    tree = {"params": frozen(), "qparams": qparams()}
+    save(tmp_path / "a.npz", tree)
+    with np.load(tmp_path / "a.npz") as file:
+        names = set(file.files) - {"__jaxquant__"}
+    weights = {f"params/w{i}/{part}" for i in (1, 2) for part in ("values", "scale")}
+    assert names == weights | {f"qparams/w{i}:input/{part}" for i in (1, 2) for part in ("scale", "zero_point")}
+    kept(load(tmp_path / "a.npz"))
+
+
+# A parameter that ops sum along several of its axes
+
+
+@pytest.mark.parametrize("spec", [QuantSpec(), QuantSpec(bits=4)])
+def test_one_scale_serves_ops_that_sum_along_other_axes(spec):
+    square = {"w": normal(0, 8, 8)}
+    thrice = lambda p, x: jnp.tanh(jnp.tanh(x @ p["w"].T) @ p["w"]) @ p["w"]
+    flat = lambda p, x: x @ p["w"].reshape(8, 8)
+    for f, params in ((thrice, square), (flat, {"w": square["w"].ravel()})):
+        q = quantize_fn(f, [Rule("w", spec, A8)])
+        y = q(params, X)
+        assert_same_bits(q(q.freeze(params, X), X), y)
+        np.testing.assert_allclose(y, f(jax.tree.map(lambda w: fake_quant(w, spec), params), X), atol=0.1)
+        spoilt = jax.tree.map(lambda w: w.at[(0,) * w.ndim].set(jnp.nan), params)
+        assert np.isnan(q(spoilt, X)).all()
