@@ -139,7 +139,7 @@ def test_qparams_of_another_spec():
 
 def test_scales_that_are_known_to_differ():
     other = {key: v._replace(scale=v.scale * 1.25) for key, v in qparams().items()}
-    for call in (Q, jax.jit(lambda p, x, **kw: Q(frozen(), x, qparams=other))):
+    for call in (Q, Q, jax.jit(lambda p, x, **kw: Q(frozen(), x, qparams=other))):  # twice: nothing is noted as right
         with pytest.raises(ValueError, match=r"At 'w1'.*frozen with other qparams"):
             call(frozen(), X, qparams=other)
     affine = quantize_fn(model, [Rule("w*", QuantSpec(symmetric=False), A8)])

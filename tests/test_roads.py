@@ -235,6 +235,23 @@ def test_arguments_and_results_may_be_several():
     assert (y != want[0]).sum() == (other != want[1]["y"]).sum() == 0
 
 
+def test_names_of_inputs_and_outputs_are_those_given():
+    params, rows = {"w": normal(1, 24, 5)}, np.ones((32, 5), np.float32)
+    names = ["x", "more"], ["y", "sum"]
+    model = onnx().onnx_model(TWO, params, ROWS, rows, qparams=TWO.init_qparams(params, ROWS, rows), names=names)
+    assert tuple([v.name for v in of] for of in (model.graph.input, model.graph.output)) == names
+
+
+def test_what_an_onnx_graph_cannot_take_says_what_to_do():
+    q = quantize_fn(lambda p, state, x: (x - state["mean"]) @ p["w"], [Rule("w", W8, A8)])
+    args = {"w": normal(1, 24, 5)}, {"mean": jnp.float32(1)}, ROWS
+    qparams = q.init_qparams(*args)
+    with pytest.raises(ValueError, match=r"Argument 1 of q must be an array.*got a dict.*Close over state"):
+        onnx().onnx_model(q, *args, qparams=qparams)
+    with pytest.raises(ValueError, match=r"`graph` must be \"integers\" or \"qdq\", got 'QDQ'"):
+        onnx().onnx_model(q, *args, qparams=qparams, graph="QDQ")
+
+
 @pytest.mark.parametrize(
     ("spec", "qparams", "message"),
     [(A8, False, "'w:input' is dynamic"), (float8_spec(), True, "'w:input' is of float8_e4m3fn")],

@@ -94,8 +94,10 @@ def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> str:
 
 
 def _paths_to(kind: type, tree: Any) -> list[str]:
-    is_kind = lambda node: isinstance(node, kind)
-    return [path for path, node in with_paths(tree, is_leaf=is_kind) if is_kind(node)]
+    is_kind, found = lambda node: isinstance(node, kind), []
+    with contextlib.suppress(ValueError):  # as in paths_of
+        found = [path for path, node in with_paths(tree, is_leaf=is_kind) if is_kind(node)]
+    return found
 
 
 @contextlib.contextmanager

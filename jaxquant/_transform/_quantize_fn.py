@@ -263,7 +263,7 @@ class QuantizedFunction:
             qparams = None if "qparams" in self._names else kwargs.pop("qparams", None)
             call, arrays = self._call(args, kwargs)
             with self._explained(args, kwargs):
-                refuse_lost_ranges(args[self._argnum], qparams)
+                refuse_lost_ranges(arrays, args[self._argnum], qparams)
                 leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op))
             return jax.tree.unflatten(
                 structure.value, [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
@@ -280,7 +280,7 @@ class QuantizedFunction:
         how = how._replace(lsq_gradient=lsq_gradient)
         with self._explained(args, kwargs):
             if not how.is_float:
-                refuse_lost_ranges(args[self._argnum], qparams)
+                refuse_lost_ranges(arrays, args[self._argnum], qparams)
                 self._compare_scales(call, arrays, how, key, args[self._argnum], qparams)
             leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams)
         leaves = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
@@ -311,10 +311,13 @@ class QuantizedFunction:
         self, call: Call, arrays: Sequence[Any], how: _How, key: Any, params: Any, qparams: Any
     ) -> None:
         """Raises for integers whose scale is known not to be that of their entry; each pair is compared once."""
-        new = self._compared.new(params, qparams) if any(map(is_qarray, arrays)) else {}
-        if new:
+        qarrays, known = list(filter(is_qarray, arrays)), qparams if isinstance(qparams, Mapping) else {}
+        if not qarrays or not known or self._compared.are_last(qarrays, known):
+            return
+        if new := self._compared.new(params, known):
             _, _, planned, _ = self._jitted.eval_shape(call, how, arrays, key, qparams)
             self._compared.check(new, planned.value[1])
+        self._compared.passed(qarrays, known)
 
     def _rounds_stochastically(self) -> bool:
         specs = (spec for rule in self._rules for spec in (rule.weight, rule.activation, *rule.gradients))
