@@ -242,10 +242,10 @@ def _needed(name: str, described: dict, parts: dict[str, np.ndarray], scales: di
     """
     zero_point, scale = _part(name, "zero_point"), _part(name, "scale")
     left = set()
-    if described["spec"]["symmetric"] and not any(parts[zero_point].tobytes()):
+    of = parts[scale]
+    if described["spec"]["symmetric"] and parts[zero_point].shape == of.shape and not any(parts[zero_point].tobytes()):
         described["without"] = "zero_point"
         left.add(zero_point)
-    of = parts[scale]
     first = scales.setdefault((of.dtype, of.shape, of.tobytes()), scale)
     if first != scale:
         described["scale_of"] = first

@@ -252,14 +252,14 @@ def test_inputs_of_integers():
 
 
 def test_arguments_in_the_wrong_place():
-    swapped = "The params are argument 0, got an array of dtype float32 there.*as argument 1. Swap"
+    swapped = "The params are argument 0, got an array of dtype float32 there.*as argument 1. If they are swapped"
     refused([swapped], Q, X, frozen(), qparams=qparams())
     refused([swapped], Q, X, PARAMS)
     by_name = r"Argument 2 holds QParams. Pass them by name: q\(params, \.\.\., qparams=qparams\)"
     refused([by_name], Q, PARAMS, X, qparams())
     refused([by_name], quantize_fn(lambda params, x, flag=None: model(params, x), RULES), PARAMS, X, qparams())
     whole = {"params": frozen(), "qparams": qparams()}
-    refused([r"hold QParams, at 'qparams/w1'.*whole file.*served\[\"params\"\]"], Q, whole, X)
+    refused([r"hold QParams, at .qparams/w1..*whole file.*served\[\"params\"\]"], Q, whole, X)
     refused([r"hold QParams, at 'qparams/w1'.*whole file"], Q, whole, X, qparams=qparams())
 
 

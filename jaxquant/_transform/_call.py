@@ -75,28 +75,29 @@ def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> str:
     """What is wrong with the arguments of a call that has failed, where they show it; else nothing."""
     others = {i: v for i, v in (*enumerate(args), *kwargs.items()) if i != argnum}
     params = args[argnum] if argnum < len(args) else None
-    if found := _paths_to(QParams, params):
+    if found := _found(QParams, params):
         return (
-            f"The params, argument {argnum}, hold QParams, at {found[0]!r}, like a whole file that was loaded. Pass "
-            'its parts: q(served["params"], ..., qparams=served["qparams"]).'
+            f"The params, argument {argnum}, hold QParams, at {next(iter(found))!r}, like a whole file that was "
+            'loaded. Pass its parts: q(served["params"], ..., qparams=served["qparams"]).'
         )
     for i, v in others.items():
-        if _paths_to(QParams, v):
+        if any(of.spec for of in _found(QParams, v).values()):
             return f"Argument {i!r} holds QParams. Pass them by name: q(params, ..., qparams=qparams)."
     for i, v in others.items():
         is_swapped = is_traced(params) and not is_qarray(params) and len(jax.tree.leaves(v)) > 1
-        if isinstance(i, int) and (is_swapped or (_paths_to(QArray, v) and not _paths_to(QArray, params))):
+        if isinstance(i, int) and (is_swapped or (_found(QArray, v) and not _found(QArray, params))):
             return (
-                f"The params are argument {argnum}, got {checks.kind(params)} there, and a pytree like params as "
-                f"argument {i}. Swap them, or say params_argnum={i} in quantize_fn."
+                f"The params are argument {argnum}, got {checks.kind(params)} there, and a pytree of arrays as "
+                f"argument {i}. If they are swapped, call q(params, ...); if they are meant so, say params_argnum={i}."
             )
     return ""
 
 
-def _paths_to(kind: type, tree: Any) -> list[str]:
-    is_kind, found = lambda node: isinstance(node, kind), []
+def _found(kind: type, tree: Any) -> dict[str, Any]:
+    """The nodes of a kind, by their paths."""
+    is_kind, found = lambda node: isinstance(node, kind), {}
     with contextlib.suppress(ValueError):  # as in paths_of
-        found = [path for path, node in with_paths(tree, is_leaf=is_kind) if is_kind(node)]
+        found = {path: node for path, node in with_paths(tree, is_leaf=is_kind) if is_kind(node)}
     return found
 
 
