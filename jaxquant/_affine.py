@@ -159,8 +159,8 @@ def _check_made_for(qparams: QParams, spec: QuantSpec) -> None:
         return
     if not has_grid_of(made_for, spec):
         raise ValueError(
-            f"`qparams` must be of {spec}, got those of {made_for}. Make them by init_qparams with these rules, or use "
-            "the rules that they were made with."
+            f"`qparams` must be of {spec}, got qparams of {made_for}. Make them by init_qparams with these rules, or"
+            " use the rules that they were made with."
         )
     for name, value in qparams._asdict().items():
         value = checks.unwrapped(value)

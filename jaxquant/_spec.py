@@ -437,7 +437,7 @@ def has_grid_of(spec: QuantSpec, other: QuantSpec) -> bool:
     return dataclasses.replace(spec, granularity=other.granularity, rounding=other.rounding) == other
 
 
-def is_alike(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
+def equal_but_for_rounding(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
     """Whether they are equal but for how to round, which training and serving may do differently."""
     if spec is None or other is None:
         return spec is other

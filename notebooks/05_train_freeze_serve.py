@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from jaxquant import Rule, activation_spec, load, merge_ranges, quantize_fn, save, weight_spec
+from jaxquant import Rule, activation_spec, from_log2, load, merge_ranges, quantize_fn, save, to_log2, weight_spec
 
 output = Path("output")
 output.mkdir(exist_ok=True)
@@ -165,7 +165,8 @@ def test_bits(apply, trained):
     return bits(apply(trained, test_windows[:, :-1]), test_windows[:, 1:])
 
 
-with_qparams = {name: lambda t, x, q=q: q(t[0], x, qparams=t[1]) for name, q in quantized.items()}
+# Scales are trained by their logarithm, which no step of the optimizer makes 0 or negative.
+with_qparams = {name: lambda t, x, q=q: q(t[0], x, qparams=from_log2(t[1])) for name, q in quantized.items()}
 train_float, longer = trainer(model, 6e-3, STEPS), trainer(model, 5e-4, MORE_STEPS)
 observe = {name: jax.jit(lambda params, x, q=q: q.observe(params, x)) for name, q in quantized.items()}
 train_quantized = {name: trainer(apply, 5e-4, MORE_STEPS) for name, apply in with_qparams.items()}
@@ -185,11 +186,11 @@ with tqdm(total=len(SEEDS) * (STEPS + (1 + len(RULES)) * MORE_STEPS), unit="step
             ranges = observe[name](in_float, more[0, :, :-1])
             for tokens in more[1:16, :, :-1]:
                 ranges = merge_ranges(ranges, observe[name](in_float, tokens))
-            qparams = q.init_qparams(in_float, more[0, :, :-1], ranges=ranges)
+            qparams = to_log2(q.init_qparams(in_float, more[0, :, :-1], ranges=ranges))
             results[name]["PTQ"].append(test_bits(with_qparams[name], (in_float, qparams)))
             trained, curves[name, seed] = train_quantized[name]((in_float, qparams), more)
             results[name]["QAT"].append(test_bits(with_qparams[name], trained))
-            last[name] = trained
+            last[name] = trained[0], from_log2(trained[1])
 
 # %%
 print("bits per character                    " + "".join(f"seed {seed}   " for seed in SEEDS) + "mean")

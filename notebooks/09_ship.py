@@ -34,7 +34,18 @@ from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import jaxquant
-from jaxquant import Rule, activation_spec, dequantize, load, quant_point, quantize_fn, save, weight_spec
+from jaxquant import (
+    Rule,
+    activation_spec,
+    dequantize,
+    from_log2,
+    load,
+    quant_point,
+    quantize_fn,
+    save,
+    to_log2,
+    weight_spec,
+)  # fmt: skip
 
 sys.path.insert(0, str(Path(jaxquant.__file__).parents[1] / "docs" / "roads"))
 import litert_flatbuffer
@@ -111,8 +122,9 @@ def train(f, trained, epochs, learning_rate, progress):
 with tqdm(total=EPOCHS + MORE_EPOCHS, unit="epoch") as progress:
     float_params = train(model, init(jax.random.key(0)), EPOCHS, 2e-3, progress)
     qparams = q.init_qparams(float_params, x_train, ranges=q.observe(float_params, x_train))
-    of_q = lambda trained, x: q(trained[0], x, qparams=trained[1])
-    params, qparams = train(of_q, (float_params, qparams), MORE_EPOCHS, 1e-3, progress)
+    of_q = lambda trained, x: q(trained[0], x, qparams=from_log2(trained[1]))
+    params, scales = train(of_q, (float_params, to_log2(qparams)), MORE_EPOCHS, 1e-3, progress)
+    qparams = from_log2(scales)
 frozen = q.freeze(params, x_test, qparams=qparams)
 
 x = np.asarray(x_test[:512])

@@ -17,9 +17,11 @@ from jaxquant import (
     Rule,
     activation_spec,
     dequantize,
+    from_log2,
     merge_ranges,
     quantize_fn,
     quantize_params,
+    to_log2,
     weight_spec,
 )
 
@@ -191,14 +193,19 @@ def test_parameters_that_are_closed_over_are_frozen_under_jit():
 
 @pytest.mark.slow
 def test_it_holds_after_training():
-    """60 steps of Adam on parameters and qparams, of a scan over layers and a tied embedding."""
+    """60 steps of Adam on parameters and the logarithms of scales, of a scan over layers and a tied embedding.
+
+    On the scales themselves this Adam makes 3 of 96 negative.
+    """
     f, params, rules = together(("over layers in blocks", "tied embedding"))
     q = quantize_fn(f, rules)
-    state = params, q.init_qparams(params, X)
+    state = params, to_log2(q.init_qparams(params, X))
     targets = jax.tree.map(lambda y: normal(9, *y.shape), f(params, X))
     loss = lambda state: sum(
         jnp.mean((y - t) ** 2)
-        for y, t in zip(jax.tree.leaves(q(state[0], X, qparams=state[1])), jax.tree.leaves(targets), strict=True)
+        for y, t in zip(
+            jax.tree.leaves(q(state[0], X, qparams=from_log2(state[1]))), jax.tree.leaves(targets), strict=True
+        )
     )
 
     @jax.jit
@@ -212,7 +219,7 @@ def test_it_holds_after_training():
     first, moments = loss(state), jax.tree.map(jnp.zeros_like, (state, state))
     for i in range(1, 61):
         _, state, *moments = step(jnp.float32(i), state, *moments)
-    params, s = state
+    params, s = state[0], from_log2(state[1])
     assert loss(state) < 0.8 * first
     before = q.init_qparams(together(("over layers in blocks", "tied embedding"))[1], X)
     assert jnp.any(s["tied embedding/e:input"].scale != before["tied embedding/e:input"].scale)

@@ -11,7 +11,7 @@ from .._jaxpr._program import Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin
 from .._qarray import QArray
 from .._qparams import QParams
-from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, is_alike, qparams_shape
+from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, equal_but_for_rounding, qparams_shape
 from .._tree import Rule, named_in_errors
 from ._plan import nearest
 
@@ -254,7 +254,7 @@ def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
     _check_reads(entry, "given as a QArray")
     if q.frozen is None:
         return
-    if not is_alike(q.frozen.activation, entry.rule.activation):
+    if not equal_but_for_rounding(q.frozen.activation, entry.rule.activation):
         raise ValueError(
             f"the parameter was frozen by a rule whose inputs are {q.frozen.activation or 'in float'}, and they are "
             f"{entry.rule.activation or 'in float'} by this one. Serve it with the rules that it was frozen with, or "

@@ -79,7 +79,7 @@ def refuse_changed(params: Any) -> None:
             continue
         with named_in_errors(path):
             check_dtypes("params", q)
-            if q.frozen and q.shape != q.frozen.shape and not num.is_sharded_by_hand():
+            if q.frozen and q.shape != q.frozen.shape and not num.is_inside_shard_map():
                 raise ValueError(
                     f"the parameter has shape {q.shape}, and was frozen with shape {q.frozen.shape}. Take the params "
                     "of this function; a part of one by v[i] or v.reshape(...), not by jax.tree.map."
@@ -94,8 +94,8 @@ def refuse_lost_ranges(arrays: Sequence[Any], params: Any, qparams: Any) -> None
     if lost:
         raise ValueError(
             f"`qparams` must have the ranges of inputs that {', '.join(map(repr, lost[:3]))}"
-            f"{' and others' if lost[3:] else ''} were frozen with, got None. Pass qparams=, those of the inputs alone "
-            "suffice; or qparams={} for ranges of each batch, which are not what was trained."
+            f"{' and others' if lost[3:] else ''} were frozen with, got None. Pass qparams=, of which the entries "
+            "of inputs suffice; or qparams={} for ranges of each batch, which are not what was trained."
         )
 
 

@@ -478,7 +478,7 @@ class QuantizedFunction:
 
 def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:
     if isinstance(leaf, QArray):
-        if leaf.frozen and not leaf.frozen.from_qparams:  # which has no other scale than that of its values
+        if leaf.frozen and not leaf.frozen.from_qparams:  # whose scale is fitted to its values
             return None
         return QParams(leaf.step, leaf.zero_point.astype(jnp.float32))
     return fit_qparams(leaf, entry.spec, method)
