@@ -3,34 +3,35 @@
 """Changes one thing at a time in the numeric floors, and says which changes no test sees.
 
     .venv/bin/python .ci/mutants.py [--count 300] [--seed 0] [--share 1/2]
+    .venv/bin/python .ci/mutants.py --table
 
-Needs the `test` extra; not part of .ci/run, because it takes an hour or two. First the default tests run once under
+Needs the `test` extra, and a project that is installed with -e; not part of .ci/run, because it takes hours. First the default tests run once under
 coverage, nothing traced kept from one to the next, which tells the tests that reach a line and their seconds (kept in
 .mutants.json: remove it when the tests have changed). A mutant meets the tests that reach its lines, or its file if it
 is a constant: those that saw mutants of the file before, then the quickest, until one fails. Each --share i/n takes
-every n-th mutant, in a copy of the project.
+every n-th mutant, in a copy of the project; a run goes on where the log, .mutants.log, ends.
 """
 
 import argparse
 import ast
 import collections
 import copy
+import importlib
 import itertools
 import json
 import os
 import pathlib
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 
 import coverage
-import jax
 import pytest
 
-FLOORS = "_numerics.py", "_groups.py", "_affine.py", "_pack.py", "_integer/*.py", "_ranges/*.py", "tf/*.py"
+FLOORS = "_numerics.py", "_groups.py", "_grid.py", "_affine.py", "_pack.py", "_integer/*.py", "_ranges/*.py", "tf/*.py"
 COMPARED = {"Lt": "LtE Gt", "LtE": "Lt GtE", "Gt": "GtE Lt", "GtE": "Gt LtE", "Eq": "NotEq", "NotEq": "Eq"}
 COMPARED |= {"Is": "IsNot", "IsNot": "Is", "In": "NotIn", "NotIn": "In"}
 COMPUTED = {"Add": "Sub", "Sub": "Add", "Mult": "Div", "Div": "Mult", "FloorDiv": "Mult", "Mod": "FloorDiv"}
@@ -112,7 +113,7 @@ def mutants(path):
 
 def pytest_runtest_setup():
     """In the workers of `reach`: a test reaches what it needs, even where one before it has traced the same."""
-    jax.clear_caches()
+    sys.modules["jax"].clear_caches()
 
 
 class Seconds(collections.Counter):
@@ -138,60 +139,105 @@ def reach(files):
 OPTIONS = "-q", "-x", "-o", "addopts=-m 'not slow' --doctest-modules", "-p", "no:cacheprovider"
 
 
-def failed(project, tests, seconds):
-    """The first of the tests that fails in a copy of the project; what they say where it is none of them; or None."""
-    env = os.environ | {"PYTHONPATH": project, "PYTHONDONTWRITEBYTECODE": "1"}  # a file may change twice in a second
-    env["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(".pytest_cache/xla")
-    command = [sys.executable, "-m", "pytest", *OPTIONS, "-rfE", *tests]
-    try:
-        ran = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=60 + 5 * seconds)
-    except subprocess.TimeoutExpired:
-        return "timeout"
-    said = [line.split(" ", 1)[1] for line in ran.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return (said[0].split(" - ")[0] if said else ran.stdout[-2000:]) if ran.returncode else None
+class First:
+    """The first test that fails."""
+
+    failed = ""
+
+    def pytest_runtest_logreport(self, report):
+        self.failed = self.failed or (report.nodeid if report.failed else "")
+
+    pytest_collectreport = pytest_runtest_logreport
 
 
-def run(project, of_test, tests_of, options):
-    """Prints what survives, and the counts."""
+def failed(tests, seconds):
+    """The first of the tests that fails, run in a process that has jax already, but nothing of jaxquant; or nothing."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        first = First()
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+            code = pytest.main([*OPTIONS, *tests], [first])
+        os.write(write, (first.failed or (f"exit {int(code)}" if code else "")).encode())
+        os._exit(0)
+    os.close(write)
+    deadline = time.monotonic() + 60 + 5 * seconds
+    while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with os.fdopen(read) as said:
+        by = said.read()
+    return by if ended else "timeout"
+
+
+def run(of_test, tests_of, options, log):
+    """Notes the verdict of each mutant, those that the log has aside."""
     every = [m for glob in FLOORS for path in sorted(pathlib.Path("jaxquant").glob(glob)) for m in mutants(path)]
-    chosen = random.Random(options.seed).sample(every, min(options.count, len(every)))
+    chosen = random.Random(options.seed).sample(every, min(options.count or len(every), len(every)))
     share, of = map(int, options.share.split("/"))
-    saw, counts = collections.defaultdict(collections.Counter), collections.Counter()
+    saw, known = collections.defaultdict(collections.Counter), log.read_text() if log.exists() else ""
     for path, lines, before, after, mutated in chosen[share - 1 :: of]:
-        reached = tests_of[path]
+        what = f"{path}:{lines[0]}: {before}  ->  {after}".replace("\n", " ")
+        if f"{what}  [" in known:
+            continue
+        reached = tests_of.get(path, {})
         tests = {t for n in lines for t in reached.get(str(n), ())} or {
             t for of_line in reached.values() for t in of_line
         }
         order = sorted(tests, key=lambda test: (-saw[path][test], of_test[test]))
-        target, start = pathlib.Path(project, path), time.monotonic()
+        target, start = pathlib.Path(path), time.monotonic()
         original = target.read_bytes()
         target.write_bytes(mutated)
-        by = None
-        for part in (order[:40], order[40:]):  # most do not survive the first few, which are collected sooner than all
-            by = by or (failed(project, part, sum(of_test[test] for test in part)) if part else None)
+        by = ""
+        # Most do not survive the first few, which are collected sooner than all.
+        for part in (order[:8], order[8:60], order[60:]):
+            by = by or (failed(part, sum(of_test[test] for test in part)) if part else "")
         target.write_bytes(original)
         saw[path][by] += 1
-        verdict = "killed" if by else "survived"
-        counts[verdict] += 1
-        what = f"{verdict}, {len(order)} tests, {time.monotonic() - start:.0f} s: {path}:{lines[0]}"
-        print(f"{what}: {before}  ->  {after}  [{by}]", flush=True)
-    print(dict(counts), f"of {len(every)} possible")
+        with log.open("a") as file:
+            verdict = "killed" if by else "survived"
+            file.write(f"{verdict}, {len(order)} tests, {time.monotonic() - start:.0f} s: {what}  [{by}]\n")
+
+
+def counted(log):
+    """The verdicts by file, as a table; and what survived."""
+    counts, alive = collections.defaultdict(collections.Counter), []
+    for line in log.read_text().splitlines():
+        verdict, what = line.split(",")[0], line.split(" s: ", 1)[1]
+        counts[what.split(":")[0]][verdict] += 1
+        alive += [what] if verdict == "survived" else []
+    print("| file | mutants | killed | survived |\n|---|---:|---:|---:|")
+    total = sum(counts.values(), collections.Counter())
+    for path, of in (*sorted(counts.items()), ("all", total)):
+        print(f"| {path} | {of.total()} | {of['killed']} | {of['survived']} |")
+    print(f"\n{100 * total['killed'] / total.total():.1f} % killed. Survived:", *sorted(alive), sep="\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--count", type=int, default=0, help="a sample; 0, the default, for all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", default="1/1")
+    parser.add_argument("--table", action="store_true", help="of the verdicts in the log")
     options = parser.parse_args()
     root = pathlib.Path(__file__).resolve().parents[1]
     os.chdir(root)
-    sys.path.insert(0, "tests")
-    os.environ["PYTHONPATH"] = str(root / ".ci")  # of the workers, which find this file
+    log = root / ".mutants.log"
+    if options.table:
+        sys.exit(counted(log))
     if not os.path.exists(".mutants.json"):
+        os.environ["PYTHONPATH"] = str(root / ".ci")  # of the workers, which find this file
+        sys.path.insert(0, "tests")
         pathlib.Path(".mutants.json").write_text(json.dumps(reach(["jaxquant", "tests"])))
+    of_test, tests_of = json.loads(pathlib.Path(".mutants.json").read_text())
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(".pytest_cache/xla")
     with tempfile.TemporaryDirectory() as folder:
-        project = shutil.copytree(
-            root, f"{folder}/project", ignore=shutil.ignore_patterns(".*cache", ".venv", "output")
-        )
-        run(project, *json.loads(pathlib.Path(".mutants.json").read_text()), options)
+        shutil.copytree(root, f"{folder}/project", ignore=shutil.ignore_patterns(".*cache", ".venv", "output"))
+        os.chdir(f"{folder}/project")
+        sys.path[:0] = [os.getcwd(), os.path.abspath("tests")]
+        sys.dont_write_bytecode = True  # a file may change twice in a second
+        importlib.import_module("conftest")  # with what it says of jax
+        run(of_test, tests_of, options, log)
