@@ -41,7 +41,18 @@ def pytest_runtest_teardown():
 
 def pytest_collection_modifyitems(items):
     """Notebooks come first: they take the longest, and the worker that runs none has other tests meanwhile."""
-    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+    items.sort(key=lambda item: (item.path.name != "test_notebooks.py", not item.get_closest_marker("bits")))
+
+
+def pytest_runtest_setup(item):
+    """Programs of tests of bits are compiled as users compile them, all others with as few optimizations as there are.
+
+    JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles all of them as users do.
+    """
+    low = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ and not item.get_closest_marker("bits")
+    if low != jax.config.read("jax_disable_most_optimizations"):
+        jax.config.update("jax_disable_most_optimizations", low)
+        jax.clear_caches()  # they do not know how a program was compiled
 
 
 @pytest.fixture

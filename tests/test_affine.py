@@ -33,6 +33,8 @@ from jaxquant import (
     unpack,
 )
 
+pytestmark = pytest.mark.bits
+
 JUDGE = "NumPy oracle"
 SHAPE = 4, 6, 192
 BITS = 2, 3, 4, 8, 12, 16

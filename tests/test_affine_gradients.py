@@ -28,6 +28,8 @@ from jaxquant import (
     scale_gradient,
 )
 
+pytestmark = pytest.mark.bits
+
 SHAPE = 16, 8
 GROUPS = {PerTensor(): (), PerChannel(-1): (1, 8), PerBlock((0, 1), (4, 2)): (4, 4)}
 float32 = lambda *values: jnp.asarray(values, jnp.float32)

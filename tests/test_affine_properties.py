@@ -19,6 +19,8 @@ from lanes import cases
 import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, QParams, QuantSpec, Range, activation_spec
 
+pytestmark = pytest.mark.bits
+
 N = 64
 SPECS = [QuantSpec(bits=16), activation_spec(16), QuantSpec(bits=16, signed=False), activation_spec(16, signed=False)]
 ODD = [QuantSpec(bits=16, rounding=r) for r in ("half_even", "half_away")]

@@ -29,6 +29,8 @@ from jaxquant import (
     quantize,
 )
 
+pytestmark = pytest.mark.bits
+
 SHAPE = 16, 8
 
 

@@ -19,6 +19,8 @@ from jaxquant import (
     quantize,
 )
 
+pytestmark = pytest.mark.bits
+
 UINT8 = QuantSpec(signed=False, symmetric=False)
 INT8 = QuantSpec(symmetric=False)
 

@@ -35,6 +35,8 @@ from jaxquant._integer._contract import contract
 from jaxquant._integer._dot import Dot
 from jaxquant._spec import qparams_shape
 
+pytestmark = pytest.mark.bits
+
 MATMUL = (((1,), (0,)), ((), ()))
 NHWC = ("NHWC", "HWIO", "NHWC")
 EXECUTIONS = "int8", "float32"

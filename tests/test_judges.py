@@ -37,7 +37,7 @@ from jaxquant import (
     quantize,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.bits]
 SEED = int(os.environ.get("JAXQUANT_SEED", secrets.randbits(32)))
 ONNX, TORCH = f"onnxruntime, seed {SEED}", f"PyTorch, seed {SEED}"
 both_executions = pytest.mark.parametrize("execution", ["int8", "float32"])

@@ -14,6 +14,8 @@ from lanes import cases
 
 from jaxquant import _numerics as num
 
+pytestmark = pytest.mark.bits
+
 RNG = np.random.default_rng(0)
 TIES = np.concatenate([np.arange(-9, 10) + 0.5, [0.49999997, -0.49999997, 8388608.5, 8388609, 0, -0.0, 1e30]])
 NEAR = np.nextafter(TIES.astype(np.float32), np.float32(np.inf))

@@ -5,7 +5,7 @@ import jax
 import pytest
 from random_programs import check
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.bits]
 
 
 @pytest.mark.parametrize("first", range(0, 50, 10))

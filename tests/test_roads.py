@@ -31,7 +31,7 @@ from jaxquant import Rule, activation_spec, float8_spec, load, quant_point, quan
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "docs" / "roads"))
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.bits]
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,9 @@ def _as_users_run_it():
         yield
 
 
-normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape) * 0.3
-TOKENS = jax.random.randint(jax.random.key(3), (8, LENGTH), 0, ALPHABET)
-ROWS = np.asarray(jax.random.normal(jax.random.key(9), (32, 24)))
+normal = lambda seed, *shape: jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape) * 0.3))
+TOKENS = jax.device_put(np.random.default_rng(3).integers(0, ALPHABET, (8, LENGTH), np.int32))
+ROWS = np.float32(np.random.default_rng(9).normal(size=(32, 24)))
 
 
 @functools.cache

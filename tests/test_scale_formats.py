@@ -29,6 +29,8 @@ from jaxquant import (
 )
 from jaxquant._spec import ROUNDINGS
 
+pytestmark = pytest.mark.bits
+
 F = np.float32
 SPECS = {
     "mxfp8": mxfp8_spec(-1), "mxfp8 e5m2": mxfp8_spec(-1, "float8_e5m2"), "mxfp6": mxfp6_spec(-1),

@@ -12,6 +12,8 @@ from exact import differing, x64
 
 from jaxquant import tf
 
+pytestmark = pytest.mark.bits
+
 DATA = pathlib.Path(__file__).parent / "data"
 ARCHIVES = {
     "fake_quant_with_min_max_args": ["fake_quant_with_min_max_args"],

@@ -10,6 +10,8 @@ from lanes import cases
 
 from jaxquant import tf
 
+pytestmark = pytest.mark.bits
+
 LOW, HIGH, BITS = -1.0, 2.0, 2  # nudged: levels at -1, 0, 1, 2
 POINTS = np.array([-1.5, np.nextafter(np.float32(-1), np.float32(-2)), -1, -0.5, 0, 0.5, 2, 2.0000002, 9], np.float32)
 INSIDE = np.array([0, 0, 1, 1, 1, 1, 1, 0, 0], bool)

@@ -18,7 +18,7 @@ from inputs import hard_ranges, hard_values
 
 from jaxquant import tf
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.bits]
 SEED = int(os.environ.get("JAXQUANT_SEED", secrets.randbits(32)))
 LEAST = 1_000_000
 BITS = [(num_bits, narrow) for num_bits in range(2, 17) for narrow in (False, True)]

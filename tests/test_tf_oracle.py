@@ -18,6 +18,8 @@ from lanes import cases
 
 from jaxquant import tf
 
+pytestmark = pytest.mark.bits
+
 N = 64
 finite = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 arrays = hnp.arrays(np.float32, N, elements=st.floats(width=32))

@@ -19,6 +19,8 @@ from lanes import cases
 
 from jaxquant import tf
 
+pytestmark = pytest.mark.bits
+
 RANGES, ROWS, CHANNELS = 8, 16, 6
 KINDS = "Auto", "Explicit"  # of the axes of a mesh
 

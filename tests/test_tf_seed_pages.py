@@ -17,6 +17,8 @@ from exact import assert_same_bits, x64
 
 from jaxquant import tf
 
+pytestmark = pytest.mark.bits
+
 G = jnp.asarray([1.0, 2.0, 4.0, 8.0, 16.0])
 
 

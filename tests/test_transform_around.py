@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxquant import PerToken, Rule, activation_spec, fake_quant, quantize_fn, weight_spec
 
+pytestmark = pytest.mark.bits
+
 TOKENS = activation_spec(8, granularity=PerToken())
 BOTH, PER_TOKEN = ((Rule("**", weight_spec(8), spec),) for spec in (activation_spec(8), TOKENS))
 WEIGHTS = (("**", weight_spec(8)),)

@@ -32,6 +32,8 @@ from jaxquant import (
 )
 from jaxquant._jaxpr._program import opened, programs
 
+pytestmark = pytest.mark.bits
+
 ACTIVATION, WEIGHT = activation_spec(8), weight_spec(8, channel_axis=-1)
 RULES = [Rule("**", weight_spec(8), ACTIVATION)]
 MATMUL = (((1,), (0,)), ((), ()))
