@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from lanes import cases, in_turn
 
 from jaxquant import (
+    Histogram,
     PerBlock,
     PerChannel,
     PerTensor,
@@ -37,6 +38,8 @@ from jaxquant import (
     range_from_histogram,
 )
 
+pytestmark = pytest.mark.bits
+
 F = np.float32
 TINY = np.finfo(F).tiny
 LARGEST = np.finfo(F).max / 2
@@ -49,9 +52,7 @@ SPECS = {
     "affine 5 narrow": activation_spec(5, narrow_range=True),
     "affine 16": activation_spec(16),
 }
-every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 THREE = [SPECS[k] for k in ("symmetric", "symmetric unsigned", "affine")]
-three_specs = pytest.mark.parametrize("spec", THREE, ids=repr)
 GRANULARITIES = {
     PerTensor(): (),
     PerChannel(-1): (1, 1, 8),
@@ -61,6 +62,7 @@ GRANULARITIES = {
     PerBlock(-1, 2): (4, 16, 4),
 }
 NEUTRAL = Range(F(np.inf), F(-np.inf))
+TWO = SPECS["symmetric"], SPECS["affine"]
 
 
 def same(got, want, what=""):
@@ -99,20 +101,34 @@ def test_qparams_of_a_range_are_those_of_numpy_on_every_road(spec, compared):
     want = numpy_qparams(low, high, spec)
     f = lambda low, high: qparams_from_range(Range(low, high), spec)
     same(f(low, high), want, "eager")
-    same(jax.jit(f)(low, high), want, "jit")
-    same(jax.jit(jax.vmap(f))(low, high), want, "vmap")
-    same(jax.jit(lambda: f(low, high))(), want, "closure constants")
-    same(jax.lax.scan(lambda c, ends: (c, f(*ends)), 0, (low, high))[1], want, "scan")
     some = range(0, 32, 5)
-    for i, got in zip(some, jax.jit(lambda: [f(low[n], high[n]) for n in some])(), strict=True):
+
+    @jax.jit
+    def roads(*ends):
+        scanned = jax.lax.scan(lambda c, ends: (c, f(*ends)), 0, ends)[1]
+        mapped, constant = jax.vmap(f)(*ends), f(low, high)
+        arrays = {"jit": f(*ends), "vmap": mapped, "closure constants": constant, "scan": scanned}
+        return arrays, [f(low[n], high[n]) for n in some]
+
+    arrays, scalars = roads(low, high)
+    for road, got in arrays.items():
+        same(got, want, road)
+    for i, got in zip(some, scalars, strict=True):
         same(got, [v[i] for v in want], "constant scalars")
         same(f(float(low[i]), float(high[i])), [v[i] for v in want], "numbers")
     compared("NumPy, op by op", "qparams_from_range", 5 * 2 * low.size, 0)
 
 
-@every_spec
-def test_qparams_of_any_range_are_finite_and_have_zero_on_the_grid(spec):
-    scale, zero_point = (np.asarray(v) for v in qparams_from_range(Range(*ranges(spec)), spec))
+@functools.cache
+def qparams_of_any_range():
+    """Of every spec, by one program."""
+    f = jax.jit(lambda ends: {name: qparams_from_range(Range(*ends[name]), spec) for name, spec in SPECS.items()})
+    return jax.device_get(f({name: ranges(spec) for name, spec in SPECS.items()}))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_qparams_of_any_range_are_finite_and_have_zero_on_the_grid(name):
+    spec, (scale, zero_point) = SPECS[name], qparams_of_any_range()[name]
     assert np.isfinite(scale).all()
     assert (scale >= TINY).all()
     assert (zero_point == np.rint(zero_point)).all()
@@ -128,7 +144,7 @@ def test_traced_bits_are_those_of_a_narrower_spec(spec):
         fit_qparams(x[:, 0], spec, bits=bits),
         fit_qparams(x[:, 0], spec, "percentile", bits=bits, percentile=90),
     )
-    got = jax.jit(jax.vmap(f))(jnp.arange(2, spec.bits + 1))
+    got = jax.device_get(jax.jit(jax.vmap(f))(np.arange(2, spec.bits + 1)))
     for i, bits in enumerate(range(2, spec.bits + 1)):
         narrower, each = with_(spec, bits=bits), jax.tree.map(lambda v, i=i: v[i], got)
         same(each[0], numpy_qparams(low, high, narrower), "range")
@@ -172,6 +188,7 @@ def numpy_fit(x, spec, shape, method="minmax", percentile=90):
 
 
 METHODS = "minmax", "percentile"
+ALL_METHODS = *METHODS, "mse", "lsq"
 
 
 @cases(
@@ -186,8 +203,11 @@ def test_minmax_and_percentile_are_a_numpy_loop_over_the_groups(granularity, spe
     assert np.isfinite(got.scale).all()
 
 
-@three_specs
-@pytest.mark.parametrize("shape", [(4096,), (96, 48)], ids=str)
+@cases(
+    ("shape", "spec"),
+    itertools.product([(4096,), (96, 48)], THREE),
+    [((4096,), THREE[0]), ((96, 48), THREE[2])],
+)
 def test_a_nan_hides_no_other_value(spec, shape):
     """The maximum of XLA:CPU forgets a NaN, and what it saw before, in arrays as large as these."""
     fitted = jax.jit(lambda x: fit_qparams(x, spec))
@@ -201,37 +221,58 @@ def test_a_nan_hides_no_other_value(spec, shape):
             x.flat[i] = x.flat[(i + beside) % size] = 1
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_half_step_leaves_the_largest_value_half_a_step_beyond_the_last_level(bits):
-    plain, spec = (QuantSpec(bits=bits, granularity=PerChannel(-1), scale_rule=rule) for rule in ("ceil", "half_step"))
-    x = np.random.default_rng(bits).normal(size=(64, 32)).astype(F)
+HALF_STEP = QuantSpec(bits=16, granularity=PerChannel(-1), scale_rule="half_step")
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def half_step(x, ends, bits, spec):
+    """Qparams of data and of a range, the values and their gradient: one program for all widths."""
+    y, vjp = jax.vjp(lambda x: fake_quant(x, spec, bits=bits), x)
+    of_range = qparams_from_range(Range(*ends), spec, bits=bits)
+    return fit_qparams(x, spec, bits=bits).scale, of_range.scale, y, vjp(jnp.ones_like(x))[0]
+
+
+@cases(
+    ("bits", "spec"),
+    [(bits, spec) for bits in (2, 3, 4, 8) for spec in (HALF_STEP, dataclasses.replace(HALF_STEP, bits=bits))],
+    [(bits, HALF_STEP) for bits in (2, 3, 4, 8)],
+)
+def test_half_step_leaves_the_largest_value_half_a_step_beyond_the_last_level(bits, spec):
+    x = np.random.default_rng(bits).normal(size=(64, 48)).astype(F)
     largest = np.abs(x).max(0, keepdims=True)
+    widths = None if spec.bits == bits else np.int32(bits)
+    of_data, of_range, y, dx = half_step(x, (-largest, largest / 2), widths, spec)
     want = largest / F(2 ** (bits - 1) - 0.5)
-    assert_same_bits(fit_qparams(x, spec).scale, want)
-    assert_same_bits(qparams_from_range(Range(-largest, largest / 2), spec).scale, want)
-    assert_same_bits(fit_qparams(x, dataclasses.replace(spec, bits=16), bits=jnp.int32(bits)).scale, want)
-    error = lambda spec: np.mean((fake_quant(x, spec) - x) ** 2)
-    assert bits == 8 or error(spec) < 0.95 * error(plain)
+    assert_same_bits(of_data, want)
+    assert_same_bits(of_range, want)
+    plain = np.rint(x / (step := largest / (2 ** (bits - 1) - 1))) * step
+    error = lambda y: np.mean((np.asarray(y) - x) ** 2)
+    assert bits == 8 or error(y) < 0.95 * error(plain)
     # The range is that of the data, so that none of them is clipped away from its gradient.
-    assert_same_bits(jax.grad(lambda x: fake_quant(x, spec).sum())(x), np.ones_like(x))
+    assert_same_bits(dx, np.ones_like(x))
 
 
 @cases(
     ("size", "percentile"),
     itertools.product([1, 2, 101, 1001], [0.5, 50, 99.9, 100]),
-    [(1, 50), (101, 50), (1001, 99.9)],
+    [(1001, 99.9)],
 )
 def test_percentiles_of_any_size_are_order_statistics(percentile, size):
     x = np.random.default_rng(size).normal(size=size).astype(F)
-    for spec in (SPECS["symmetric"], SPECS["affine"]):
+    for spec, got in zip(TWO, percentiles(x, percentile), strict=True):
         want = numpy_fit(x[:, None], spec, (1, 1), "percentile", percentile)
-        same(fit_qparams(x, spec, "percentile", percentile=percentile), [v[0, 0] for v in want])
+        same(got, [v[0, 0] for v in want])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def percentiles(x, percentile):
+    return [fit_qparams(x, spec, "percentile", percentile=percentile) for spec in TWO]
 
 
 def test_each_side_leaves_out_half_of_what_is_left_out():
-    x = jnp.arange(100_001.0)
-    for spec, ends in ((SPECS["symmetric"], [-95000, 95000]), (SPECS["affine"], [2500, 97500])):
-        same(fit_qparams(x, spec, "percentile", percentile=95), qparams_from_range(Range(*map(float, ends)), spec))
+    both = percentiles(np.arange(100_001, dtype=F), 95)
+    for spec, got, ends in zip(TWO, both, ([-95000, 95000], [2500, 97500]), strict=True):
+        same(got, numpy_qparams(*F(ends), spec))
 
 
 @pytest.mark.slow
@@ -256,10 +297,11 @@ def test_every_road_gives_the_same_qparams(granularity, method):
     stack = np.stack([x, -x[::-1], np.where(np.abs(x) < 1, x, F(0.25))])
     want = numpy_fit(x, spec, shape, method)
     wants = [np.stack(v) for v in zip(*(numpy_fit(v, spec, shape, method) for v in stack), strict=True)]
-    same(jax.jit(f)(x), want, "jit")
-    same(jax.jit(lambda: f(x))(), want, "closure constant")
-    same(jax.jit(jax.vmap(f))(stack), wants, "vmap")
-    same(jax.lax.scan(lambda c, x: (c, f(x)), 0, stack)[1], wants, "scan")
+    scanned = lambda stack: jax.lax.scan(lambda c, x: (c, f(x)), 0, stack)[1]
+    constant, *stacks = jax.jit(lambda stack: (f(x), jax.vmap(f)(stack), scanned(stack)))(stack)
+    same(constant, want, "closure constant")
+    for got, road in zip(stacks, ("vmap", "scan"), strict=True):
+        same(got, wants, road)
 
 
 def mesh(kind):
@@ -277,12 +319,7 @@ def test_sharded_qparams_are_those_of_the_whole(axis, granularity, method, kind)
     with_mesh = mesh(kind)
     x = jax.device_put(data(), NamedSharding(with_mesh, P(*[None] * axis, "data")))
     with jax.set_mesh(with_mesh):
-        same(fit_qparams(x, spec, method, percentile=90), want, "eager")
-        same(jax.jit(lambda x: fit_qparams(x, spec, method, percentile=90))(x), want, "jit")
-
-
-ALL_METHODS = "minmax", "percentile", "mse", "lsq"
-TWO = SPECS["symmetric"], SPECS["affine"]
+        same(jax.jit(lambda x: fit_qparams(x, spec, method, percentile=90))(x), want)
 
 
 @cases(
@@ -294,28 +331,42 @@ def test_shard_map_gives_the_qparams_of_the_shard(spec, method):
     x = np.where(np.abs(data()) < 1e3, data(), F(np.nan))
     f = lambda x: jax.tree.map(lambda v: v[None], fit_qparams(x, spec, method))
     got = jax.jit(jax.shard_map(f, mesh=mesh("Auto"), in_specs=P("data"), out_specs=P("data")))(x)
-    want = [np.stack(v) for v in zip(*(fit_qparams(shard, spec, method) for shard in x), strict=True)]
+    exact = method in ("minmax", "percentile")
+    each = lambda shard: numpy_fit(shard, spec, (), method, 99.9) if exact else fit_qparams(shard, spec, method)
+    want = [np.stack(v) for v in zip(*map(each, x), strict=True)]
     assert len(set(got.scale.tolist())) == 4
-    same(got, want) if method in ("minmax", "percentile") else np.testing.assert_allclose(got, want, 1e-5)
+    same(got, want) if exact else np.testing.assert_allclose(got, want, 1e-5)
 
 
 @cases(
     ("dtype", "method"),
     itertools.product(["float16", "bfloat16", "float32", "float64"], ["minmax", "percentile", "mse", "lsq"]),
-    [
-        *itertools.product(["bfloat16", "float64"], ["minmax", "percentile"]),
-        *in_turn([("float16",), ("float32",), ("float64",)], ["percentile", "lsq", "lsq"]),
-    ],
+    [("bfloat16", "minmax"), ("float16", "percentile"), ("float64", "percentile"), ("float64", "lsq")],
 )
 def test_scales_are_float32_for_every_dtype_of_the_data(dtype, method):
     spec = QuantSpec(granularity=PerChannel(-1))
     with x64(dtype == "float64"):
-        x = cast(data().reshape(64, 8).astype(np.float64), oracle.FLOATS[dtype])
-        got = fit_qparams(jnp.asarray(x), spec, method, percentile=90)
+        x = cast(np.tile(data().reshape(64, 8), 6).astype(np.float64), oracle.FLOATS[dtype])
+        got = fit_qparams(x, spec, method, percentile=90)
         assert [v.dtype for v in got] == [jnp.float32] * 2
         assert np.isfinite(got.scale).all()
         if method in ("minmax", "percentile"):
-            same(got, numpy_fit(x.astype(np.float64), spec, (1, 8), method))
+            same(got, numpy_fit(x.astype(np.float64), spec, (1, 48), method))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _of_columns(x, bits, spec, method):
+    return fit_qparams(x, with_(spec, granularity=PerChannel(-1)), method, bits=bits)
+
+
+def of_columns(x, spec, method, bits=8):
+    """The qparams of each column, of 8 bits or fewer: one program for all data and all widths.
+
+    It has 48 columns, because XLA takes three times as long to compile a loop over fewer, which it unrolls.
+    """
+    n = x.shape[1]
+    wide = np.pad(F(x), ((0, 0), (0, 48 - n)), "wrap")
+    return QParams(*(v[:, :n] for v in jax.device_get(_of_columns(wide, np.int32(bits), spec, method))))
 
 
 @cases(
@@ -324,37 +375,59 @@ def test_scales_are_float32_for_every_dtype_of_the_data(dtype, method):
     [("lsq", "float16")],
 )
 def test_small_channels_of_half_precision_keep_a_useful_scale(method, dtype):
-    x = np.random.default_rng(0).normal(size=(128, 4)) * [1e-3, 3e-4, 1e-4, 1e-5]
-    x = jnp.asarray(cast(x, oracle.FLOATS[dtype]))
-    spec = QuantSpec(granularity=PerChannel(-1))
-    got, want = (fit_qparams(v, spec, method).scale for v in (x, x.astype(jnp.float32)))
-    np.testing.assert_allclose(got, want, 1e-5)
-    largest = np.abs(x.astype(jnp.float32)).max(0, keepdims=True)
+    spec = QuantSpec()
+    x = np.random.default_rng(0).normal(size=(rows(spec), 48)) * np.resize([1e-3, 3e-4, 1e-4, 1e-5], 48)
+    x = cast(x, oracle.FLOATS[dtype])
+    got = np.asarray(fit_qparams(x, with_(spec, granularity=PerChannel(-1)), method).scale)
+    np.testing.assert_allclose(got, of_columns(x, spec, method).scale, 1e-5)
+    largest = np.abs(F(x)).max(0, keepdims=True)
     assert ((got > largest / 600) & (got < largest)).all()
+
+
+def rows(spec):
+    """How long the columns are: few values are searched for longer, so that both kinds of search are tested."""
+    return 16 if spec.symmetric else 256
+
+
+def of_nothing(spec, shape):
+    return [np.full(shape, v) for v in (F(1), F(0 if spec.symmetric else spec.qmin))]
 
 
 @cases(
     ("method", "spec"),
-    itertools.product(["minmax", "percentile", "mse", "lsq"], THREE),
-    [("minmax", THREE[0]), ("percentile", THREE[1]), ("lsq", THREE[2]), ("mse", THREE[0])],
+    itertools.product(ALL_METHODS, THREE),
+    [("minmax", THREE[1]), ("percentile", THREE[2]), ("lsq", THREE[2]), ("mse", THREE[0])],
 )
 def test_data_without_a_range(spec, method):
-    nothing = QParams(F(1), F(0 if spec.symmetric else spec.qmin))
-    channels = with_(spec, granularity=PerChannel(-1))
-    x = np.tile(F([np.nan, np.inf, -np.inf, 0, -0.0, 1e-40]), (8, 1))
-    same(fit_qparams(x, channels, method), [np.full((1, 6), v) for v in nothing], "columns")
-    same(fit_qparams(jnp.ones((0, 3)), channels, method), [np.full((1, 3), v) for v in nothing], "(0, 3)")
-    same(fit_qparams(jnp.ones((3, 0)), channels, method), [np.full((1, 0), v) for v in nothing], "(3, 0)")
-    same(fit_qparams(jnp.ones(0), spec, method), nothing, "(0,)")
+    x = np.tile(F([np.nan, np.inf, -np.inf, 0, -0.0, 1e-40]), (rows(spec), 1))
+    same(of_columns(x, spec, method), of_nothing(spec, (1, 6)))
+
+
+EMPTY = {(0, 3): (1, 3), (3, 0): (1, 0), (0,): ()}
+
+
+@cases(
+    ("shape", "method", "spec"),
+    itertools.product(EMPTY, ALL_METHODS, THREE),
+    [
+        ((0, 3), "minmax", THREE[0]),
+        ((0, 3), "lsq", THREE[2]),
+        ((3, 0), "percentile", THREE[1]),
+        ((0,), "mse", THREE[0]),
+    ],
+)
+def test_no_data_have_no_range(shape, method, spec):
+    spec = with_(spec, granularity=PerChannel(-1)) if EMPTY[shape] else spec
+    same(fit_qparams(np.ones(shape, F), spec, method), of_nothing(spec, EMPTY[shape]))
 
 
 @cases(
     ("method", "spec"),
     itertools.product(["minmax", "percentile", "mse"], THREE),
-    [("minmax", THREE[0]), ("percentile", THREE[1]), ("mse", THREE[2])],
+    [("minmax", THREE[2]), ("percentile", THREE[1]), ("mse", THREE[0])],
 )
 def test_a_scalar_is_the_end_of_its_range(spec, method):
-    scale, zero_point = fit_qparams(jnp.float32(0.75), spec, method)
+    scale, zero_point = jax.device_get(fit_qparams(F(0.75), spec, method))
     np.testing.assert_allclose(scale * (spec.qmax - zero_point), 0.75, 1e-6)
 
 
@@ -362,19 +435,16 @@ TINY_AND_HUGE = TINY, 1e-36, 1e18, 1e37, 3.4028235e38
 
 
 @cases(
-    ("spec", "method", "largest"),
-    itertools.product(TWO, ALL_METHODS, TINY_AND_HUGE),
-    itertools.chain(
-        itertools.product(TWO, ["minmax", "lsq"], TINY_AND_HUGE),
-        itertools.product([TWO[1]], ["percentile", "mse"], TINY_AND_HUGE),
-    ),
+    ("spec", "method"),
+    itertools.product(TWO, ALL_METHODS),
+    [*itertools.product(TWO, ["minmax", "lsq", "mse"]), (TWO[1], "percentile")],
 )
-def test_qparams_of_tiny_and_huge_data_are_finite(largest, method, spec):
-    x = np.linspace(-1, 1, 64, dtype=F) * F(largest)
-    scale, zero_point = fit_qparams(x, spec, method)
-    assert TINY <= scale < np.inf
-    assert spec.qmin <= zero_point <= spec.qmax
-    assert scale >= np.minimum(largest / 300, LARGEST / 300)
+def test_qparams_of_tiny_and_huge_data_are_finite(method, spec):
+    largest = F(TINY_AND_HUGE)
+    scale, zero_point = of_columns(np.linspace(-1, 1, rows(spec), dtype=F)[:, None] * largest, spec, method)
+    assert ((scale >= TINY) & (scale < np.inf)).all()
+    assert ((spec.qmin <= zero_point) & (zero_point <= spec.qmax)).all()
+    assert (scale >= np.minimum(largest / 300, LARGEST / 300)).all()
 
 
 # The searched scale.
@@ -432,11 +502,9 @@ def tiny_groups(n):
     return {f"{k} {i}": kinds[k](size=n) for k in range(4) for i in range(12)}
 
 
-def check_search(columns, spec, bits, traced):
+def check_search(columns, spec, bits, widest):
     x = np.stack(list(columns.values()), -1).astype(F)
-    widths = {"bits": jnp.int32(bits)} if traced else {}
-    of_columns = with_(spec, bits=8 if traced else bits, granularity=PerChannel(-1))
-    scale, zero_point = fit_qparams(x, of_columns, "mse", **widths)
+    scale, zero_point = of_columns(x, with_(spec, bits=widest), "mse", bits)
     narrower, x = with_(spec, bits=bits), x.T.astype(np.float64)
     found = squared_error(x, scale[0], zero_point[0], narrower)
     best = np.array([dense_search(v, narrower) for v in x])
@@ -457,7 +525,7 @@ def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
     columns = distributions(256)
     if not spec.signed:
         columns = {k: columns[k] for k in ("relu", "exponential", "log-normal", "far from 0", "mostly 0", "uniform")}
-    check_search(columns, spec, bits, traced=True)
+    check_search(columns, spec, bits, widest=8)
 
 
 @cases(
@@ -467,16 +535,15 @@ def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
 )
 def test_mse_of_tiny_groups_is_within_1_percent_of_a_dense_search(spec, bits, size):
     columns = tiny_groups(size)
-    check_search(columns if spec.signed else {k: abs(v) for k, v in columns.items()}, spec, bits, traced=False)
+    check_search(columns if spec.signed else {k: abs(v) for k, v in columns.items()}, spec, bits, widest=bits)
 
 
 @pytest.mark.parametrize("spec", TWO, ids=repr)
 def test_mse_takes_what_is_not_finite_for_zeros(spec):
     """A zero lies on every grid, and so costs nothing either."""
-    x = np.where(np.abs(data()) < 1e3, data(), F(np.nan))
-    x[0, :4, 3] = np.inf, -np.inf, np.nan, np.inf
-    spec = with_(spec, bits=3, granularity=PerChannel(-1))
-    same(fit_qparams(x, spec, "mse"), fit_qparams(np.where(np.isfinite(x), x, F(0)), spec, "mse"))
+    x = np.stack(list(distributions(rows(spec)).values()), -1)
+    x[:4, 3], x[1::7, 0], x[:, 1] = (np.inf, -np.inf, np.nan, np.inf), np.nan, np.nan
+    same(of_columns(x, spec, "mse", 3), of_columns(np.where(np.isfinite(x), x, 0), spec, "mse", 3))
 
 
 @cases(
@@ -496,35 +563,29 @@ def test_mse_of_a_tensor_and_of_blocks_is_within_1_percent(spec, granularity):
     assert (np.array(found) <= 1.01 * np.array(best) + rounding).all()
 
 
-FOUR_BITS = QuantSpec(bits=4), activation_spec(4)
-
-
 @cases(
     ("spec", "method"),
-    itertools.product(FOUR_BITS, ALL_METHODS),
-    [(FOUR_BITS[0], "lsq"), (FOUR_BITS[1], "minmax"), (FOUR_BITS[1], "percentile")],
+    itertools.product(TWO, ALL_METHODS),
+    [(TWO[0], "lsq"), (TWO[1], "minmax"), (TWO[1], "percentile")],
 )
 def test_scales_follow_powers_of_two(spec, method):
-    x = np.stack(list(distributions(64).values()), -1).astype(F)
-    f = jax.jit(lambda x: fit_qparams(x, with_(spec, granularity=PerChannel(-1)), method))
-    scale, zero_point = f(x)
+    x = np.stack(list(distributions(rows(spec)).values()), -1).astype(F)
+    scale, zero_point = of_columns(x, spec, method, 4)
     for power in (-60, 60):
-        same(f(x * F(2.0**power)), (np.asarray(scale) * F(2.0**power), zero_point), str(power))
+        same(of_columns(x * F(2.0**power), spec, method, 4), (scale * F(2.0**power), zero_point), str(power))
 
 
-OF_LSQ = QuantSpec(bits=3), QuantSpec(signed=False), activation_spec(4)
-
-
-@cases("spec", OF_LSQ, [OF_LSQ[2]])
-def test_lsq_is_its_formula(spec):
-    x = np.stack(list(distributions(256).values()), -1).astype(F)
+@cases(("bits", "spec"), [(3, THREE[0]), (8, THREE[1]), (4, THREE[2])], [(4, THREE[2])])
+def test_lsq_is_its_formula(spec, bits):
+    x = np.stack(list(distributions(rows(spec)).values()), -1).astype(F)
     x[::7] = np.nan
-    scale, zero_point = fit_qparams(x, with_(spec, granularity=PerChannel(-1)), "lsq")
-    zero = np.asarray(zero_point, np.float64)
-    steps = spec.qmax if spec.symmetric else np.maximum(spec.qmax - zero, zero - spec.qmin)
+    scale, zero_point = of_columns(x, spec, "lsq", bits)
+    zero, narrower = zero_point.astype(np.float64), with_(spec, bits=bits)
+    steps = narrower.qmax if spec.symmetric else np.maximum(narrower.qmax - zero, zero - narrower.qmin)
     want = 2 * np.nanmean(np.abs(x.astype(np.float64)), 0, keepdims=True) / np.sqrt(steps)
     np.testing.assert_allclose(scale, want, 1e-6)
-    same((zero_point,), (fit_qparams(x, with_(spec, granularity=PerChannel(-1))).zero_point,))
+    assert scale.dtype == F
+    same((zero_point,), (of_columns(x, spec, "minmax", bits).zero_point,))
 
 
 def some_ranges():
@@ -534,15 +595,11 @@ def some_ranges():
 
 
 def test_merged_ranges():
-    a, b, c = some_ranges()
+    a, b, _ = some_ranges()
     tree = lambda r: {"x": r, "y": {"z": Range(r.x_min[0], r.x_max[0])}}
     want = Range(np.minimum(a.x_min, b.x_min), np.maximum(a.x_max, b.x_max))
     for f in (merge_ranges, jax.jit(merge_ranges)):
         jax.tree.map(assert_same_bits, f(tree(a), tree(b)), tree(want))
-        same(f(f(a, b), c), f(a, f(b, c)))
-        same(f(a, b), f(b, a))
-        same(f(a, a), a)
-        same(f(Range(*(np.full(16, v) for v in NEUTRAL)), a), a)
     same(functools.reduce(merge_ranges, (NEUTRAL, Range(-1, 2), Range(np.float16(-3), 1.0))), Range(F(-3), F(2)))
 
 
@@ -557,7 +614,7 @@ def test_averaged_ranges():
         ]
         same(ema_ranges(a, b, decay), want, "eager")
         same(f(a, b, decay), want, "jit")
-        jax.tree.map(assert_same_bits, f({"k": a}, {"k": b}, decay), {"k": Range(*want)})
+        jax.tree.map(assert_same_bits, ema_ranges({"k": a}, {"k": b}, decay), {"k": Range(*want)})
         same(f(nothing, b, decay), b, "first batch")
         same(f(a, nothing, decay), a, "empty batch")
     same(ema_ranges(nothing, nothing, 0.5), nothing)
@@ -566,37 +623,45 @@ def test_averaged_ranges():
     same(jax.lax.scan(step, nothing, batches)[0], ema_ranges(ema_ranges(a, b, 0.9), c, 0.9), "scan")
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+@functools.cache
+def seen(granularity):
+    """The range and the histogram of the data, by one program."""
+    spec = QuantSpec(granularity=granularity)
+    return jax.device_get(jax.jit(lambda x: (observe(x, spec), histogram(x, spec).counts))(data()))
+
+
+some_granularities = cases("granularity", GRANULARITIES, list(GRANULARITIES)[::2])
+
+
+@some_granularities
 def test_calibrated_ranges_are_those_of_numpy(granularity):
-    spec, shape = QuantSpec(granularity=granularity), GRANULARITIES[granularity]
+    shape = GRANULARITIES[granularity]
     keep = lambda v: v[np.isfinite(v)]
     ends = F([[keep(v).min(initial=np.inf), keep(v).max(initial=-np.inf)] for v in groups(data(), shape)])
-    for f in (observe, jax.jit(observe, static_argnums=1)):
-        for got, want in zip(f(data(), spec), ends.T, strict=True):
-            assert_same_bits(oracle.flush(np.asarray(got)) + F(0), oracle.flush(want.reshape(shape)) + F(0))
-    same(observe(jnp.ones((0,)), QuantSpec()), NEUTRAL)
+    for got, want in zip(seen(granularity)[0], ends.T, strict=True):
+        assert_same_bits(oracle.flush(got) + F(0), oracle.flush(want.reshape(shape)) + F(0))
+
+
+def test_no_data_have_the_neutral_range():
+    same(observe(np.ones(0, F), QuantSpec()), NEUTRAL)
 
 
 # Histograms.
 def test_histograms_merge_exactly_in_any_order():
     spec, x = QuantSpec(granularity=PerChannel(-1)), data()
     want = histogram(x, spec).counts
-    parts = [histogram(part, spec) for part in np.split(x, 4)]
-    f = jax.jit(merge_histograms)
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        assert_same_bits(functools.reduce(f, [parts[i] for i in order]).counts, want)
     assert_same_bits(histogram(x[::-1, ::-1], spec).counts, want, "order")
-    assert_same_bits(jax.jit(histogram, static_argnums=1)(x, spec).counts, want, "jit")
-    scanned, _ = jax.lax.scan(lambda h, x: (f(h, histogram(x[None], spec)), None), histogram(x[:0], spec), x)
+    empty = Histogram(np.zeros_like(want))
+    scanned, _ = jax.lax.scan(lambda h, x: (merge_histograms(h, histogram(x[None], spec)), None), empty, x)
     assert_same_bits(scanned.counts, want, "scan")
     shard = lambda x: jax.lax.psum(histogram(x, spec).counts, "data")
     summed = jax.jit(jax.shard_map(shard, mesh=mesh("Auto"), in_specs=P("data"), out_specs=P()))(x)
     assert_same_bits(summed, want, "shard_map")
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+@some_granularities
 def test_a_histogram_counts_signs_exponents_and_five_bits(granularity):
-    counts = np.asarray(histogram(data(), QuantSpec(granularity=granularity)).counts)
+    counts = seen(granularity)[1]
     assert counts.shape == (*GRANULARITIES[granularity], 16384)
     for got, v in zip(counts.reshape(-1, 16384), groups(data(), GRANULARITIES[granularity]), strict=True):
         v = v[np.isfinite(v)]
@@ -615,48 +680,49 @@ def test_a_range_of_a_histogram_holds_the_percentile_and_little_more(percentile)
         np.concatenate([x, np.full_like(x[:9], np.nan), np.full_like(x[:9], -np.inf)]),
         with_(QuantSpec(), granularity=PerChannel(-1)),
     )
-    got = range_from_histogram(h, percentile)
-    same(jax.jit(range_from_histogram, static_argnums=1)(h, percentile), got, "jit")
+    got = jax.device_get(range_from_histogram(h, percentile))
     outside = (100 - percentile) / 2
     low = np.percentile(x, outside, 0, method="lower", keepdims=True).astype(np.float64)
     high = np.percentile(x, 100 - outside, 0, method="higher", keepdims=True).astype(np.float64)
-    assert ((np.asarray(got.x_min) <= low) & (np.asarray(got.x_max) >= high)).all()
+    assert ((got.x_min <= low) & (got.x_max >= high)).all()
     inside = ((x >= got.x_min) & (x <= got.x_max)).mean(0)
     assert (inside >= percentile / 100 - 1e-9).all()
-    beyond = np.abs([np.asarray(got.x_min) - low, np.asarray(got.x_max) - high])
+    beyond = np.abs([got.x_min - low, got.x_max - high])
     assert (beyond <= 0.032 * np.abs([low, high]) + 4e-40).all()
 
 
 def test_a_range_of_an_empty_histogram_is_neutral():
     spec = QuantSpec(granularity=PerChannel(-1))
-    for x in (jnp.ones((0, 3)), jnp.full((4, 3), jnp.nan), jnp.ones((4, 0))):
-        same(range_from_histogram(histogram(x, spec)), Range(*(np.full((1, x.shape[1]), v) for v in NEUTRAL)))
+    for shape in (0, 3), (4, 3), (4, 0):
+        assert_same_bits(histogram(np.full(shape, np.nan, F), spec).counts, np.zeros((1, shape[1], 16384), np.uint32))
+    empty = Histogram(np.zeros((1, 17, 16384), np.uint32))
+    same(range_from_histogram(empty), Range(*(np.full((1, 17), v) for v in NEUTRAL)))
+    assert range_from_histogram(Histogram(empty.counts[:, :0])).x_min.shape == (1, 0)
 
 
 def test_values_that_are_not_finite_raise_with_their_number():
-    x = jnp.asarray([1.0, jnp.nan, jnp.inf, -jnp.inf, jnp.nan, jnp.inf])
+    x = F([1.0, np.nan, np.inf, -np.inf, np.nan, np.inf])
     for f in (observe, histogram, fit_qparams):
         with pytest.raises(ValueError, match=r"`x` must be finite, got 2 NaN and 3 infinite of 6 values"):
             f(x, QuantSpec(), nonfinite="raise")
         with pytest.raises(TypeError, match="needs the values of `x`, got a traced array"):
-            jax.jit(lambda x, f=f: f(x, QuantSpec(), nonfinite="raise"))(x)
+            jax.eval_shape(lambda x, f=f: f(x, QuantSpec(), nonfinite="raise"), x)
         jax.tree.map(assert_same_bits, f(x[:1], QuantSpec(), nonfinite="raise"), f(x[:1], QuantSpec()))
 
 
 def test_ranges_have_no_gradient_and_no_nan_in_it():
-    x = jnp.asarray([1.0, -2.0, np.nan], jnp.float32)
     for f in (lambda x: sum(observe(x, activation_spec())), lambda x: fit_qparams(x, QuantSpec()).scale):
-        assert jax.grad(f)(x).tolist() == [0, 0, 0]
+        assert jax.jit(jax.grad(f))(F([1.0, -2.0, np.nan])).tolist() == [0, 0, 0]
 
 
 def test_all_percent_of_a_histogram_are_all_of_more_values_than_float32_counts():
-    h = histogram(np.asarray([1.0, 100.0], F), QuantSpec())
-    counts = jnp.where(h.counts == 0, 0, h.counts.at[jnp.argmax(h.counts)].set(2**24 + 1))
-    assert range_from_histogram(h._replace(counts=counts), 100.0).x_max >= 100
+    counts = np.array(histogram(F([1.0, 100.0]), QuantSpec()).counts)
+    counts[np.argmax(counts)] = 2**24 + 1
+    assert range_from_histogram(Histogram(counts), 100.0).x_max >= 100
 
 
-@pytest.mark.parametrize("spec", [QuantSpec(), QuantSpec(symmetric=False), QuantSpec(signed=False)], ids=str)
-@pytest.mark.parametrize("ends", [(0.0, 0.0), (np.inf, -np.inf), (-1e-40, 1e-40)])
-def test_an_empty_range_has_a_finite_gradient(spec, ends):
-    gradient = jax.grad(lambda r: qparams_from_range(r, spec).scale)(Range(*map(np.float32, ends)))
-    assert np.isfinite(gradient).all()
+def test_an_empty_range_has_a_finite_gradient():
+    ends = Range(F([0, np.inf, -1e-40]), F([0, -np.inf, 1e-40]))
+    scale = lambda r: sum(qparams_from_range(r, spec).scale.sum() for spec in THREE)
+    for gradient in jax.jit(jax.grad(scale))(ends):
+        assert np.isfinite(gradient).all()
