@@ -5,11 +5,12 @@
     .venv/bin/python .ci/mutants.py [--count 300] [--seed 0] [--share 1/2]
     .venv/bin/python .ci/mutants.py --table
 
-Needs the `test` extra, and a project that is installed with -e; not part of .ci/run, because it takes hours. First the default tests run once under
-coverage, nothing traced kept from one to the next, which tells the tests that reach a line and their seconds (kept in
-.mutants.json: remove it when the tests have changed). A mutant meets the tests that reach its lines, or its file if it
-is a constant: those that saw mutants of the file before, then the quickest, until one fails. Each --share i/n takes
-every n-th mutant, in a copy of the project; a run goes on where the log, .mutants.log, ends.
+Needs the `test` extra, and a project that is installed with -e; not part of .ci/run, because it takes hours. First the
+default tests run once under coverage, nothing traced kept from one to the next, which tells the tests that reach a line
+and their seconds (kept in .mutants.json: remove it when the tests have changed). A mutant meets the tests that reach
+its lines, or its file if it is a constant: those that saw mutants of the file before, then the quickest, until one
+fails. Each --share i/n takes every n-th mutant, in a copy of the project; a run goes on where the log, .mutants.log,
+ends.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     PYTHONPATH=.ci python -m pytest -p suite
 
 Seconds are those of the tests, added up over the workers, so that two of them at once count twice. What is neither
-traced, nor lowered to StableHLO, nor compiled, runs: the test itself and its programs. A program is compiled again where
-XLA was given the same one before, by this worker or the other one; it comes from the cache then, if that was empty when
-the run began.
+traced, nor lowered to StableHLO, nor compiled, runs: the test itself and its programs. A program is compiled again
+where XLA was given the same one before, by this worker or the other one; it comes from the cache then, if that was
+empty when the run began.
 """
 
 import collections

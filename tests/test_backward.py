@@ -140,16 +140,17 @@ def test_a_gradient_is_the_float_one_of_a_rounded_g(operands, precision):
             assert_is_near(value, exact, 4e-3 if of_side == "bfloat16" else 0.08 if of_side.format else 0.02)
 
 
-def test_the_program_of_the_value_is_that_without_a_gradient():
-    def program(f, w, x, operands, precision):
-        q = quantize_fn(f, rules(operands, precision))
-        return jax.jit(lambda w, x: jax.vjp(lambda w, x: q({"w": w}, x), w, x)[0]).lower(w, x).as_text()
+def program_of_the_value(f, rule, w, x):
+    q = quantize_fn(f, rule)
+    return jax.jit(lambda w, x: jax.vjp(lambda w, x: q({"w": w}, x), w, x)[0]).lower(w, x).as_text()
 
-    for precision in PRECISIONS:
-        assert program(matmul, W, X, "channels", precision) == program(matmul, W, X, "channels", "none"), precision
-    for precision in ("bfloat16", "int8"):
-        of = convolution, KERNEL, IMAGE, "affine"
-        assert program(*of, precision) == program(*of, "none"), precision
+
+def test_the_program_of_the_value_is_that_without_a_gradient():
+    for operands in OPERANDS:
+        programs = [program_of_the_value(matmul, rules(operands, p), W, X) for p in ("none", *PRECISIONS)]
+        assert len(set(programs)) == 1, operands
+    of_convolution = [program_of_the_value(convolution, rules("affine", p), KERNEL, IMAGE) for p in ("none", "int8")]
+    assert len(set(of_convolution)) == 1
 
 
 @cases(("operands",), ["channels", "blocks", "affine", "nvfp4"], ["blocks"])
@@ -365,6 +366,7 @@ def test_both_operands_may_be_activations():
     pair = "bfloat16", QuantSpec(granularity=PerToken())
     exact, low = jax.jit(lambda: [gradients(f, rule(gradient))(w, x, g)[0] for gradient in (None, pair)])()
     assert_is_near(low, exact, 0.02)
+    assert program_of_the_value(f, rule(pair), w, x) == program_of_the_value(f, rule(None), w, x)
 
 
 TOKENS = F(rng.normal(size=(2, 16, 32)))
@@ -413,6 +415,7 @@ def test_nothing_is_summed():
     assert (dx.shape, np.asarray(dw).any()) == ((0, 64), False)
 
 
+@pytest.mark.bits
 def test_a_bfloat16_product_of_what_a_function_transposes():
     """XLA:CPU raises an error of such a product where it folds the transpose into it."""
     dx, dw = gradients(lambda p, x: (x @ p["w"]).T, rules("channels", "bfloat16"))(W, X, G.T)
@@ -425,6 +428,7 @@ ORDERS = ["tk,nk->tn", "kt,kn->nt", "btk,kn->tbn", "tbk,kn->btn", "btk,khd->bthd
 ORDERS += ["tk,k->t", "k,kn->n", "bkt,khd->bhtd", "btk,kn->btn", "tk,kn->nt"]
 
 
+@pytest.mark.bits
 @cases(("order",), ORDERS, ["btk,kn->tbn"])
 def test_bfloat16_products_of_any_order_of_axes(order):
     """Eagerly, compiled, and for each of a batch: XLA:CPU has no product for some of these."""

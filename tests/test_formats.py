@@ -401,7 +401,8 @@ def test_what_is_trained_is_served(name, tmp_path):
     frozen = q.freeze(trained, x)
     assert frozen["a"].values.dtype == FLOATS[name].dtype
     jq.save(tmp_path / "net.npz", frozen)
-    assert_same_bits(q(jq.load(tmp_path / "net.npz"), x), want)
+    for served in (q(frozen, x), jax.jit(q)(jq.load(tmp_path / "net.npz"), x)):
+        assert_same_bits(served, want)
     assert f"{name} per channel" in str(q.plan(trained, x))
     found = jq.report(q, trained, x)
     assert {row.levels for row in found if row.size} == {FLOATS[name].number}
