@@ -29,7 +29,7 @@ from jaxquant import Rule, activation_spec, from_log2, load, merge_ranges, quant
 
 output = Path("output")
 output.mkdir(exist_ok=True)
-SEEDS, STEPS, MORE_STEPS = range(3), 800, 80
+SEEDS, STEPS, MORE_STEPS = range(2), 800, 60
 LAYERS, WIDTH, HEADS, LENGTH, BATCH = 2, 64, 4, 64, 8
 
 # %% [markdown]
@@ -44,6 +44,7 @@ code = {c: i for i, c in enumerate(alphabet)}
 data = np.array([code[c] for c in text], np.int32)
 train_data, test_data = np.split(data, [len(data) * 9 // 10])
 test_windows = test_data[: len(test_data) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)[:320]
+test_tokens = test_windows[:, :-1]
 print(len(data), "characters,", len(alphabet), "different ones")
 print(text[4000:4300])
 
@@ -139,20 +140,21 @@ def windows(seed):
     return train_data[starts[..., None] + np.arange(LENGTH + 1)]
 
 
-def trainer(apply, rate, steps):
-    optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps), b2=0.98)
+def trainer(apply):
+    optimizer = optax.scale_by_adam(b2=0.98)
 
     @jax.jit
-    def step(trained, state, tokens):
+    def step(trained, state, tokens, rate):
         loss = lambda trained: bits(apply(trained, tokens[:, :-1]), tokens[:, 1:])
         value, gradients = jax.value_and_grad(loss)(trained)
         updates, state = optimizer.update(gradients, state)
-        return optax.apply_updates(trained, updates), state, value
+        return jax.tree.map(lambda t, u: t - rate * u, trained, updates), state, value
 
-    def train(trained, batches):
-        state, losses = optimizer.init(trained), []
-        for tokens in batches:
-            trained, state, value = step(trained, state, tokens)
+    def train(trained, batches, rate):
+        steps, state, losses = len(batches), optimizer.init(trained), []
+        rates = optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps)(np.arange(steps))
+        for tokens, now in zip(batches, np.asarray(rates), strict=True):
+            trained, state, value = step(trained, state, tokens, now)
             losses.append(value)
             progress.update()
         return trained, np.array(losses)
@@ -160,16 +162,16 @@ def trainer(apply, rate, steps):
     return train
 
 
-@functools.partial(jax.jit, static_argnames="apply")
-def test_bits(apply, trained):
-    return bits(apply(trained, test_windows[:, :-1]), test_windows[:, 1:])
+def test_bits(logits):
+    return float(bits(logits, test_windows[:, 1:]))
 
 
 # Scales are trained by their logarithm, which no step of the optimizer makes 0 or negative.
 with_qparams = {name: lambda t, x, q=q: q(t[0], x, qparams=from_log2(t[1])) for name, q in quantized.items()}
-train_float, longer = trainer(model, 6e-3, STEPS), trainer(model, 5e-4, MORE_STEPS)
+train_float, float_logits = trainer(model), jax.jit(model)
 observe = {name: jax.jit(lambda params, x, q=q: q.observe(params, x)) for name, q in quantized.items()}
-train_quantized = {name: trainer(apply, 5e-4, MORE_STEPS) for name, apply in with_qparams.items()}
+train_quantized = {name: trainer(apply) for name, apply in with_qparams.items()}
+logits = {name: jax.jit(apply) for name, apply in with_qparams.items()}
 
 results, curves, last = {name: {"PTQ": [], "QAT": []} for name in RULES}, {}, {}
 results["float32"] = {"float": [], "float, trained on": []}
@@ -177,20 +179,21 @@ with tqdm(total=len(SEEDS) * (STEPS + (1 + len(RULES)) * MORE_STEPS), unit="step
     for seed in SEEDS:
         batches = windows(seed)
         first, more = batches[:STEPS], batches[STEPS:]
-        in_float, start = train_float(init(seed), first)
-        trained_on, curve = longer(in_float, more)
-        results["float32"]["float"].append(test_bits(model, in_float))
-        results["float32"]["float, trained on"].append(test_bits(model, trained_on))
+        in_float, start = train_float(init(seed), first, 6e-3)
+        trained_on, curve = train_float(in_float, more, 5e-4)
+        results["float32"]["float"].append(test_bits(float_logits(in_float, test_tokens)))
+        results["float32"]["float, trained on"].append(test_bits(float_logits(trained_on, test_tokens)))
         curves["float32", seed] = np.concatenate([start, curve])
         for name, q in quantized.items():
             ranges = observe[name](in_float, more[0, :, :-1])
             for tokens in more[1:16, :, :-1]:
                 ranges = merge_ranges(ranges, observe[name](in_float, tokens))
             qparams = to_log2(q.init_qparams(in_float, more[0, :, :-1], ranges=ranges))
-            results[name]["PTQ"].append(test_bits(with_qparams[name], (in_float, qparams)))
-            trained, curves[name, seed] = train_quantized[name]((in_float, qparams), more)
-            results[name]["QAT"].append(test_bits(with_qparams[name], trained))
-            last[name] = trained[0], from_log2(trained[1])
+            results[name]["PTQ"].append(test_bits(logits[name]((in_float, qparams), test_tokens)))
+            trained, curves[name, seed] = train_quantized[name]((in_float, qparams), more, 5e-4)
+            end = logits[name](trained, test_tokens)
+            results[name]["QAT"].append(test_bits(end))
+            last[name] = trained[0], from_log2(trained[1]), np.asarray(end)
 
 # %%
 print("bits per character                    " + "".join(f"seed {seed}   " for seed in SEEDS) + "mean")
@@ -238,7 +241,7 @@ from language_model import model
 all_rules, alphabet, tokens = pickle.load(open("output/05_rules.pickle", "rb"))
 for name, rules in all_rules.items():
     q, served = quantize_fn(model, rules), load(f"output/05_{name}.npz")
-    np.save(f"output/05_{name}_logits.npy", q(served["params"], tokens, qparams=served["qparams"]))
+    np.save(f"output/05_{name}_logits.npy", jax.jit(q)(served["params"], tokens, qparams=served["qparams"]))
 
 
 @jax.jit
@@ -253,14 +256,13 @@ def written(served, tokens, key):
 
 print("".join(alphabet[i] for i in written(served, tokens[:1], jax.random.key(1))))
 """
-tokens, trained, sizes = test_windows[:16, :-1], {}, {}
+trained, sizes = {}, {}
 sizes["float32"] = sum(v.nbytes for v in jax.tree.leaves(last["w8a8"][0]))
 for name, q in quantized.items():
-    params, qparams = last[name]
-    save(output / f"05_{name}.npz", {"params": q.freeze(params, tokens, qparams=qparams), "qparams": qparams})
+    params, qparams, trained[name] = last[name]
+    save(output / f"05_{name}.npz", {"params": q.freeze(params, test_tokens, qparams=qparams), "qparams": qparams})
     sizes[name] = (output / f"05_{name}.npz").stat().st_size
-    trained[name] = np.asarray(q(params, tokens, qparams=qparams))
-(output / "05_rules.pickle").write_bytes(pickle.dumps((RULES, alphabet, tokens)))
+(output / "05_rules.pickle").write_bytes(pickle.dumps((RULES, alphabet, test_tokens)))
 written = subprocess.run([sys.executable, "-c", SERVER], check=True, capture_output=True, text=True).stdout
 wrong = {}
 for name, logits in trained.items():
@@ -290,7 +292,7 @@ def seconds(f, *args):
 
 
 print("                       bytes   of float32   tokens per second")
-rows = {"float32": (model, last["w8a8"][0])}
+tokens, rows = test_tokens[:16], {"float32": (model, last["w8a8"][0])}
 for name, q in quantized.items():
     served = load(output / f"05_{name}.npz")
     rows[name] = functools.partial(q, qparams=served["qparams"]), served["params"]
