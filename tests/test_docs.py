@@ -66,6 +66,7 @@ def test_the_commands_are_one_line_each():
         assert command.endswith(last)
 
 
+@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_examples_of_a_page_run(example, tmp_path):

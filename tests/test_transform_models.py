@@ -21,6 +21,8 @@ from lanes import cases
 
 from jaxquant import PerToken, QArray, Rule, activation_spec, quantize_fn, weight_spec
 
+pytestmark = pytest.mark.bits
+
 W, A = weight_spec(8), activation_spec(8)
 CHANNEL, WHOLE, TOKEN = Grid(), Grid(affine=True, whole=True), Grid(affine=True)
 # haiku's BatchNorm raises a float to the power of an integer.
