@@ -4,12 +4,14 @@
 import dataclasses
 import functools
 
+import hand_written as by_hand
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from hand_written import Grid
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from lanes import cases
@@ -18,6 +20,7 @@ import jaxquant as jq
 from jaxquant import (
     PerBlock,
     PerChannel,
+    PerTensor,
     PerToken,
     QuantSpec,
     Rule,
@@ -68,15 +71,14 @@ def gradients(f, rule):
 
 def quantized(v, spec, contracted):
     """The values without their zero point, and a scale for each."""
-    kind = spec.granularity
-    rows = PerChannel(tuple(i for i in range(v.ndim) if i != contracted))
-    if isinstance(kind, PerToken) or kind == PerChannel(None):
-        spec = dataclasses.replace(spec, granularity=rows)
-    elif isinstance(kind, PerBlock) and kind.axis is None:
-        spec = dataclasses.replace(spec, granularity=PerBlock(contracted, kind.size))
-    q = jq.quantize(v, spec)
-    spread = lambda s: np.broadcast_to(spread_groups(np.asarray(s), v.shape), v.shape)
-    return np.asarray(q.values).astype(F) - spread(q.zero_point).astype(F), spread(q.step)
+    size = spec.granularity.size if isinstance(spec.granularity, PerBlock) else v.shape[contracted]
+    if spec.format:
+        q = jq.quantize(v, dataclasses.replace(spec, granularity=PerBlock(contracted, size)))
+        return np.asarray(q.values).astype(F), np.repeat(np.asarray(q.step), size, contracted)
+    grid = Grid(spec.bits, not spec.symmetric, isinstance(spec.granularity, PerTensor))
+    blocks = v.reshape(*v.shape[:contracted], -1, size, *v.shape[contracted + 1 :])
+    values, scales, _ = by_hand.levels(blocks, grid, contracted + 1)
+    return values.reshape(v.shape).astype(F), np.broadcast_to(scales, blocks.shape).reshape(v.shape)
 
 
 def real(v, spec, contracted):
@@ -85,11 +87,11 @@ def real(v, spec, contracted):
     return values.astype(np.float64) * scales
 
 
-def spread_groups(s, shape):
-    for axis, n in enumerate(shape):
-        if s.ndim and s.shape[axis] not in (1, n):
-            s = np.repeat(s, n // s.shape[axis], axis)
-    return s
+def exact_gradients(equation, grids, x, w, g):
+    """Of an einsum, to x and to w, without rounding of g."""
+    of_x, of_w, of_y = equation.replace("->", ",").split(",")
+    _, x, w, *_ = by_hand.exact(equation, grids, x, w)
+    return np.einsum(f"{of_y},{of_w}->{of_x}", g, w), np.einsum(f"{of_x},{of_y}->{of_w}", x, g)
 
 
 def in_bfloat16(g, other, scales):
@@ -104,7 +106,7 @@ def in_bfloat16(g, other, scales):
 
 def rules(operands, precision):
     weight, activation = OPERANDS[operands]
-    return [Rule("w", weight, activation, gradient=PRECISIONS.get(precision))]
+    return [Rule("w", weight, activation, gradient=PRECISIONS.get(precision, precision))]
 
 
 @functools.cache
@@ -113,31 +115,25 @@ def of_matmul(operands, precision):
     return gradients(matmul, rules(operands, precision))
 
 
-@functools.cache
-def in_float(operands):
-    return tuple(map(np.asarray, of_matmul(operands, "none")(W, X, G)))
-
-
 def assert_is_near(low, exact, most):
     """Rounded, by `most` of the largest."""
-    assert 0 < np.abs(low - exact).max() < most * np.abs(exact).max()
+    assert 0 < np.abs(np.asarray(low) - np.asarray(exact)).max() < most * np.abs(exact).max()
 
 
 @cases(
     ("operands", "precision"),
     [(o, p) for i, o in enumerate(OPERANDS) for j, p in enumerate(PRECISIONS) if (i + j) % 3 == 0],
-    [("channels", "bfloat16"), ("blocks", "int8"), ("mxfp8", "half")],
+    [("mxfp8", "half")],
 )
 def test_a_gradient_is_the_float_one_of_a_rounded_g(operands, precision):
     precisions = PRECISIONS[precision]
     of_sides = precisions if isinstance(precisions, tuple) else (precisions, precisions)
-    for of_side, value, exact in zip(
-        of_sides, of_matmul(operands, precision)(W, X, G), in_float(operands), strict=True
-    ):
+    low, exact = jax.jit(lambda *a: [of_matmul(operands, p)(*a) for p in (precision, None)])(W, X, G)
+    for of_side, value, want in zip(of_sides, low, exact, strict=True):
         if of_side is None:
-            assert_same_bits(value, exact)
+            assert_same_bits(value, want)
         else:
-            assert_is_near(value, exact, 4e-3 if of_side == "bfloat16" else 0.08 if of_side.format else 0.02)
+            assert_is_near(value, want, 4e-3 if of_side == "bfloat16" else 0.08 if of_side.format else 0.02)
 
 
 def program_of_the_value(f, rule, w, x):
@@ -146,11 +142,13 @@ def program_of_the_value(f, rule, w, x):
 
 
 def test_the_program_of_the_value_is_that_without_a_gradient():
-    for operands in OPERANDS:
-        programs = [program_of_the_value(matmul, rules(operands, p), W, X) for p in ("none", *PRECISIONS)]
-        assert len(set(programs)) == 1, operands
-    of_convolution = [program_of_the_value(convolution, rules("affine", p), KERNEL, IMAGE) for p in ("none", "int8")]
-    assert len(set(of_convolution)) == 1
+    """The precisions take turns."""
+    of = lambda f, w, x, operands, precision: program_of_the_value(f, rules(operands, precision), w, x)
+    for operands, precision in zip(OPERANDS, [*PRECISIONS, "bfloat16"], strict=True):
+        at = matmul, W, X, operands
+        assert of(*at, precision) == of(*at, None), (operands, precision)
+    at = convolution, KERNEL, IMAGE, "affine"
+    assert of(*at, "int8") == of(*at, None)
 
 
 @cases(("operands",), ["channels", "blocks", "affine", "nvfp4"], ["blocks"])
@@ -163,52 +161,54 @@ def test_bfloat16_rounds_g_with_the_scales_that_vary_along_the_sum(operands):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
 
 
-def test_bfloat16_is_exact_where_g_is():
-    x, w, g = (F(rng.integers(-100, 100, size=shape)) for shape in ((16, 32), (32, 8), (16, 8)))
+@pytest.mark.parametrize("transposes", [False, pytest.param(True, marks=pytest.mark.bits)])
+def test_bfloat16_is_exact_where_g_is(transposes):
+    """XLA:CPU raises an error of a product where it folds what the function transposes into it."""
+    x, w, g = (F(rng.integers(-100, 100, size=v.shape)) for v in (X, W, G))
     x[0, 0], w[0] = 127, 127  # scales of 1
     rule = Rule("w", QuantSpec(granularity=PerChannel(None)), QuantSpec(), gradient="bfloat16")
-    dx, dw = gradients(matmul, [rule])(w, x, g)
+    turned = (lambda y: y.T) if transposes else lambda y: y
+    dx, dw = gradients(lambda p, x: turned(x @ p["w"]), [rule])(w, x, turned(g))
     assert_same_bits(dx, F(g @ w.T))
     assert_same_bits(dw, F(x.T @ g))
 
 
 @pytest.mark.parametrize(
-    ("execution", "symmetric", "gradient", "of_g"),
-    [
-        ("int8", True, QuantSpec(), (QuantSpec(), QuantSpec())),
-        ("float32", False, QuantSpec(), (QuantSpec(), QuantSpec())),
-        ("int8", False, PRECISIONS["rows and channels"], [QuantSpec(granularity=PerChannel(i)) for i in (0, 1)]),
-    ],
+    ("execution", "symmetric", "precision"),
+    [("int8", True, "int8"), ("float32", False, "int8"), ("int8", False, "rows and channels")],
 )
-def test_int8_is_numpy_on_the_integers(execution, symmetric, gradient, of_g, compared):
+def test_int8_is_numpy_on_the_integers(execution, symmetric, precision, compared):
     weight, activation = QuantSpec(symmetric=symmetric, granularity=PerChannel(None)), QuantSpec(symmetric=False)
-    q = quantize_fn(matmul, [Rule("w", weight, activation, gradient=gradient)], execution=execution)
-    dx, dw = jax.jit(lambda w, x: jax.vjp(lambda x, w: q({"w": w}, x), x, w)[1](G))(W, X)
+    q = quantize_fn(matmul, [Rule("w", weight, activation, gradient=PRECISIONS[precision])], execution=execution)
+    dx, dw = map(np.asarray, jax.jit(lambda w, x: jax.vjp(lambda x, w: q({"w": w}, x), x, w)[1](G))(W, X))
     (of_w, w_scale), (of_x, x_scale) = quantized(W, weight, 0), quantized(X, activation, 1)
-    by = jq.quantize(G * w_scale[:1], of_g[0])
-    want = F(np.asarray(by.values, np.int64) @ of_w.T.astype(np.int64)) * np.asarray(by.scale)
-    g = jq.quantize(G, of_g[1])
-    want_w = F(of_x.T.astype(np.int64) @ np.asarray(g.values, np.int64)) * (np.asarray(g.scale) * x_scale[0, 0])
+    on_grid = lambda g, axis: by_hand.levels(g, Grid(whole=precision == "int8"), axis)
+    by, scale, _ = on_grid(G * w_scale[:1], 1)
+    want = F(by @ of_w.T.astype(np.int64)) * scale
+    by, scale, _ = on_grid(G, 0)
+    want_w = F(of_x.T.astype(np.int64) @ by) * (scale * x_scale[0, 0])
     compared("NumPy int64", "gradients in int8", dx.size + dw.size, int((dx != want).sum() + (dw != want_w).sum()))
     assert_same_bits(dx, want)
     assert_same_bits(dw, want_w)
 
 
 def test_scales_of_blocks_are_multiplied_into_g():
-    """Towards x, a weight in blocks along the axis that x keeps has one g for each block."""
-    weight = QuantSpec(bits=4, granularity=PerBlock(0, 16))
-    dx, _ = gradients(matmul, [Rule("w", weight, QuantSpec(), gradient=QuantSpec())])(W, X, G)
-    integers = jq.quantize(W, weight)
-    by = jq.quantize(np.stack([G * s for s in np.asarray(integers.scale)]), QuantSpec())  # one scale for all
-    parts = np.asarray(integers.values, np.int64).reshape(4, 16, 32)
-    want = F(np.einsum("bmn,bkn->mbk", np.asarray(by.values, np.int64), parts).reshape(48, 64)) * np.asarray(by.scale)
-    assert_same_bits(dx, want)
+    """Towards x, a weight in blocks along the axis that x keeps has one g for each block; also one that is frozen."""
+    q = quantize_fn(matmul, rules("blocks", "int8"))
+    towards_x = lambda f, w, g: jax.vjp(lambda x: q(f({"w": w}), x), X)[1](g)[0]
+    found = jax.jit(lambda *a: [towards_x(f, *a) for f in (lambda p: p, lambda p: q.freeze(p, X))])(W, G)
+    of_w, scales = quantized(W, OPERANDS["blocks"][0], 0)
+    by, scale, _ = by_hand.levels(np.stack([G * s for s in scales[::16]]), Grid(whole=True), None)  # one for all
+    parts = of_w.astype(np.int64).reshape(4, 16, 32)
+    want = F(np.einsum("bmn,bkn->mbk", by, parts).reshape(48, 64)) * scale[0]
+    for dx in found:
+        assert_same_bits(dx, want)
 
 
 def test_what_is_not_finite_is_nan_in_what_it_enters():
     g = G.copy()
     g[3, 5], g[7, 1] = np.inf, np.nan
-    dx, dw = map(np.asarray, of_matmul("channels", "int8")(W, X, g))
+    dx, dw = map(np.asarray, of_matmul("tensors", "int8")(W, X, g))
     assert np.isnan(dx).all(1).tolist() == [i in (3, 7) for i in range(48)]
     assert np.isnan(dw).all(0).tolist() == [i in (1, 5) for i in range(32)]
     assert np.isnan(dx).sum() == 2 * 64
@@ -235,15 +235,16 @@ def convolution(p, x):
     )
 
 
-@cases(("operands",), ["channels", "affine", "float8"], ["affine"])
-def test_a_convolution_has_the_gradient_of_a_rounded_g(operands):
+@cases(
+    ("operands", "precision"),
+    [("channels", "int8"), ("affine", "bfloat16"), ("affine", "int8"), ("float8", "bfloat16"), ("float8", "int8")],
+    [("affine", "bfloat16")],
+)
+def test_a_convolution_has_the_gradient_of_a_rounded_g(operands, precision):
     g = F(rng.normal(size=jax.eval_shape(convolution, {"w": KERNEL}, IMAGE).shape))
-    exact, *low = jax.jit(
-        lambda *a: [gradients(convolution, rules(operands, p))(*a) for p in ("none", "bfloat16", "int8")]
-    )(KERNEL, IMAGE, g)
-    for gradient, most in zip(low, (4e-3, 0.02), strict=True):
-        for value, want in zip(gradient, exact, strict=True):
-            assert_is_near(value, want, most)
+    of = lambda *a: [gradients(convolution, rules(operands, p))(*a) for p in (precision, None)]
+    for value, want in zip(*jax.jit(of)(KERNEL, IMAGE, g), strict=True):
+        assert_is_near(value, want, 4e-3 if precision == "bfloat16" else 0.02)
 
 
 def in_groups_of_examples(p, x):
@@ -265,13 +266,14 @@ def test_an_int8_gradient_of_a_convolution_is_exact_on_the_integers(groups, symm
     kernel = KERNEL if f is convolution else F(rng.normal(size=(3, 2, 4, 8)))
     g = F(rng.normal(size=jax.eval_shape(f, {"w": kernel}, IMAGE).shape))
     dx, dw = gradients(f, [rule])(kernel, IMAGE, g)
-    of_g, (of_w, w_scale), (of_x, x_scale) = (
-        jq.quantize(g, QuantSpec()), quantized(kernel, rule.weight, None), quantized(IMAGE, rule.activation, None),
-    )  # fmt: skip
+    (of_g, scale, _), (of_w, w_scale, _), (of_x, x_scale, _) = (
+        by_hand.levels(v, Grid(affine=affine, whole=True), None)
+        for v, affine in ((g, False), (kernel, False), (IMAGE, not symmetric))
+    )
     pull = jax.jit(lambda w, x, g: jax.vjp(lambda w, x: f({"w": w}, x), w, x)[1](g))
-    in_integers, scale = pull(of_w, of_x, np.asarray(of_g.values, F)), np.asarray(of_g.scale)  # below 2 ** 24
-    assert_same_bits(dw, np.asarray(in_integers[0]) * (scale * x_scale.flat[0]))
-    assert_same_bits(dx, np.asarray(in_integers[1]) * (scale * w_scale.flat[0]))
+    in_integers = pull(F(of_w), F(of_x), F(of_g))  # below 2 ** 24
+    assert_same_bits(dw, np.asarray(in_integers[0]) * (scale * x_scale).ravel())
+    assert_same_bits(dx, np.asarray(in_integers[1]) * (scale * w_scale).ravel())
 
 
 STOCHASTIC = QuantSpec(bits=4, rounding="stochastic")
@@ -292,7 +294,7 @@ def test_a_stochastic_gradient_is_right_on_average():
 
 def test_a_key_is_needed_for_the_derivative_alone():
     stochastic = [Rule("w", *OPERANDS["channels"], gradient=STOCHASTIC)]
-    q, in_float = quantize_fn(matmul, stochastic), quantize_fn(matmul, rules("channels", "none"))
+    q, in_float = quantize_fn(matmul, stochastic), quantize_fn(matmul, rules("channels", None))
     program = lambda q, **rest: jax.jit(lambda w, x: q({"w": w}, x, **rest)).lower(W, X).as_text()
     assert program(q) == program(in_float)
     assert_same_bits(*jax.jit(lambda w, x: (q({"w": w}, x, key=jax.random.key(0)), q({"w": w}, x)))(W, X))
@@ -305,27 +307,19 @@ def test_a_key_is_needed_for_the_derivative_alone():
 def test_each_site_product_and_turn_of_a_scan_has_noise_of_its_own():
     """All of them are given the same g, and the other factor is 1."""
 
-    def added(p, x):
+    def added(p, x, z):
         y, _ = lax.scan(lambda y, w: (y + x @ w, None), x @ p["v"], p["w"])
-        return y + x @ p["u"]
+        return y + z @ p["u"]
 
     eye, g = np.eye(8, dtype=F), F(rng.normal(size=(8, 8)))
     params = {"w": np.stack([eye] * 3), "v": eye, "u": eye}
-    q, nearest = (
-        quantize_fn(added, [Rule("*", QuantSpec(), QuantSpec(), gradient=spec)])
-        for spec in (STOCHASTIC, dataclasses.replace(STOCHASTIC, rounding="half_even"))
-    )
-    gradient = lambda q, **rest: jax.vjp(lambda p: q(p, eye, **rest), params)[1](g)[0]
-    run = jax.jit(lambda seed: gradient(q, key=jax.random.key(seed)))
-    found, others = (jax.tree.map(np.asarray, run(seed)) for seed in (0, 1))
-    assert len({v.tobytes() for v in (*found["w"], found["v"], found["u"])}) == 5
+    q = quantize_fn(added, [Rule("*", QuantSpec(), QuantSpec(), gradient=STOCHASTIC)])
+    run = jax.jit(lambda seed: jax.vjp(lambda p, z: q(p, eye, z, key=jax.random.key(seed)), params, eye)[1](g))
+    (found, dz), (others, _) = (jax.tree.map(np.asarray, run(seed)) for seed in (0, 1))
+    each = *found["w"], found["v"], found["u"], dz
+    assert len({v.tobytes() for v in each}) == 6
+    assert all((np.abs(v - g) < np.abs(g).max() / 7 * 1.001).all() for v in each)  # a level beside that of g
     assert (others["v"] != found["v"]).any()
-    same = jax.tree.map(np.asarray, jax.jit(lambda: gradient(nearest))())
-    assert len({v.tobytes() for v in (*same["w"], same["v"], same["u"])}) == 1
-    dx, dw = gradients(matmul, [Rule("w", QuantSpec(), QuantSpec(), gradient=STOCHASTIC)])(
-        eye, eye, g, key=jax.random.key(0)
-    )
-    assert (np.asarray(dx) != np.asarray(dw)).any()
 
 
 def test_inside_of_scan_remat_and_shard_map():
@@ -351,7 +345,7 @@ def test_inside_of_scan_remat_and_shard_map():
     jax.tree.map(assert_same_bits, whole, of_loop)
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     part = jax.shard_map(lambda w, x: layers({"w": w}, x), mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
-    _, dx, y = jax.jit(lambda: run(lambda p, x: part(p["w"], x)))()
+    _, dx, y = map(np.asarray, jax.jit(lambda: run(lambda p, x: part(p["w"], x)))())
     assert_same_bits(y, whole[2])
     assert np.abs(dx - whole[1]).max() < 0.02 * np.abs(whole[1]).max()  # g of each device has a scale of its own
 
@@ -372,24 +366,35 @@ def test_both_operands_may_be_activations():
 TOKENS = F(rng.normal(size=(2, 16, 32)))
 
 
+BLOCKS = QuantSpec(granularity=PerBlock(None, 8))
+
+
 @pytest.mark.parametrize(
-    ("f", "w", "x"),
+    ("equation", "w", "x", "gradient"),
     [
-        (matmul, F(rng.normal(size=(32, 32))), TOKENS),
-        (lambda p, x: jnp.einsum("gbtk,gkn->gbtn", x, p["w"]), F(rng.normal(size=(2, 32, 8))), TOKENS[:, None]),
-        (lambda p, x: jnp.einsum("tk,kmn->tmn", x, p["w"]), F(rng.normal(size=(32, 4, 4))), TOKENS[0]),
+        ("btk,kn->btn", F(rng.normal(size=(32, 32))), TOKENS, (BLOCKS, BLOCKS)),
+        ("gbtk,gkn->gbtn", F(rng.normal(size=(2, 32, 8))), TOKENS[:, None], (None, BLOCKS)),
+        ("tk,kmn->tmn", F(rng.normal(size=(32, 4, 4))), TOKENS[0], (BLOCKS, None)),
     ],
     ids=["tokens of a batch", "batches", "two free axes"],
 )
-def test_blocks_of_g_are_of_all_rows(f, w, x):
-    gradient = QuantSpec(granularity=PerBlock(None, 8))
-    g = F(rng.normal(size=jax.eval_shape(f, {"w": w}, x).shape))
-    of = lambda gradient: gradients(f, [Rule("w", weight_spec(8), QuantSpec(), gradient=gradient)])
-    low, exact = jax.jit(lambda *a: (of(gradient)(*a), of(None)(*a)))(w, x, g)
-    for value, want in zip(low, exact, strict=True):
-        assert_is_near(value, want, 0.02)
-    if f is matmul:  # the rows of a batch are one axis
-        alone = of(gradient)(w, x.reshape(-1, 32), g.reshape(-1, 32))
+def test_blocks_of_g_are_of_all_rows(equation, w, x, gradient):
+    """Several axes are summed towards w, towards w, and towards x."""
+    rule = Rule("w", weight_spec(8), QuantSpec(), gradient=gradient)
+    g = F(rng.normal(size=np.einsum(equation, x, w).shape))
+    of = lambda f, *a: gradients(f, [rule])(*a)
+    rows = lambda v: v.reshape(-1, v.shape[-1])
+    low, alone = jax.jit(
+        lambda w, x, g: (
+            of(lambda p, x: jnp.einsum(equation, x, p["w"]), w, x, g),
+            of(matmul, w, rows(x), rows(g)) if equation == "btk,kn->btn" else None,  # whose rows are one axis
+        )
+    )(w, x, g)
+    exact = exact_gradients(equation, (Grid(whole=True), Grid()), x, w, g)
+    for spec, value, want in zip(gradient, low, exact, strict=True):
+        if spec:
+            assert_is_near(value, want, 0.02)
+    if alone:
         assert_same_bits(low[1], alone[1])
 
 
@@ -399,10 +404,10 @@ def test_a_vector_has_one_scale_for_g():
         g = F(rng.normal(size=(x @ w).shape))
         dx, dw = gradients(matmul, [Rule("w", QuantSpec(), QuantSpec(), gradient=pair)])(w, x, g)
         rows = lambda v, n: v.astype(np.float64).reshape(-1, n)
-        exact_dx = rows(g, w.size // 64) @ rows(real(w, QuantSpec(), None), w.size // 64).T
-        exact_dw = rows(real(x, QuantSpec(), None), 64).T @ rows(g, w.size // 64)
+        exact_dx = rows(g, w.size // 64) @ rows(real(w, QuantSpec(), 0), w.size // 64).T
+        exact_dw = rows(real(x, QuantSpec(), 0), 64).T @ rows(g, w.size // 64)
         for value, want in ((dx, exact_dx), (dw, exact_dw)):
-            assert np.abs(value - want.reshape(value.shape)).max() < 0.01 * np.abs(want).max()
+            assert np.abs(np.asarray(value) - want.reshape(value.shape)).max() < 0.01 * np.abs(want).max()
 
 
 def test_nothing_is_summed():
@@ -415,15 +420,6 @@ def test_nothing_is_summed():
     assert (dx.shape, np.asarray(dw).any()) == ((0, 64), False)
 
 
-@pytest.mark.bits
-def test_a_bfloat16_product_of_what_a_function_transposes():
-    """XLA:CPU raises an error of such a product where it folds the transpose into it."""
-    dx, dw = gradients(lambda p, x: (x @ p["w"]).T, rules("channels", "bfloat16"))(W, X, G.T)
-    straight = of_matmul("channels", "bfloat16")(W, X, G)
-    assert_same_bits(dx, straight[0])
-    assert_same_bits(dw, straight[1])
-
-
 ORDERS = ["tk,nk->tn", "kt,kn->nt", "btk,kn->tbn", "tbk,kn->btn", "btk,khd->bthd", "bthd,hdk->tbk", "kbt,nk->bnt"]
 ORDERS += ["tk,k->t", "k,kn->n", "bkt,khd->bhtd", "btk,kn->btn", "tk,kn->nt"]
 
@@ -433,19 +429,16 @@ ORDERS += ["tk,k->t", "k,kn->n", "bkt,khd->bhtd", "btk,kn->btn", "tk,kn->nt"]
 def test_bfloat16_products_of_any_order_of_axes(order):
     """Eagerly, compiled, and for each of a batch: XLA:CPU has no product for some of these."""
     sizes = {"b": 3, "t": 8, "k": 16, "n": 24, "h": 2, "d": 4}
-    x, w = (F(rng.normal(size=[sizes[c] for c in of])) for of in order.split("->")[0].split(","))
-
-    def of(precision):
-        rule = Rule("**", weight_spec(8), QuantSpec(), gradient=precision)
-        q = quantize_fn(lambda w, x: jnp.einsum(order, x, w), [rule])
-        return jax.grad(lambda w, x: (q(w, x) ** 2).sum(), (0, 1))
-
-    low, exact = of("bfloat16"), [np.asarray(v) for v in jax.jit(of(None))(w, x)]
-    one = *low(w, x), *jax.jit(low)(w, x)
-    each = jax.jit(jax.vmap(low, (None, 1), 1))(w, np.stack([x, 2 * x], 1))
-    twice = [np.stack([v, by * v], 1) for v, by in zip(exact, (4, 2), strict=True)]  # of x and of 2 x, to w and to x
+    x, w, g = (F(rng.normal(size=[sizes[c] for c in of])) for of in order.replace("->", ",").split(","))
+    rule = Rule("**", weight_spec(8), QuantSpec(), gradient="bfloat16")
+    q = quantize_fn(lambda w, x: jnp.einsum(order, x, w), [rule])
+    low = lambda w, x, g: jax.vjp(q, w, x)[1](g)
+    exact = exact_gradients(order, (Grid(whole=True), Grid()), x, w, g)[::-1]
+    one = *low(w, x, g), *jax.jit(low)(w, x, g)
+    each = jax.jit(jax.vmap(low, (None, 1, 1), 1))(w, *(np.stack([v, 2 * v], 1) for v in (x, g)))
+    twice = [np.stack([v, by * v], 1) for v, by in zip(exact, (4, 2), strict=True)]  # to w and to x
     for value, want in zip((*one, *each), (*exact, *exact, *twice), strict=True):
-        assert np.abs(value - want).max() < 4e-3 * np.abs(want).max()
+        assert np.abs(np.asarray(value) - want).max() < 4e-3 * np.abs(want).max()
 
 
 def test_a_symbolic_number_of_rows():
@@ -458,13 +451,14 @@ def test_a_symbolic_number_of_rows():
         ]
     )
     struct = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 32), (rows, 64), (rows, 32))]
-    jax.tree.map(assert_same_bits, jax.export.export(f)(*struct).call(W, X, G), f(W, X, G))
-
-
-def test_towards_the_input_through_frozen_integers():
-    q = quantize_fn(matmul, rules("blocks", "int8"))
-    of = jax.jit(lambda w, x, g: jax.vjp(lambda x: q(q.freeze({"w": w}, x), x), x)[1](g)[0])
-    assert_same_bits(of(W, X, G), of_matmul("blocks", "int8")(W, X, G)[0])
+    w, x, g = (F(rng.integers(-100, 100, size=v.shape)) for v in (W, X, G))
+    w[0], x[:, 0], g[0, 0] = 127, 127, 127  # scales of 1
+    exported = jax.jit(jax.export.export(f)(*struct).call)
+    for dw in exported(w, x, g):
+        assert_same_bits(dw, x.T @ g)
+    of_x, scales = quantized(X, activation, 1)
+    by, scale, _ = by_hand.levels(G * scales[:, :1], Grid(whole=True), None)
+    assert_same_bits(exported(W, X, G)[1], F(of_x.T.astype(np.int64) @ by) * scale)
 
 
 BAD = [
@@ -492,11 +486,11 @@ def test_bad_input(call, error, match):
 
 @pytest.mark.parametrize(
     ("operands", "precision"),
-    [("float8", float8_spec("float8_e5m2")), ("tensors", QuantSpec()), ("tensors", nvfp4_spec())],
+    [("float8", float8_spec("float8_e5m2")), ("tensors", "int8"), ("tensors", (nvfp4_spec(), None))],
     ids=["e5m2", "int8", "nvfp4"],
 )
 def test_the_scale_of_a_gradient_is_just_in_time(operands, precision):
-    of = gradients(matmul, [Rule("w", *OPERANDS[operands], gradient=precision)])
+    of = of_matmul(operands, precision)
     for once, scaled in zip(of(W, X, G), of(W, X, G * 2**20), strict=True):
         assert_same_bits(np.asarray(once) * F(2**20), scaled)
 
