@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ragged dots against the loop over groups: rows of one group are those of a dot, with the qparams of all rows."""
 
-import functools
-
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from hand_written import Grid, levels
 from jax import lax
 from lanes import cases
 
@@ -21,7 +20,6 @@ from jaxquant import (
     activation_spec,
     dequantize,
     dot_general,
-    fake_quant,
     float8_spec,
     mxfp8_spec,
     nvfp4_spec,
@@ -30,8 +28,9 @@ from jaxquant import (
     weight_spec,
 )
 
+F = np.float32
 rng = np.random.default_rng(0)
-normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+normal = lambda *shape: rng.normal(size=shape).astype(F)
 X, W, G = normal(24, 32), normal(4, 32, 16), normal(24, 16)
 SIZES = {
     "some in none": (7, 0, 5, 3),
@@ -41,25 +40,18 @@ SIZES = {
     "uneven": (1, 1, 21, 1),
     "more than there are": (20, 20, 20, 20),
 }
-ROWS, EACH = PerChannel(0), PerChannel((0, 2))
-PAIRS = {  # of the rule, and with axes of the operands
-    "8 bits": (weight_spec(8), activation_spec(8), QuantSpec(granularity=EACH), activation_spec(8)),
-    "affine tokens": (
-        QuantSpec(symmetric=False, granularity=PerChannel(None)),
-        QuantSpec(symmetric=False, granularity=PerToken()),
-        QuantSpec(symmetric=False, granularity=EACH),
-        QuantSpec(symmetric=False, granularity=ROWS),
-    ),
-    "blocks": (
-        weight_spec(4, block_size=8),
-        activation_spec(8),
-        QuantSpec(bits=4, granularity=PerBlock(1, 8)),
-        activation_spec(8),
-    ),
-    "16 bits": (weight_spec(8), activation_spec(16), QuantSpec(granularity=EACH), activation_spec(16)),
-    "float8": (float8_spec(), float8_spec(), float8_spec(), float8_spec()),
-    "mxfp8": (mxfp8_spec(), mxfp8_spec(), mxfp8_spec(axis=1), mxfp8_spec(axis=1)),
-    "nvfp4": (nvfp4_spec(), nvfp4_spec(), nvfp4_spec(axis=1), nvfp4_spec(axis=1)),
+SIZES = {name: np.int32(sizes) for name, sizes in SIZES.items()}
+TOKENS, TOKEN, WHOLE = activation_spec(8, granularity=PerToken()), Grid(8, affine=True), Grid(8, True, whole=True)
+PAIRS = {  # of the rule; then the grids, and how many blocks a column of the weight has
+    "8 bits": (weight_spec(8), activation_spec(8), Grid(8), WHOLE, 1),
+    "affine tokens": (QuantSpec(symmetric=False, granularity=PerChannel(None)), TOKENS, Grid(8, True), TOKEN, 1),
+    "blocks": (weight_spec(4, block_size=8), activation_spec(8), Grid(4), WHOLE, 4),
+    "16 bits": (weight_spec(8), activation_spec(16), Grid(8), Grid(16, True, True), 1),
+}
+FORMATS = {  # of the rule, and with axes of the operands
+    "float8": (float8_spec(), float8_spec()),
+    "mxfp8": (mxfp8_spec(), mxfp8_spec(axis=1)),
+    "nvfp4": (nvfp4_spec(), nvfp4_spec(axis=1)),
 }
 
 
@@ -67,52 +59,78 @@ def experts(p, x, sizes):
     return lax.ragged_dot(x, p["w"], sizes)
 
 
-def loop(one, x, sizes):
-    """`one(x, e)` of all rows and each matrix, of which each row takes that of its group."""
-    group = np.repeat(np.arange(len(sizes) + 1), [*sizes, len(x)])[: len(x), None]
-    return functools.reduce(lambda y, e: jnp.where(group == e, one(e), y), range(len(sizes)), jnp.float32(0))
+def groups(rows, sizes):
+    """The group of each row; the number of groups for those in none."""
+    return np.repeat(np.arange(len(sizes) + 1), [*sizes, rows])[:rows]
+
+
+def levels_of_both(x, w, of_weight, of_input, blocks=1):
+    """By hand, as `levels` gives them: (rows, blocks, columns) of x, (groups, blocks, columns, outputs) of w."""
+    parts = w.reshape(len(w), blocks, -1, w.shape[-1])
+    w = levels(parts, of_weight, (0, 1, 2, 3) if of_weight.whole else (2,))
+    level, scale, mask = levels(x, of_input, (1,))
+    return (level.reshape(len(x), blocks, -1), scale, mask), w
+
+
+def by_hand(x, w, sizes, *grids):
+    """Each row in int64 with the matrix of its group, block by block; 0 for rows in no group."""
+    group = groups(len(x), sizes)
+    (of_x, x_scale, _), (of_w, w_scale, _) = levels_of_both(x, w, *grids)
+    own, y = np.minimum(group, len(w) - 1), F(0)
+    for block in range(of_x.shape[1]):
+        acc = np.einsum("mk,mkn->mn", of_x[:, block], of_w[own, block])
+        y = y + acc.astype(F) * (x_scale * np.broadcast_to(w_scale, (*of_w.shape[:2], 1, w.shape[-1]))[own, block, 0])
+    return np.where(group[:, None] < len(w), y, F(0))
 
 
 def rules(weight, activation, **kw):
     return [Rule("*", weight, activation, **kw)]
 
 
-def sized(name):
-    return jnp.array(SIZES[name], jnp.int32)
+def gradients(q):
+    """To the weight and to the input, by one program for all sizes."""
+    return jax.jit(lambda w, x, sizes, g: jax.vjp(lambda w, x: q({"w": w}, x, sizes), w, x)[1](g))
 
 
-@cases("name", PAIRS, ["8 bits", "affine tokens", "blocks"])
+@cases("name", PAIRS, ["affine tokens", "blocks"])
 def test_is_the_loop_over_groups(name):
-    weight, activation, of_weight, of_input = PAIRS[name]
-    q, x, w = quantize_fn(experts, rules(weight, activation)), quantize(X, of_input), quantize(W, of_weight)
-    call = jax.jit(q)
+    weight, activation, *grids = PAIRS[name]
+    call = jax.jit(quantize_fn(experts, rules(weight, activation)))
     for sizes in SIZES.values():
-        got = call({"w": W}, X, jnp.array(sizes, jnp.int32))
-        expected = loop(lambda e: dot_general(x, w[e], (((1,), (0,)), ((), ()))), X, sizes)
-        assert_same_bits(got, expected)
-    assert_same_bits(q({"w": W}, X, jnp.array(sizes, jnp.int32)), got)
+        assert_same_bits(call({"w": W}, X, sizes), by_hand(X, W, sizes, *grids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_of_formats_is_the_loop_over_groups(name):
+    of_rule, spec = FORMATS[name]
+    call, x, w = jax.jit(quantize_fn(experts, rules(of_rule, of_rule))), quantize(X, spec), quantize(W, spec)
+    each = np.stack([dot_general(x, w[e], (((1,), (0,)), ((), ()))) for e in range(len(W))])
+    for sizes in SIZES.values():
+        group = groups(len(X), sizes)
+        expected = np.where(group[:, None] < 4, each[np.minimum(group, 3), np.arange(len(X))], F(0))
+        assert_same_bits(call({"w": W}, X, sizes), expected)
 
 
 def test_the_groups_and_the_output_channels_have_scales_of_their_own():
-    plan = quantize_fn(experts, rules(weight_spec(8), activation_spec(8))).plan({"w": W}, X, sized("even"))
+    plan = quantize_fn(experts, rules(weight_spec(8), activation_spec(8))).plan({"w": W}, X, SIZES["even"])
     assert [(site.name, site.op, site.kind, site.length) for site in plan] == [
         ("w:input", "ragged_dot_general", "weight", 32),
         ("w", "ragged_dot_general", "weight", 32),
     ]
-    assert plan["w"].spec.granularity == EACH
+    assert plan["w"].spec.granularity == PerChannel((0, 2))
 
 
-@pytest.mark.parametrize("sizes", ["some in none", "uneven"])
-def test_the_gradient_is_that_of_the_loop(sizes):
-    q = quantize_fn(experts, rules(weight_spec(8), activation_spec(8)))
-    by_hand = lambda p, x: loop(
-        lambda e: fake_quant(x, activation_spec(8)) @ fake_quant(p["w"], QuantSpec(granularity=EACH))[e],
-        X, SIZES[sizes],
-    )  # fmt: skip
-    _, pull = jax.vjp(lambda p, x: q(p, x, sized(sizes)), {"w": W}, X)
-    _, expected = jax.vjp(by_hand, {"w": W}, X)
-    for got, want in zip(*map(jax.tree.leaves, (pull(G), expected(G))), strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-5)
+def test_the_gradient_is_that_of_the_loop():
+    both = gradients(quantize_fn(experts, rules(weight_spec(8), activation_spec(8))))
+    (x, x_scale, of_x), (w, w_scale, of_w) = levels_of_both(X, W, Grid(8), WHOLE)
+    x, w, of_w = x[:, 0] * x_scale, (w * w_scale)[:, 0], of_w[:, 0]
+    for sizes in SIZES["some in none"], SIZES["uneven"]:
+        is_in = groups(24, sizes)[:, None] == np.arange(4)
+        towards_w = np.einsum("mk,me,mn->ekn", x, is_in, G) * of_w
+        towards_x = np.einsum("ekn,me,mn->mk", w, is_in, G) * of_x
+        for got, want in zip(both(W, X, sizes, G), (towards_w, towards_x), strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 INT8 = QuantSpec()
@@ -125,126 +143,123 @@ GRADIENTS = {
 }
 
 
-@cases("name", GRADIENTS, ["int8", "blocks", "bfloat16"])
+@cases("name", GRADIENTS, ["blocks", "bfloat16"])
 def test_a_gradient_in_low_precision_is_that_of_the_dot_with_all_matrices(name):
     sizes, of = SIZES["some in none"], rules(weight_spec(8), activation_spec(8), gradient=GRADIENTS[name])
     every = quantize_fn(lambda p, x: jnp.einsum("mk,kgn->mgn", x, p["w"]), of)
-    is_in = np.repeat(np.arange(5), [*sizes, 9])[:, None, None] == np.arange(4)[None, :, None]
-    expected = jax.vjp(every, {"w": W.transpose(1, 0, 2)}, X)[1](jnp.where(is_in, G[:, None], 0))
-    q = quantize_fn(experts, of)
-    y, pull = jax.vjp(lambda p, x: q(p, x, sized("some in none")), {"w": W}, X)
-    got = pull(G)
-    assert_same_bits(
-        y, quantize_fn(experts, rules(weight_spec(8), activation_spec(8)))({"w": W}, X, sized("some in none"))
+    is_in = groups(24, sizes)[:, None, None] == np.arange(4)[None, :, None]
+    expected = jax.jit(lambda w, x, g: jax.vjp(every, {"w": w}, x)[1](g))(
+        W.transpose(1, 0, 2), X, np.where(is_in, G[:, None], F(0))
     )
+    got = gradients(quantize_fn(experts, of))(W, X, sizes, G)
     assert_same_bits(got[1], expected[1])
-    assert_same_bits(got[0]["w"], expected[0]["w"].transpose(1, 0, 2))
+    assert_same_bits(got[0], expected[0]["w"].transpose(1, 0, 2))
 
 
 def test_an_int8_gradient_is_integer_arithmetic():
-    sizes, of = SIZES["uneven"], rules(QuantSpec(), QuantSpec(), gradient=INT8)
-    pull = jax.vjp(lambda w, x: quantize_fn(experts, of)({"w": w}, x, sized("uneven")), W, X)[1]
-    g, x, w = quantize(G, INT8), quantize(X, QuantSpec()), quantize(W, QuantSpec())
-    group = np.repeat(np.arange(4), sizes)
-    of_g, of_x, of_w = (np.asarray(v.values, np.int64) for v in (g, x, w))
-    towards_x = np.einsum("mn,mkn->mk", of_g, of_w[group])
-    towards_w = np.stack([of_x[group == e].T @ of_g[group == e] for e in range(4)])
-    got = pull(G)
-    assert_same_bits(got[0], np.float32(towards_w) * (np.float32(x.scale) * np.float32(g.scale)))
-    assert_same_bits(got[1], np.float32(towards_x) * (np.float32(g.scale) * np.float32(w.scale)))
+    q, sizes = quantize_fn(experts, rules(QuantSpec(), QuantSpec(), gradient=INT8)), SIZES["uneven"]
+    group, whole = groups(24, sizes), Grid(8, whole=True)
+    (of_x, x, _), (of_w, w, _) = levels_of_both(X, W, whole, whole)
+    of_g, g, _ = levels(G, whole, ())
+    towards_x = np.einsum("mn,mkn->mk", of_g, of_w[group, 0])
+    towards_w = np.stack([of_x[group == e, 0].T @ of_g[group == e] for e in range(4)])
+    got = gradients(q)(W, X, sizes, G)
+    assert_same_bits(got[0], F(towards_w) * (x * g))
+    assert_same_bits(got[1], F(towards_x) * (g * w.squeeze()))
+    assert_same_bits(q({"w": W}, X, sizes), by_hand(X, W, sizes, whole, whole))
 
 
 def test_a_weight_only_site_is_the_ragged_dot_of_its_real_values():
-    for spec in weight_spec(4, block_size=8), float8_spec():
-        own = QuantSpec(bits=4, granularity=PerBlock(1, 8)) if spec.format is None else spec
-        expected = jax.jit(lax.ragged_dot)(X, dequantize(quantize(W, own)), sized("uneven"))
-        q = quantize_fn(experts, rules(spec, None))
-        assert_same_bits(jax.jit(q)({"w": W}, X, sized("uneven")), expected)
-        frozen = q.freeze({"w": W}, X, sized("uneven"))
-        assert_same_bits(jax.jit(q)(frozen, X, sized("uneven")), expected)
+    blocks, scale, _ = levels(W.reshape(4, 4, 8, 16), Grid(4), (2,))
+    of_blocks, of_float = (blocks * scale).astype(F).reshape(W.shape), dequantize(quantize(W, float8_spec()))
+    for spec, real in (weight_spec(4, block_size=8), of_blocks), (float8_spec(), of_float):
+        q, sizes = quantize_fn(experts, rules(spec, None)), SIZES["uneven"]
+        call, expected = jax.jit(q), jax.jit(lax.ragged_dot)(X, real, sizes)
+        assert_same_bits(call({"w": W}, X, sizes), expected)
+        assert_same_bits(call(q.freeze({"w": W}, X, sizes), X, sizes), expected)
 
 
 def test_frozen_experts_give_the_same_bits():
     q = quantize_fn(experts, rules(weight_spec(8), activation_spec(8)))
-    args = {"w": W}, X, sized("some in none")
+    args = {"w": W}, X, SIZES["some in none"]
     qparams = q.init_qparams(*args, ranges=q.observe(*args))
     frozen = q.freeze(*args, qparams=qparams)
     inputs = {key: v for key, v in qparams.items() if key != "w"}
-    assert_same_bits(q(frozen, *args[1:], qparams=inputs), q(*args, qparams=qparams))
+    # Those of a call without qparams: the range of the input is of the same rows.
+    expected = by_hand(X, W, SIZES["some in none"], Grid(8), WHOLE)
+    assert_same_bits(q(frozen, *args[1:], qparams=inputs), expected)
+    assert_same_bits(q(*args, qparams=qparams), expected)
     assert frozen["w"].values.dtype == jnp.int8
 
 
 def test_inside_vmap_scan_and_a_batch_of_matrices():
-    of = rules(weight_spec(8), activation_spec(8, granularity=PerToken()))
-    q, sizes = quantize_fn(experts, of), jnp.array([SIZES["uneven"], SIZES["some in none"]], jnp.int32)
-    x, w = jnp.stack([X, X[::-1]]), jnp.stack([W, W[::-1]])
-    one = [[q({"w": w[j]}, x[i], sizes[i]) for i in range(2)] for j in range(2)]
+    of = rules(weight_spec(8), TOKENS)
+    sizes, x, w = np.stack([SIZES["uneven"], SIZES["some in none"]]), np.stack([X, X[::-1]]), np.stack([W, W[::-1]])
+    one = lambda x, w, sizes: by_hand(x, w, sizes, Grid(8), TOKEN)
+    of_w = np.stack([one(x[i], W, sizes[i]) for i in range(2)])
     numbers = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((), ())), (1,), (0,))
     shared = quantize_fn(lambda p, x, s: lax.ragged_dot_general(x, p["w"], s, numbers), of)
-    assert_same_bits(shared({"w": W}, x, sizes), jnp.stack(one[0]))
+    assert_same_bits(shared({"w": W}, x, sizes), of_w)
     own = quantize_fn(lambda p, x, s: jax.vmap(lambda w, x, s: experts({"w": w}, x, s))(p["w"], x, s), of)
-    assert_same_bits(own({"w": w}, x, sizes), jnp.stack([one[0][0], one[1][1]]))
+    assert_same_bits(own({"w": w}, x, sizes), np.stack([one(x[i], w[i], sizes[i]) for i in range(2)]))
     layers = lambda p, x, s: lax.scan(lambda x, w: (experts({"w": w}, x, s)[:, :8].repeat(4, 1), None), x, p["w"])[0]
     y = X
     for i in range(2):
-        y = q({"w": w[i]}, y, sizes[0])[:, :8].repeat(4, 1)
+        y = one(y, w[i], sizes[0])[:, :8].repeat(4, 1)
     assert_same_bits(quantize_fn(layers, of)({"w": w}, X, sizes[0]), y)
-    assert_same_bits(jax.vmap(q, (None, 0, 0))({"w": W}, x, sizes), jnp.stack(one[0]))
+    assert_same_bits(jax.vmap(quantize_fn(experts, of), (None, 0, 0))({"w": W}, x, sizes), of_w)
 
 
 def test_two_inputs_without_a_parameter():
     q = quantize_fn(
         lambda p, x, w, s: lax.ragged_dot(x, w, s), [Rule("*", activation=activation_spec(8), kind="act_act")]
     )
-    x, w = quantize(X, activation_spec(8)), quantize(W, activation_spec(8))
-    expected = loop(lambda e: dot_general(x, w[e], (((1,), (0,)), ((), ()))), X, SIZES["uneven"])
-    assert_same_bits(q({}, X, W, sized("uneven")), expected)
+    assert_same_bits(q({}, X, W, SIZES["uneven"]), by_hand(X, W, SIZES["uneven"], WHOLE, WHOLE))
 
 
 def test_a_ragged_contraction_is_no_site():
     numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
     f = lambda p, x, s: lax.ragged_dot_general(x, p["w"], s, numbers)
     with pytest.raises(ValueError, match=r"At 'w', chosen by the rule '\*'.*ragged_dot_general.*cannot replace"):
-        quantize_fn(f, rules(weight_spec(8), None)).plan({"w": G}, X, sized("even"))
+        quantize_fn(f, rules(weight_spec(8), None)).plan({"w": G}, X, SIZES["even"])
 
 
 def test_of_a_symbolic_number_of_rows_and_of_nothing():
-    q = quantize_fn(experts, rules(weight_spec(8), activation_spec(8)))
+    q, sizes = quantize_fn(experts, rules(weight_spec(8), activation_spec(8))), SIZES["uneven"]
     (rows,) = jax.export.symbolic_shape("rows")
-    exported = jax.export.export(jax.jit(q))({"w": W}, jax.ShapeDtypeStruct((rows, 32), jnp.float32), sized("uneven"))
-    assert_same_bits(exported.call({"w": W}, X, sized("uneven")), q({"w": W}, X, sized("uneven")))
-    assert q({"w": W}, X[:0], sized("none")).shape == (0, 16)
-    assert_same_bits(q({"w": W[:0]}, X, sized("none")[:0]), jnp.zeros((24, 16)))
+    exported = jax.export.export(jax.jit(q))({"w": W}, jax.ShapeDtypeStruct((rows, 32), F), sizes)
+    assert_same_bits(exported.call({"w": W}, X, sizes), by_hand(X, W, sizes, Grid(8), WHOLE))
+    assert jax.eval_shape(q, {"w": W}, X[:0], SIZES["none"]).shape == (0, 16)
+    assert_same_bits(q({"w": W[:0]}, X, SIZES["none"][:0]), np.zeros((24, 16), F))
 
 
 def test_fewer_rows_than_groups():
-    q = quantize_fn(experts, rules(weight_spec(8), activation_spec(8, granularity=PerToken())))
-    x, w = quantize(X[:3], PAIRS["affine tokens"][3]), quantize(W, QuantSpec(granularity=EACH))
+    q, x = quantize_fn(experts, rules(weight_spec(8), TOKENS)), X[:3]
     for sizes in (1, 0, 1, 1), (0, 0, 0, 3), (0, 1, 0, 0), (2, 0, 0, 0):
-        expected = loop(lambda e: dot_general(x, w[e], (((1,), (0,)), ((), ()))), X[:3], sizes)
-        assert_same_bits(q({"w": W}, X[:3], jnp.array(sizes, jnp.int32)), expected)
+        assert_same_bits(q({"w": W}, x, np.int32(sizes)), by_hand(x, W, sizes, Grid(8), TOKEN))
 
 
 def test_a_sum_of_one_group_is_no_longer_for_others():
     """Of 70 groups of 2048 columns: 143,360 products, of which 2048 are of one group; 133,144 fit int32."""
     of = rules(QuantSpec(), QuantSpec(), gradient=(INT8, None))
-    params, x, sizes = {"w": jax.ShapeDtypeStruct((70, 8, 2048), jnp.float32)}, normal(4, 8), jnp.zeros(70, jnp.int32)
+    params, x, sizes = {"w": jax.ShapeDtypeStruct((70, 8, 2048), jnp.float32)}, normal(4, 8), np.zeros(70, np.int32)
     gradient = jax.grad(lambda x, p: quantize_fn(experts, of)(p, x, sizes).sum())
     assert jax.eval_shape(gradient, x, params).shape == x.shape
 
 
 def test_the_sizes_may_be_of_a_small_dtype():
-    q, sizes = quantize_fn(experts, rules(weight_spec(8), activation_spec(8))), jnp.array([100, 100, 0, 100], jnp.uint8)
-    x = jnp.tile(X, (13, 1))[:300]
-    assert_same_bits(q({"w": W}, x, sizes), q({"w": W}, x, sizes.astype(jnp.int32)))
+    """Of one that does not hold their sum, too."""
+    q = quantize_fn(experts, rules(weight_spec(8), activation_spec(8)))
+    for sizes in *SIZES.values(), (7, 250, 5, 3):
+        assert_same_bits(q({"w": W}, X, np.uint8(sizes)), by_hand(X, W, sizes, Grid(8), WHOLE))
 
 
 def test_the_gradient_of_a_float_ragged_dot_is_refused():
     gradient = jax.grad(lambda p, x, s: (experts(p, x, s) ** 2).sum())
     with pytest.raises(ValueError, match="the function differentiates by itself"):
-        quantize_fn(gradient, rules(weight_spec(8), None)).plan({"w": W}, X, sized("even"))
+        quantize_fn(gradient, rules(weight_spec(8), None)).plan({"w": W}, X, SIZES["even"])
     left = [*rules(weight_spec(8), None), Rule("**", None, kind="gradient", optional=True)]
-    assert quantize_fn(gradient, left).plan({"w": W}, X, sized("even"))["w"].spec
+    assert quantize_fn(gradient, left).plan({"w": W}, X, SIZES["even"])["w"].spec
 
 
 def test_a_ragged_contraction_reads_a_parameter():
@@ -252,4 +267,4 @@ def test_a_ragged_contraction_reads_a_parameter():
     f = lambda p, x, s: (x.T @ p["w"], lax.ragged_dot_general(x, p["w"], s, numbers))
     q = quantize_fn(f, rules(weight_spec(8), activation_spec(8), op="dot_general"))
     with pytest.raises(ValueError, match=r"also read in float, by 'ragged_dot_general'"):
-        q.freeze({"w": G}, X, sized("even"))
+        q.freeze({"w": G}, X, SIZES["even"])
