@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that are quantized where `quant_point` names them, and whose integers the dots take that meet them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from hand_written import Grid, exact, levels
 from jax.sharding import PartitionSpec as P
 from lanes import cases
 
@@ -15,21 +18,26 @@ from jaxquant import (
     QuantSpec,
     Rule,
     activation_spec,
-    dot_general,
     fake_quant,
     quant_point,
-    quantize,
     quantize_fn,
     weight_spec,
 )
 
-normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
+F = np.float32
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(F)
+
+
 X, PARAMS = normal(0, 6, 8), {"a": normal(1, 8, 12) / 3, "b": normal(2, 6, 4) / 3}
 W8, A8 = weight_spec(8), activation_spec(8)
-MATMUL = ((1,), (0,)), ((), ())
 WEIGHTS = Rule("*", W8, A8)
 TOKENS = activation_spec(8, granularity=PerToken())
 POOLED = Rule("pooled", activation=A8, kind="value")
+VALUE = Rule("v", activation=A8, kind="value")
+WHOLE = Grid(8, affine=True, whole=True)
 
 
 def pooled(p, x):
@@ -40,8 +48,35 @@ def model(p, x):
     return pooled(p, x) @ p["b"]
 
 
-def test_the_dot_takes_the_integers_of_the_value():
+def dot(x, w):
+    """By hand, of 8 bits."""
+    return exact("mk,kn->mn", (WHOLE, Grid(8)), x, w)[0]
+
+
+def real(v, grid=WHOLE):
+    level, scale, _ = levels(v, grid, (0,))
+    return level.astype(F) * scale
+
+
+def static_dot(x, w, of_x, of_w):
+    """By hand, with these qparams."""
+    on_grid = lambda v, of, spec: np.clip(np.rint(v / of.scale) + of.zero_point, spec.qmin, spec.qmax) - of.zero_point
+    return on_grid(x, of_x, A8) @ on_grid(w, of_w, W8) * (of_x.scale * of_w.scale)
+
+
+def pooled_by_hand(x):
+    return np.maximum(x, 0).reshape(len(x), 6, 2).sum(-1) / F(2)
+
+
+@functools.cache
+def calibrated():
+    """With qparams for every entry."""
     q = quantize_fn(model, [POOLED, WEIGHTS])
+    return q, jax.device_get(q.init_qparams(PARAMS, X, ranges=q.observe(PARAMS, X)))
+
+
+def test_the_dot_takes_the_integers_of_the_value():
+    q, both = calibrated()
     plan = q.plan(PARAMS, X)
     assert [(site.name, site.kind, site.entry) for site in plan] == [
         ("a:input", "weight", "a:input"),
@@ -50,22 +85,19 @@ def test_the_dot_takes_the_integers_of_the_value():
         ("pooled#2", "weight", "pooled"),  # the input of b
         ("b", "weight", "b"),
     ]
-    value = quantize_fn(pooled, [Rule("a", W8, A8)])(PARAMS, X)
-    expected = dot_general(quantize(value, A8), quantize(PARAMS["b"], weight_spec(8, channel_axis=-1)), MATMUL)
-    assert_same_bits(q(PARAMS, X), expected)
+    expected = dot(pooled_by_hand(dot(X, PARAMS["a"])), PARAMS["b"])
     assert_same_bits(jax.jit(q)(PARAMS, X), expected)
-    frozen = q.freeze(PARAMS, X)
-    assert_same_bits(q(frozen, X), expected)
-    both = q.init_qparams(PARAMS, X, ranges=q.observe(PARAMS, X))
+    assert_same_bits(q(q.freeze(PARAMS, X), X), expected)
     assert set(both) == {"a:input", "a", "pooled", "b"}
     static = q(q.freeze(PARAMS, X, qparams=both), X, qparams={key: both[key] for key in ("a:input", "pooled")})
-    assert_same_bits(static, q(PARAMS, X, qparams=both))
+    value = pooled_by_hand(static_dot(X, PARAMS["a"], both["a:input"], both["a"]))
+    assert_same_bits(static, static_dot(value, PARAMS["b"], both["pooled"], both["b"]))
 
 
 def test_a_name_without_a_rule_is_no_site():
     assert [site.name for site in quantize_fn(model, [WEIGHTS]).plan(PARAMS, X)] == ["a:input", "a", "pooled", "b"]
-    q = quantize_fn(model, [Rule("pooled", None, kind="value"), WEIGHTS])
-    assert_same_bits(q(PARAMS, X), quantize_fn(model, [WEIGHTS])(PARAMS, X))
+    text = lambda rules: jax.jit(quantize_fn(model, rules)).lower(PARAMS, X).as_text()
+    assert text([Rule("pooled", None, kind="value"), WEIGHTS]) == text([WEIGHTS])
 
 
 MOVES = {
@@ -82,39 +114,31 @@ MOVES = {
 @cases("name", MOVES, ["reshape", "transpose", "slice"])
 def test_moved_it_is_the_same_value(name):
     move = MOVES[name]
-    dot = lambda p, v: v @ p["w"].astype(v.dtype)
-    q = quantize_fn(
-        lambda p, x: dot(p, move(quant_point(x * 2, "v"))), [Rule("v", activation=A8, kind="value"), WEIGHTS]
-    )
+    meets = lambda p, v: v @ p["w"].astype(v.dtype)
+    q = quantize_fn(lambda p, x: meets(p, move(quant_point(x * 2, "v"))), [VALUE, WEIGHTS])
     params, x = {"w": normal(3, 6, 4)}, normal(4, 6, 6)
     assert q.plan(params, x)["v#2"].entry == "v"
-    whole = fake_quant(x * 2, A8)
-    reference = quantize_fn(lambda p, v: dot(p, move(v)), [WEIGHTS])
-    qparams = {"w": None, "w:input": q.init_qparams(params, x, ranges=q.observe(params, x))["v"]}
-    np.testing.assert_allclose(
-        np.float32(q(params, x)), np.float32(reference(params, whole, qparams=qparams)), atol=1e-6
-    )
+    (v, v_scale, _), (w, w_scale, _) = levels(x * 2, WHOLE, (1,)), levels(params["w"], Grid(8), (0,))
+    y = q(params, x)
+    assert_same_bits(y, (F(move(F(v))) @ F(w) * (v_scale * w_scale)).astype(y.dtype))
 
 
 def test_what_computes_with_it_sees_the_quantized_value():
-    f = lambda p, x: jnp.sin(quant_point(x, "v")) + quant_point(x * 2, "other")
-    q = quantize_fn(f, [Rule("v", activation=A8, kind="value")])
-    assert_same_bits(jax.jit(q)({}, X), jax.jit(lambda x: jnp.sin(fake_quant(x, A8)) + x * 2)(X))
+    f = lambda p, x: jnp.abs(quant_point(x, "v")) + quant_point(x * 2, "other")
+    assert_same_bits(jax.jit(quantize_fn(f, [VALUE]))({}, X), np.abs(real(X)) + X * 2)
 
 
 def test_the_gradient_is_that_of_fake_quant():
-    q = quantize_fn(model, [POOLED, Rule("*", W8)])
-    qparams = q.init_qparams(PARAMS, X, ranges=q.observe(PARAMS, X))
+    q, scale = quantize_fn(model, [POOLED, Rule("*", W8)]), calibrated()[1]["pooled"]
     weight = lambda w: fake_quant(w, weight_spec(8, channel_axis=-1))
 
     def by_hand(p, scale):
         v = jax.nn.relu(X @ weight(p["a"])).reshape(6, 6, 2).mean(-1)
         return (fake_quant(v, A8, scale) @ weight(p["b"])).sum()
 
-    got = jax.grad(lambda p, s: q(p, X, qparams={"a": None, "b": None, "pooled": s}).sum(), (0, 1))
-    for a, b in zip(
-        *map(jax.tree.leaves, (f(PARAMS, qparams["pooled"]) for f in (got, jax.grad(by_hand, (0, 1))))), strict=True
-    ):
+    ours = lambda p, s: q(p, X, qparams={"a": None, "b": None, "pooled": s}).sum()
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(PARAMS, scale) for f in (ours, by_hand))
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -125,48 +149,40 @@ def test_the_view_gives_it_once():
         seen.append((info.name, info.qparams is not None))
         return x
 
-    q = quantize_fn(model, [POOLED, WEIGHTS])
-    qparams = q.init_qparams(PARAMS, X, ranges=q.observe(PARAMS, X))
-    y = q.at_sites(site)(PARAMS, X, qparams=qparams)
+    q, qparams = calibrated()
+    y = jax.jit(q.at_sites(site))(PARAMS, X, qparams=qparams)
     assert dict(seen) == dict.fromkeys(("a:input", "a", "pooled", "b"), True)
-    np.testing.assert_allclose(y, model(PARAMS, X), atol=1e-5)
+    np.testing.assert_allclose(y, pooled_by_hand(X @ PARAMS["a"]) @ PARAMS["b"], atol=1e-5)
 
 
 def test_a_nan_stays_in_its_row():
     q = quantize_fn(
         lambda p, x: (quant_point(x, "v") @ p["w"], quant_point(x, "v") + 1),
-        [Rule("v", activation=A8, kind="value"), WEIGHTS],
+        [VALUE, WEIGHTS],
     )
-    y, v = q({"w": PARAMS["b"]}, X[:, :6].at[2, 1].set(jnp.nan))
+    x = X[:, :6].copy()
+    x[2, 1] = np.nan
+    y, v = q({"w": PARAMS["b"]}, x)
     assert np.isnan(y).any(1).tolist() == [False, False, True, False, False, False]
     assert np.isnan(v).sum() == 1
 
 
 def test_in_a_scan_each_layer_has_its_own_range():
-    layers = {"w": normal(5, 3, 6, 6) * jnp.array([1.0, 4.0, 0.1]).reshape(3, 1, 1)}
-
-    def f(p, x):
-        return jax.lax.scan(lambda x, p: (quant_point(x @ p["w"], "v") @ p["w"], None), x, p)[0]
-
-    q = quantize_fn(f, [Rule("v", activation=A8, kind="value"), WEIGHTS])
-    ranges = q.observe(layers, X[:, :6])
-    assert ranges["v"].x_max.shape == (3,)
-    qparams = q.init_qparams(layers, X[:, :6], ranges=ranges)
-    x = X[:, :6]
-    one = quantize_fn(
-        lambda p, x: quant_point(x @ p["w"], "v") @ p["w"], [Rule("v", activation=A8, kind="value"), WEIGHTS]
+    w, x = normal(5, 3, 6, 6) * F([1, 4, 0.1])[:, None, None], X[:, :6]
+    layer = lambda p, x: quant_point(x @ p["w"], "v") @ p["w"]
+    q, one = (
+        quantize_fn(f, [VALUE, WEIGHTS])
+        for f in (lambda p, x: jax.lax.scan(lambda x, p: (layer(p, x), None), x, p)[0], layer)
     )
+    ranges = q.observe({"w": w}, x)
+    assert ranges["v"].x_max.shape == (3,)
+    qparams = jax.device_get(q.init_qparams({"w": w}, x, ranges=ranges))
+    static, dynamic = x, np.stack([x, x[::-1] * 2])
     for i in range(3):
-        x = one(
-            {"w": layers["w"][i]},
-            x,
-            qparams={key: QParams(of.scale[i], of.zero_point[i]) for key, of in qparams.items()},
-        )
-    assert_same_bits(q(layers, X[:, :6], qparams=qparams), x)
-    assert_same_bits(jax.vmap(q, (None, 0))(layers, X[None, :, :6])[0], q(layers, X[:, :6]))
-
-
-VALUE = Rule("v", activation=A8, kind="value")
+        static = one({"w": w[i]}, static, qparams={key: QParams(*(v[i] for v in of)) for key, of in qparams.items()})
+        dynamic = np.stack([dot(dot(x, w[i]), w[i]) for x in dynamic])
+    assert_same_bits(q({"w": w}, x, qparams=qparams), static)
+    assert_same_bits(jax.vmap(q, (None, 0))({"w": w}, np.stack([x, x[::-1] * 2])), dynamic)
 
 
 def test_each_device_has_a_range_of_its_own():
@@ -177,9 +193,9 @@ def test_each_device_has_a_range_of_its_own():
         return (v @ w)[None], v[None]
 
     on_devices = jax.shard_map(body, mesh=mesh, in_specs=(P("d"), P()), out_specs=(P("d"), P("d")), check_vma=False)
-    x = jnp.concatenate([X, 100 * X])
+    x = np.concatenate([X, 100 * X])
     y, v = quantize_fn(lambda p, x: on_devices(x, p["w"]), [VALUE, WEIGHTS])({"w": PARAMS["a"]}, x)
-    expected = jnp.concatenate([fake_quant(part, A8) for part in (X, 100 * X)])
+    expected = np.concatenate([real(part) for part in (X, 100 * X)])
     for i in range(2):
         assert_same_bits(v[i], expected)
         np.testing.assert_allclose(y[i], expected @ PARAMS["a"], rtol=0.02, atol=3)
@@ -191,7 +207,7 @@ def test_a_parameter_beside_a_value_is_no_part_of_it():
     for order in 1, -1:
         q = quantize_fn(beside(order), [Rule("v", activation=spec, kind="value"), Rule("w", spec)])
         y, _ = q({"w": PARAMS["a"].T}, X)
-        assert_same_bits(y, jnp.concatenate([fake_quant(X, spec), PARAMS["a"].T][::order]))
+        assert_same_bits(y, np.concatenate([real(X, Grid(8, whole=True)), PARAMS["a"].T][::order]))
 
 
 def test_names_in_what_f_differentiates_and_of_constants_are_sites():
@@ -210,8 +226,8 @@ def test_what_leaves_a_kept_derivative_is_an_input_of_its_own():
     keep = Rule("v", activation=A8, kind="value", custom="keep")
     q = quantize_fn(lambda p, x: f(x) @ p["a"], [keep, WEIGHTS])
     assert q.plan(PARAMS, X)["v#2"].entry == "v#2"
-    np.testing.assert_allclose(q(PARAMS, X), jnp.tanh(X) @ PARAMS["a"], atol=0.1)
-    assert_same_bits(jax.grad(lambda x: f(x).sum())(X), jnp.full_like(X, 2))
+    np.testing.assert_allclose(q(PARAMS, X), np.tanh(X) @ PARAMS["a"], atol=0.1)
+    assert_same_bits(jax.jit(jax.grad(lambda x: f(x).sum()))(X), np.full_like(X, 2))
 
 
 def test_as_integers_and_back_it_is_another_value():
@@ -227,15 +243,15 @@ def test_the_name_that_has_a_rule_counts():
         q = quantize_fn(f, [Rule(named, activation=A8, kind="value"), WEIGHTS])
         sites = {site.name: site.entry for site in q.plan(PARAMS, X)}
         assert sites == ({"v": "v", "u": "v", "a": "a"} if named == "v" else {"u": "u", "u#2": "u", "a": "a"})
-        assert_same_bits(q(PARAMS, X), quantize_fn(lambda p, x: x @ p["a"], [WEIGHTS])(PARAMS, X))
+        assert_same_bits(q(PARAMS, X), dot(X, PARAMS["a"]))
 
 
 def test_rows_of_an_embedding_are_a_value():
-    f = lambda p, x: quant_point(p["a"][jnp.array([1, 3, 3])], "v") @ p["w"]
+    rows = np.int32([1, 3, 3])
+    f = lambda p, x: quant_point(p["a"][rows], "v") @ p["w"]
     q, params = quantize_fn(f, [VALUE, Rule("w", W8, A8)]), {"a": PARAMS["a"], "w": PARAMS["a"].T}
     assert q.plan(params, X)["v"].spec == A8
-    rows = PARAMS["a"][jnp.array([1, 3, 3])]
-    assert_same_bits(q(params, X), quantize_fn(lambda p, x: x @ p["w"], [Rule("w", W8, A8)])(params, rows))
+    assert_same_bits(q(params, X), dot(params["a"][rows], params["w"]))
 
 
 @pytest.mark.parametrize(
@@ -244,9 +260,9 @@ def test_rows_of_an_embedding_are_a_value():
         (model, [POOLED, Rule("*", W8, QuantSpec())], r"At 'pooled#2'.*is the value 'pooled', which is quantized to"),
         (model, [Rule("pooled", activation=TOKENS, kind="value")], "has one scale, got"),
         (model, [Rule("poled", activation=A8, kind="value")], r"matched no site of kind 'value'.*'pooled'"),
-        (lambda p, x: x @ quant_point(p["a"], "v"), [Rule("v", activation=A8, kind="value")], "is the parameter 'a'"),
+        (lambda p, x: x @ quant_point(p["a"], "v"), [VALUE], "is the parameter 'a'"),
         (lambda p, x: quant_point(x, "a") @ p["a"], [WEIGHTS], "'a' is the path of a parameter and the name"),
-        (lambda p, x: quant_point(x > 0, "v"), [Rule("v", activation=A8, kind="value")], "must be floating.*bool"),
+        (lambda p, x: quant_point(x > 0, "v"), [VALUE], "must be floating.*bool"),
     ],
 )  # fmt: skip
 def test_errors(f, rules, message):
