@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 import string
 
 import jax
@@ -88,13 +87,18 @@ def matmul64(a, b):
 
 
 OF_B = "symmetric", "unsigned affine", "4 bits"
+MATMULS = [  # with and without each zero point in int8, and both widths of a chunk in float32
+    ("symmetric", "4 bits", "int8"),
+    ("affine", "symmetric", "int8"),
+    ("unsigned symmetric", "symmetric", "float32"),
+    ("unsigned affine", "unsigned affine", "int8"),
+    ("wide", "unsigned affine", "int8"),
+    ("4 bits", "unsigned affine", "float32"),
+    ("3 bits affine", "4 bits", "float32"),
+]
 
 
-@cases(
-    ("of_a", "of_b", "execution"),
-    itertools.product(TYPES, OF_B, EXECUTIONS),
-    in_turn(itertools.product(TYPES, OF_B), EXECUTIONS),
-)
+@cases(("of_a", "of_b", "execution"), itertools.product(TYPES, OF_B, EXECUTIONS), MATMULS)
 def test_matmul(of_a, of_b, execution, compared):
     rng = np.random.default_rng([0, *of_a.encode(), *of_b.encode()])
     for extreme in (False, True):
@@ -114,14 +118,11 @@ def test_a_matmul_of_unsigned_16_bits():
 
 @cases(
     ("length", "of_a", "execution"),
-    itertools.product([1, 519, 1041, 16384], ["symmetric", "affine"], EXECUTIONS),
     [
-        *itertools.product([519, 1041], ["affine"], EXECUTIONS),
-        (1, "affine", "float32"),
-        (519, "symmetric", "float32"),
-        (16384, "affine", "int8"),
-        (16384, "symmetric", "float32"),
+        *itertools.product([1, 519, 1041, 4100], ["symmetric", "affine"], EXECUTIONS),
+        *((16384, of_a, "int8") for of_a in ("symmetric", "affine")),
     ],
+    [(1, "affine", "float32"), (1041, "affine", "float32"), (4100, "symmetric", "float32"), (16384, "affine", "int8")],
 )
 def test_every_length(length, of_a, execution, compared):
     """Past 518 and 1040 products one float32 sum would round."""
@@ -137,8 +138,8 @@ def test_every_length(length, of_a, execution, compared):
 def test_one_float32_sum_would_not_do():
     rng = np.random.default_rng(1)
     a, b = array(rng, (32, 16384), TYPES["affine"], True), array(rng, (16384, 48), weight_spec(8, -1), True)
-    acc = jnp.asarray(centred(a), jnp.float32) @ jnp.asarray(centred(b), jnp.float32)
-    assert differing(acc * (a.scale * b.scale), matmul64(a, b)) > 0
+    acc = np.asarray(jax.jit(jnp.matmul)(*(centred(q).astype(np.float32) for q in (a, b))))
+    assert differing(acc * (np.asarray(a.scale) * b.scale), matmul64(a, b)) > 0
 
 
 DIMENSIONS = [
@@ -170,24 +171,28 @@ def sum_of_products(a, b, dimension_numbers):
 
 
 @cases(
-    ("shape_a", "shape_b", "dimension_numbers", "of", "execution"),
-    [
-        (*case, of, execution)
-        for case in DIMENSIONS
-        for of in ("symmetric", "unsigned affine")
-        for execution in EXECUTIONS
-    ],
-    [(*case, "unsigned affine", execution) for case, execution in zip(DIMENSIONS, itertools.cycle(EXECUTIONS))],
+    ("of", "first"),
+    itertools.product(["symmetric", "unsigned affine"], range(2)),
+    [("unsigned affine", 0)],
 )
-def test_dimension_numbers(shape_a, shape_b, dimension_numbers, of, execution):
+def test_dimension_numbers(of, first):
+    """All by one program, each other one in int8."""
     rng = np.random.default_rng(2)
-    a, b = array(rng, shape_a, TYPES[of]), array(rng, shape_b, TYPES[of])
-    exact = sum_of_products(centred(a), centred(b), dimension_numbers)
-    want = exact.astype(np.float32) * (np.asarray(a.scale) * np.asarray(b.scale))
-    assert_same_bits(dot_general(a, b, dimension_numbers, execution=execution), want)
+    pairs = [(array(rng, a, TYPES[of]), array(rng, b, TYPES[of])) for a, b, _ in DIMENSIONS]
+
+    @jax.jit
+    def dots(pairs):
+        executions = (EXECUTIONS[i % 2] for i in range(first, first + len(DIMENSIONS)))
+        every = zip(pairs, DIMENSIONS, executions, strict=True)
+        return [dot_general(a, b, numbers, execution=execution) for (a, b), (*_, numbers), execution in every]
+
+    for got, (a, b), (*shapes, numbers) in zip(dots(pairs), pairs, DIMENSIONS, strict=True):
+        exact = sum_of_products(centred(a), centred(b), numbers)
+        want = exact.astype(np.float32) * (np.asarray(a.scale) * np.asarray(b.scale))
+        assert_same_bits(got, want, (shapes, numbers))
 
 
-@both_executions
+@cases("execution", EXECUTIONS, ["int8"])
 def test_scales_along_batch_and_free_axes(execution):
     rng = np.random.default_rng(3)
     a = array(rng, (4, 6, 9), QuantSpec(symmetric=False, granularity=PerChannel((0, 1))))
@@ -207,44 +212,53 @@ def in_blocks(a, b, size):
     return total
 
 
-@both_executions
-@pytest.mark.parametrize(
-    ("of_a", "of_b", "size"),
-    [
-        (QuantSpec(symmetric=False), weight_spec(4, -1, 16), 16),
-        (QuantSpec(granularity=PerBlock(1, 32)), weight_spec(4, -1, 48), 16),
-        (QuantSpec(symmetric=False, granularity=PerBlock(1, 8)), QuantSpec(granularity=PerChannel(-1)), 8),
-        (QuantSpec(granularity=PerChannel(0)), QuantSpec(granularity=PerBlock(1, 2)), 1),  # blocks on a free axis
-        (QuantSpec(granularity=PerBlock(1, 96)), weight_spec(4, -1, 96), 96),
-        (QuantSpec(granularity=PerBlock(1, 16)), QuantSpec(bits=4, granularity=PerBlock((0, 1), (16, 5))), 16),
-        (QuantSpec(granularity=PerBlock((0, 1), (3, 32))), QuantSpec(granularity=PerBlock((0, 1), (96, 2))), 32),
-    ],
-    ids=str,
+BLOCKS = [
+    (QuantSpec(symmetric=False), weight_spec(4, -1, 16), 16),
+    (QuantSpec(granularity=PerBlock(1, 32)), weight_spec(4, -1, 48), 16),
+    (QuantSpec(symmetric=False, granularity=PerBlock(1, 8)), QuantSpec(granularity=PerChannel(-1)), 8),
+    (QuantSpec(granularity=PerBlock(1, 96)), weight_spec(4, -1, 96), 96),
+    (QuantSpec(granularity=PerBlock(1, 16)), QuantSpec(bits=4, granularity=PerBlock((0, 1), (16, 5))), 16),
+    (QuantSpec(granularity=PerBlock((0, 1), (3, 32))), QuantSpec(granularity=PerBlock((0, 1), (96, 2))), 32),
+]
+
+
+@cases(
+    ("of_a", "of_b", "size", "execution"),
+    [(*case, execution) for case in BLOCKS for execution in EXECUTIONS],
+    in_turn(BLOCKS, EXECUTIONS),
 )
 def test_blocks(of_a, of_b, size, execution):
     rng = np.random.default_rng(4)
     a, b = array(rng, (6, 96), of_a), array(rng, (96, 10), of_b)
-    if size == 1:
-        with pytest.raises(ValueError, match="a scale of its own for each element"):
-            dot_general(a, b, MATMUL, execution=execution)
-    else:
-        assert_same_bits(dot_general(a, b, MATMUL, execution=execution), in_blocks(a, b, size))
+    assert_same_bits(dot_general(a, b, MATMUL, execution=execution), in_blocks(a, b, size))
 
 
 @both_executions
+def test_a_scale_for_each_element_that_is_contracted(execution):
+    rng = np.random.default_rng(4)
+    a, b = array(rng, (6, 96), per_channel(QuantSpec(), 0)), array(rng, (96, 10), QuantSpec(granularity=PerBlock(1, 2)))
+    with pytest.raises(ValueError, match="a scale of its own for each element"):  # blocks on a free axis
+        dot_general(a, b, MATMUL, execution=execution)
+
+
+@cases("execution", EXECUTIONS, ["float32"])
 def test_blocks_along_two_contracted_axes(execution):
     rng = np.random.default_rng(5)
     a, b = array(rng, (3, 1, 8), QuantSpec()), array(rng, (1, 8, 5), QuantSpec(granularity=PerBlock(1, 4)))
-    a2, b2 = (QArray(q.values.reshape(s), q.scale.reshape(t), q.zero_point.reshape(t), q.spec, q.dtype)
-              for q, s, t in ((a, (3, 8), ()), (b, (8, 5), (2, 5))))  # fmt: skip
     got = dot_general(a, b, (((1, 2), (0, 1)), ((), ())), execution=execution)
-    assert_same_bits(got, in_blocks(a2, b2, 4))
+    reshaped = lambda q, shape, groups: dataclasses.replace(
+        q, values=np.asarray(q.values).reshape(shape), scale=np.asarray(q.scale).reshape(groups), zero_point=np.int8(0)
+    )
+    assert_same_bits(got, in_blocks(reshaped(a, (3, 8), ()), reshaped(b, (8, 5), (2, 5)), 4))
+
+
+WIDE = (16, 8, 516, "int8"), (12, 12, 14, "float32"), (9, 4, 3000, "int8")
 
 
 @cases(
     ("bits_a", "bits_b", "length", "execution"),
-    [(*case, execution) for case in [(16, 8, 516), (12, 12, 128), (9, 4, 3000)] for execution in EXECUTIONS],
-    [(16, 8, 516, "int8"), (12, 12, 128, "float32"), (9, 4, 3000, "int8")],
+    [*WIDE, (16, 8, 14, "float32"), (12, 12, 14, "int8"), (9, 4, 3000, "float32")],
+    WIDE,
 )
 def test_values_wider_than_8_bits(bits_a, bits_b, length, execution):
     rng = np.random.default_rng(6)
@@ -308,11 +322,11 @@ OPERANDS = "symmetric", "affine", "unsigned affine, per example"
 
 
 @cases(
-    ("n", "of"),
-    itertools.product(range(0, len(CONVOLUTIONS), 5), OPERANDS),
-    in_turn([(n,) for n in range(0, len(CONVOLUTIONS), 5)], OPERANDS[::-1]),
+    ("n", "of", "execution"),
+    itertools.product(range(0, len(CONVOLUTIONS), 5), OPERANDS, EXECUTIONS),
+    in_turn(in_turn([(n,) for n in range(0, len(CONVOLUTIONS), 5)], OPERANDS[::-1]), EXECUTIONS),
 )
-def test_convolution(n, of, compared):
+def test_convolution(n, of, execution, compared):
     options = CONVOLUTIONS[n]
     rng = np.random.default_rng([7, *of.encode()])
     spec = QuantSpec(signed="unsigned" not in of, symmetric=of == "symmetric")
@@ -320,22 +334,26 @@ def test_convolution(n, of, compared):
     a = array(rng, (2, 6, 7, 8), spec)
     b = array(rng, (3, 2, 8 // options["groups"], 6), per_channel(TYPES["affine" if spec.signed else "symmetric"], -1))
     args = *(options[k] for k in ("strides", "padding", "a_dilation", "b_dilation")), NHWC, options["groups"]
-    want = conv64(a, b, *args)
-    for execution in ("int8", "float32"):
-        got = conv_general_dilated(a, b, *args, execution=execution)
-        differ = differing(got, want)
-        compared("int64", f"conv_general_dilated, {execution}", got.size, differ)
-        assert differ == 0
+    got = conv_general_dilated(a, b, *args, execution=execution)
+    differ = differing(got, conv64(a, b, *args))
+    compared("int64", f"conv_general_dilated, {execution}", got.size, differ)
+    assert differ == 0
 
 
-@both_executions
-@pytest.mark.parametrize(
-    ("shape_a", "shape_b", "groups"),
-    [((1, 4, 5, 128), (3, 3, 128, 4), 1), ((1, 4, 4, 256), (3, 3, 128, 4), 2), ((1, 1, 700, 2), (1, 600, 2, 2), 1)],
-    ids=["features", "groups", "window"],
+LARGE = {
+    "features": ((1, 4, 5, 128), (3, 3, 128, 4), 1),
+    "groups": ((1, 4, 4, 256), (3, 3, 128, 4), 2),
+    "window": ((1, 1, 700, 1), (1, 600, 1, 2), 1),
+}
+
+
+@cases(
+    ("of", "execution"),
+    itertools.product(LARGE, EXECUTIONS),
+    [("features", "int8"), *((of, "float32") for of in LARGE)],
 )
-def test_convolutions_that_one_float32_sum_does_not_hold(shape_a, shape_b, groups, execution):
-    rng = np.random.default_rng(8)
+def test_convolutions_that_one_float32_sum_does_not_hold(of, execution):
+    rng, (shape_a, shape_b, groups) = np.random.default_rng(8), LARGE[of]
     a, b = array(rng, shape_a, TYPES["affine"], True), array(rng, shape_b, weight_spec(8, -1), True)
     args = (1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1), NHWC, groups
     assert_same_bits(conv_general_dilated(a, b, *args, execution=execution), conv64(a, b, *args))
@@ -360,19 +378,23 @@ def test_padding_that_xla_gets_wrong(padding, execution):
     """In float32 without dilation (openxla/xla 48713), also in the gradient."""
     rng = np.random.default_rng(13)
     a, b = array(rng, (2, 5, 9, 8), TYPES["symmetric"]), array(rng, (3, 2, 8, 6), TYPES["symmetric"])
-    a, b = (dataclasses.replace(q, scale=jnp.float32(0.5)) for q in (a, b))
+    a, b = (dataclasses.replace(q, scale=np.float32(0.5)) for q in (a, b))
     args = (1, 1), padding, (1, 1), (1, 1), NHWC
     want = conv64(a, b, *args)
-    assert_same_bits(conv_general_dilated(a, b, *args, execution=execution), want)
-    padded = lax.pad(dequantize(a), jnp.float32(0), ((0, 0, 0), (0, 0, 0), (*padding[1], 0), (0, 0, 0)))
-    g = jnp.asarray(rng.integers(-3, 4, want.shape).astype(np.float32))
-    of_scale = lambda f: jax.vjp(f, a.scale)[1](g)[0]
-    got = of_scale(lambda s: conv_general_dilated(dataclasses.replace(a, scale=s), b, *args, execution=execution))
-    real = lambda s: lax.conv_general_dilated(s / 0.5 * padded, dequantize(b), (1, 1), "VALID", dimension_numbers=NHWC)
-    assert_same_bits(got, of_scale(real))
+    g = rng.integers(-3, 4, want.shape).astype(np.float32)
+
+    @jax.jit
+    def value_and_gradient(a, b, g):
+        f = lambda s: conv_general_dilated(dataclasses.replace(a, scale=s), b, *args, execution=execution)
+        y, pull = jax.vjp(f, a.scale)
+        return y, *pull(g)
+
+    y, of_scale = value_and_gradient(a, b, g)
+    assert_same_bits(y, want)
+    assert_same_bits(of_scale, np.float32((want.astype(np.float64) / 0.5 * g).sum()))
 
 
-@both_executions
+@cases("execution", EXECUTIONS, ["int8"])
 def test_batch_groups(execution):
     rng = np.random.default_rng(9)
     a, b = array(rng, (4, 3, 3, 5), TYPES["affine"]), array(rng, (2, 2, 5, 6), weight_spec(8, -1))
@@ -381,20 +403,27 @@ def test_batch_groups(execution):
 
 
 def test_padding_is_real_zero():
-    a = quantize(jnp.ones((1, 1, 4)), TYPES["affine"], QParams(0.5, -100))  # so the code 0 is a real 50
-    kernel = quantize(jnp.ones((1, 1, 3)), QuantSpec(), QParams(1.0, 0))
+    whole = lambda v, shape, scale, zero, of: QArray(
+        np.full(shape, v, np.int8), np.float32(scale), np.int8(zero), TYPES[of], jnp.float32
+    )
+    a = whole(-98, (1, 1, 4), 0.5, -100, "affine")  # so the code 0 is a real 50
+    kernel = whole(1, (1, 1, 3), 1, 0, "symmetric")
     assert conv_general_dilated(a, kernel, (1,), "SAME").tolist() == [[[2.0, 3.0, 3.0, 2.0]]]
 
 
 @functools.cache
 def operands(kind):
+    """A contraction, eight values of `a` in a stack, one of `b`, and what it makes of each."""
     rng = np.random.default_rng(10)
-    stack = lambda make: jax.tree.map(lambda *v: jnp.stack(v), *(make() for _ in range(8)))
     if kind == "conv":
-        a, b = lambda: array(rng, (4, 5, 5, 8), TYPES["affine"]), array(rng, (3, 3, 8, 8), weight_spec(8, -1))
-        return lambda a, b: conv_general_dilated(a, b, (1, 1), "SAME", dimension_numbers=NHWC), stack(a), b
-    a, b = lambda: array(rng, (4, 64), TYPES["affine"]), array(rng, (64, 8), weight_spec(4, -1, 16))
-    return lambda a, b: dot_general(a, b, MATMUL), stack(a), b
+        f = lambda a, b: conv_general_dilated(a, b, (1, 1), "SAME", dimension_numbers=NHWC)
+        by_hand = lambda a, b: conv64(a, b, (1, 1), ((1, 1), (1, 1)), (1, 1), (1, 1), NHWC)
+        shapes, of_b = ((4, 5, 5, 8), (3, 3, 8, 8)), weight_spec(8, -1)
+    else:
+        f, by_hand = lambda a, b: dot_general(a, b, MATMUL), lambda a, b: in_blocks(a, b, 16)
+        shapes, of_b = ((4, 64), (64, 8)), weight_spec(4, -1, 16)
+    some, b = [array(rng, shapes[0], TYPES["affine"]) for _ in range(8)], array(rng, shapes[1], of_b)
+    return f, jax.tree.map(lambda *v: np.stack(v), *some), b, np.stack([by_hand(a, b) for a in some])
 
 
 def slices(stacked):
@@ -412,33 +441,46 @@ def mesh(kind):
 )
 def test_one_operand_in_float_is_the_contraction_of_the_real_values(granularity, dtype):
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jax.device_put(rng.normal(size=shape).astype(dtype))
-    x, g, w = normal(3, 8), normal(3, 5), quantize(normal(8, 5), QuantSpec(bits=4, granularity=granularity))
-    in_float = lambda x, w: lax.dot_general(x, dequantize(w), MATMUL)
+    normal = lambda *shape: rng.normal(size=shape).astype(dtype)
+    integers = lambda shape, spec: dataclasses.replace(array(rng, shape, spec), dtype=jnp.dtype(dtype))
+    x, g, image = normal(3, 8), normal(3, 5), normal(4, 2, 7)
+    w = integers((8, 5), QuantSpec(bits=4, granularity=granularity))
+    kernel = integers((6, 2, 3), QuantSpec(granularity=PerChannel(0)))
+
+    def all_of(dot, conv, x, w, g, image, kernel):
+        y, pull = jax.vjp(lambda x, scale: dot(x, dataclasses.replace(w, scale=scale), MATMUL), x, w.scale)
+        return y, *pull(g), dot(w, x, (((0,), (1,)), ((), ()))), conv(image, kernel, (2,), "SAME")
+
+    real = lambda v: dequantize(v) if isinstance(v, QArray) else v
+    of_real = lambda op: lambda a, b, *args: op(real(a), real(b), *args)
     got, want = (
-        jax.vjp(lambda x, scale, dot=dot: dot(x, dataclasses.replace(w, scale=scale)), x, w.scale)
-        for dot in (lambda x, w: dot_general(x, w, MATMUL), in_float)
+        jax.jit(functools.partial(all_of, *ops))(x, w, g, image, kernel)
+        for ops in ((dot_general, conv_general_dilated), map(of_real, (lax.dot_general, lax.conv_general_dilated)))
     )
-    assert_same_bits(got[0], want[0])
-    jax.tree.map(assert_same_bits, got[1](g), want[1](g))
-    swapped = ((0,), (1,)), ((), ())
-    assert_same_bits(dot_general(w, x, swapped), lax.dot_general(dequantize(w), x, swapped))
-    image, kernel = normal(4, 2, 7), quantize(normal(6, 2, 3), QuantSpec(granularity=PerChannel(0)))
-    want = lax.conv_general_dilated(image, dequantize(kernel), (2,), "SAME")
-    assert_same_bits(conv_general_dilated(image, kernel, (2,), "SAME"), want)
+    for one, other in zip(got, want, strict=True):
+        assert_same_bits(one, other)
 
 
 @cases("kind", ["dot", "conv"], ["dot"])
 def test_one_value_on_every_road(kind):
-    f, stacked, b = operands(kind)
-    want = np.stack([f(a, b) for a in slices(stacked)])
-    assert_same_bits(np.stack([jax.jit(f)(a, b) for a in slices(stacked)]), want, "jit")
-    assert_same_bits(np.stack([jax.jit(lambda a=a: f(a, b))() for a in slices(stacked)[:2]]), want[:2], "constants")
-    assert_same_bits(jax.vmap(f, (0, None))(stacked, b), want, "vmap")
-    assert_same_bits(lax.scan(lambda c, a: (c, f(a, b)), 0, stacked)[1], want, "scan")
+    f, stacked, b, want = operands(kind)
+    assert_same_bits(np.stack([f(a, b) for a in slices(stacked)]), want)
     bias = np.float32(0.1)
-    got = jax.jit(lambda a, b: f(a, b) + bias)(slices(stacked)[0], b)
-    assert_same_bits(got, want[0] + bias, "a sum behind it")
+
+    @jax.jit
+    def roads(stacked, b):
+        first = slices(stacked)[0]
+        return {
+            "vmap": jax.vmap(f, (0, None))(stacked, b),
+            "scan": lax.scan(lambda c, a: (c, f(a, b)), 0, stacked)[1],
+            "a sum behind it": f(first, b) + bias,
+        }
+
+    got = roads(stacked, b)
+    assert_same_bits(got.pop("a sum behind it"), want[0] + bias)
+    for road, y in got.items():
+        assert_same_bits(y, want, road)
+    assert_same_bits(jax.jit(lambda: f(slices(stacked)[0], b))(), want[0], "constants")
 
 
 @cases(
@@ -451,17 +493,16 @@ def test_one_value_on_every_road(kind):
     [("dot", "Auto", True), ("dot", "Explicit", False), ("conv", "Auto", False)],
 )
 def test_sharded(kind, axis_type, columns):
-    f, stacked, b = operands(kind)
-    a = slices(stacked)[0]
-    want, on = f(a, b), mesh(axis_type)
+    f, stacked, b, want = operands(kind)
+    a, on = slices(stacked)[0], mesh(axis_type)
     put = lambda v, axis: jax.device_put(
-        v, NamedSharding(on, P(*(["data" if i == axis else None for i in range(v.ndim)])))
+        np.asarray(v), NamedSharding(on, P(*(["data" if i == axis else None for i in range(v.ndim)])))
     )
     a = jax.tree.map(lambda v: put(v, 0 if v.ndim and not columns else None), a)
     b = jax.tree.map(lambda v: put(v, v.ndim - 1 if columns else None), b)
     with jax.set_mesh(on):
         got = jax.jit(f)(a, b)
-    assert_same_bits(got, want)
+    assert_same_bits(got, want[0])
     assert got.sharding.spec[-1 if columns else 0] == "data"
 
 
@@ -470,18 +511,18 @@ def test_flags_of_nan_on_an_explicit_mesh(qparams):
     x, on = np.ones((8, 4), np.float32), mesh("Explicit")
     x[1, 2] = np.nan
     flags = jax.jit(lambda x: quantize_straight_through(x, QuantSpec(), (1,), None, qparams)[2])
-    want = flags(x)
     with jax.set_mesh(on):
-        assert_same_bits(flags(jax.device_put(x, NamedSharding(on, P("data", None)))), want)
+        got = flags(jax.device_put(x, NamedSharding(on, P("data", None))))
+    assert_same_bits(got, np.where(np.isnan(x).any(1, keepdims=True), np.float32(np.nan), np.float32(0)))
 
 
 @pytest.mark.parametrize("kind", ["dot", "conv"])
 def test_shard_map(kind):
-    f, stacked, b = operands(kind)
+    f, stacked, b, want = operands(kind)
     a = slices(stacked)[0]
     specs = QArray(P("data"), P(), P(), a.spec, a.dtype), jax.tree.map(lambda _: P(), b)
     run = jax.shard_map(f, mesh=mesh("Auto"), in_specs=specs, out_specs=P("data"))
-    assert_same_bits(jax.jit(run)(a, b), f(a, b))
+    assert_same_bits(jax.jit(run)(a, b), want[0])
 
 
 @cases(("execution", "free"), itertools.product(EXECUTIONS, [(4,), (2, 2)]), [("int8", (4,)), ("float32", (2, 2))])
@@ -490,22 +531,25 @@ def test_gradients_are_those_of_the_float_formulation(execution, free):
     rng = np.random.default_rng(11)
     a, b = array(rng, (*free, 32), QuantSpec(bits=4, symmetric=False)), array(rng, (32, 6), weight_spec(4, -1, 8))
     numbers = (((len(free),), (0,)), ((), ()))
-    a, b = (QArray(q.values, 2.0 ** jnp.round(jnp.log2(q.scale)), q.zero_point, q.spec, q.dtype) for q in (a, b))
-    g = jnp.asarray(rng.integers(-4, 5, (*free, 6)).astype(np.float32))
-    scales = a.scale, b.scale
-    with_scales = lambda s, t: (
-        QArray(a.values, s, a.zero_point, a.spec, a.dtype), QArray(b.values, t, b.zero_point, b.spec, b.dtype)
-    )  # fmt: skip
-    real = lambda s, t: lax.dot_general(*map(dequantize, with_scales(s, t)), numbers)
-    ours = lambda s, t: dot_general(*with_scales(s, t), numbers, execution=execution)
-    for got, want in zip(jax.vjp(ours, *scales)[1](g), jax.vjp(real, *scales)[1](g), strict=True):
-        assert_same_bits(got, want)
+    a, b = (dataclasses.replace(q, scale=2 ** np.rint(np.log2(q.scale))) for q in (a, b))
+    g = rng.integers(-4, 5, (*free, 6)).astype(np.float32)
+
+    @jax.jit
+    def towards_scales(a, b, g):
+        of_scales = lambda *scales: map(lambda q, scale: dataclasses.replace(q, scale=scale), (a, b), scales)
+        return jax.vjp(lambda *s: dot_general(*of_scales(*s), numbers, execution=execution), a.scale, b.scale)[1](g)
+
+    got = towards_scales(a, b, g)
+    of_a, of_b, rows = centred(a).reshape(-1, 32), centred(b), g.reshape(-1, 6)
+    towards_a, towards_b = rows @ (of_b * spread(b.scale, b.shape)).T, (of_a * a.scale).T @ rows
+    assert_same_bits(got[0], np.float32((of_a * towards_a).sum()))
+    assert_same_bits(got[1], (of_b * towards_b).reshape(4, 8, 6).sum(1).astype(np.float32))
 
 
 def test_training_through_integers():
     """What a quantized layer does: forward in integers, backward through fake_quant, of the weight and its scale."""
     rng = np.random.default_rng(12)
-    x, w = (jnp.asarray(rng.normal(size=s).astype(np.float32)) for s in ((8, 16), (16, 4)))
+    x, w = (rng.normal(size=s).astype(np.float32) for s in ((8, 16), (16, 4)))
     spec, op = QuantSpec(), Dot(*MATMUL, "int8")
 
     def loss(x, w, integers):
@@ -517,11 +561,11 @@ def test_training_through_integers():
         )
         return jnp.sum(y * y)
 
-    got = jax.jit(jax.grad(functools.partial(loss, integers=True), (0, 1)))(x, w)
-    want = jax.grad(functools.partial(loss, integers=False), (0, 1))(x, w)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(other).max()))
-    assert all(math.isfinite(float(jnp.sum(v))) and float(jnp.abs(v).sum()) > 0 for v in got)
+    got, want = (jax.jit(jax.grad(functools.partial(loss, integers=i), (0, 1)))(x, w) for i in (True, False))
+    for one, other in zip(map(np.asarray, got), map(np.asarray, want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+        assert np.isfinite(one).all()
+        assert one.any()
 
 
 def test_execution_and_jit_make_one_trace():
@@ -532,23 +576,26 @@ def test_execution_and_jit_make_one_trace():
         traces.append(1)
         return dot_general(a, b, MATMUL)
 
-    a = quantize(jnp.ones((4, 8)), QuantSpec())
+    rng = np.random.default_rng(0)
     for _ in range(100):
-        f(a, quantize(jnp.ones((8, 2)), QuantSpec()))
+        f(array(rng, (4, 8), QuantSpec()), array(rng, (8, 2), QuantSpec()))
     assert len(traces) == 1
 
 
-@both_executions
-@pytest.mark.parametrize("granularity", [PerChannel(0), PerBlock(0, 2)], ids=repr)
+NOTHING = PerChannel(0), PerBlock(0, 2)
+
+
+@cases(("granularity", "execution"), itertools.product(NOTHING, EXECUTIONS), zip(NOTHING, EXECUTIONS, strict=True))
 def test_nothing_contracted_is_zero(granularity, execution):
-    a = quantize(jnp.ones((0, 3)), QuantSpec(granularity=granularity))
-    b = quantize(jnp.ones((0, 2)), QuantSpec(symmetric=False))
+    rng = np.random.default_rng(0)
+    a, b = array(rng, (0, 3), QuantSpec(granularity=granularity)), array(rng, (0, 2), QuantSpec(symmetric=False))
     got = dot_general(a, b, (((0,), (0,)), ((), ())), execution=execution)
     assert_same_bits(got, np.zeros((3, 2), np.float32))
 
 
 @both_executions
 def test_a_kernel_without_outputs(execution):
-    x, w = quantize(jnp.ones((1, 4, 2)), QuantSpec()), quantize(jnp.ones((3, 2, 0)), QuantSpec())
+    rng = np.random.default_rng(0)
+    x, w = array(rng, (1, 4, 2), QuantSpec()), array(rng, (3, 2, 0), QuantSpec())
     got = conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), execution=execution)
     assert_same_bits(got, np.zeros((1, 4, 0), np.float32))
