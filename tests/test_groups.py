@@ -1,55 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values for groups of a tensor move as the tensor does: broadcast, they are what becomes of all its elements."""
 
-import functools
+import itertools
 
-import hypothesis.strategies as st
+import jax
 import numpy as np
-import pytest
 from exact import assert_same_bits
-from hypothesis import given, settings
-from jax import lax
+from lanes import cases
 
 from jaxquant import _groups as groups
 
 SHAPE = 4, 6, 2
-
-
-def values(sizes, shape=SHAPE):
-    """One for each group, and one for each element."""
-    v = np.random.default_rng(list(sizes)).normal(size=sizes).astype(np.float32)
-    return v, every(v, shape)
+SIZES = (1, 1, 1), (4, 6, 2), (2, 3, 1), (1, 6, 2), (4, 1, 2), (2, 2, 2), (1, 3, 1), (4, 2, 1)
 
 
 def every(v, shape):
-    return np.broadcast_to(np.asarray(groups.broadcast_groups(v, shape)), shape)
+    """One value for each element."""
+    v = np.asarray(v)
+    for axis, n in enumerate(shape):
+        v = np.repeat(v, n // v.shape[axis], axis) if n else v
+    return v
 
 
-def check(v, want):
-    assert_same_bits(every(v, want.shape), np.asarray(want))
+def values(sizes):
+    """One for each group, and one for each element."""
+    v = np.random.default_rng(list(sizes)).normal(size=sizes).astype(np.float32)
+    return v, every(v, SHAPE)
 
 
-sizes = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 6]), st.sampled_from([1, 2]))
-few = settings(max_examples=8)  # every shape is compiled
+def check(made):
+    """(function, values for groups, what becomes of all elements), of each case: by one program."""
+    functions, inputs, wanted = zip(*made, strict=True)
+    got = jax.jit(lambda inputs: [f(*v) for f, v in zip(functions, inputs, strict=True)])(inputs)
+    for y, v, want in zip(got, inputs, wanted, strict=True):
+        assert_same_bits(every(y, want.shape), want, [part.shape for part in v])
 
 
-@few
-@given(sizes, st.permutations(range(3)))
-def test_transposed(sizes, permutation):
-    v, x = values(sizes)
-    check(groups.transposed(v, permutation), x.transpose(permutation))
+def shape_of(f, sizes):
+    return jax.eval_shape(f, np.zeros(sizes, np.float32)).shape
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-NEW = [(24, 2), slow((4, 12)), slow((48,)), (2, 2, 6, 2), (4, 2, 3, 2), (8, 6), slow((3, 16)), (4, 1, 6, 2, 1)]
+def test_transposed():
+    check(
+        (lambda v, order=order: groups.transposed(v, order), (v,), x.transpose(order))
+        for (v, x), order in zip(map(values, SIZES), itertools.cycle(itertools.permutations(range(3))))
+    )
 
 
-@pytest.mark.parametrize("new", [*NEW, slow((1, 4, 6, 2)), slow((2, 12, 2))], ids=str)
-@few
-@given(sizes)
-def test_reshaped(new, sizes):
-    v, x = values(sizes)
-    check(groups.reshaped(v, SHAPE, new), x.reshape(new))
+def test_values_broadcast():
+    """Of a smaller rank, too."""
+    add = lambda v, zeros: zeros + groups.broadcast_groups(v, SHAPE)
+    zeros = np.zeros(SHAPE, np.float32)
+    check((add, (v[0] if len(v) == 1 else v, zeros), x) for v, x in map(values, SIZES))
+
+
+NEW = [(24, 2), (4, 12), (48,), (2, 2, 6, 2), (4, 2, 3, 2), (8, 6), (3, 16), (4, 1, 6, 2, 1), (1, 4, 6, 2), (2, 12, 2)]
+
+
+@cases("new", [(new,) for new in NEW], [((24, 2),), ((2, 2, 6, 2),), ((4, 2, 3, 2),), ((8, 6),), ((4, 1, 6, 2, 1),)])
+def test_reshaped(new):
+    check((lambda v: groups.reshaped(v, SHAPE, new), (v,), x.reshape(new)) for v, x in map(values, SIZES))
 
 
 def test_reshaped_keeps_what_it_can():
@@ -64,7 +74,7 @@ def test_reshaped_keeps_what_it_can():
         ((1, 6, 1), (24, 2), (24, 1)),
         ((1, 3, 1), (4, 2, 3, 2), (1, 2, 3, 1)),
     ]:
-        assert groups.reshaped(np.zeros(sizes, np.float32), SHAPE, new).shape == want
+        assert shape_of(lambda v, new=new: groups.reshaped(v, SHAPE, new), sizes) == want
 
 
 def test_an_axis_of_size_1_that_comes_or_goes_stands_alone():
@@ -82,48 +92,50 @@ def test_the_runs_of_a_reshape_are_as_short_as_possible():
 
 
 def test_reshaped_to_and_from_nothing():
-    assert groups.reshaped(np.ones((1, 1), np.float32), (1, 1), ()).shape == ()
-    assert groups.reshaped(np.ones((), np.float32), (), (1, 1)).shape == (1, 1)
-    check(groups.reshaped(np.ones((1, 3), np.float32), (0, 3), (3, 0)), np.ones((3, 0), np.float32))
+    assert shape_of(lambda v: groups.reshaped(v, (1, 1), ()), (1, 1)) == ()
+    assert shape_of(lambda v: groups.reshaped(v, (), (1, 1)), ()) == (1, 1)
+    empty = np.ones((3, 0), np.float32)
+    check([(lambda v: groups.reshaped(v, (0, 3), (3, 0)), (np.ones((1, 3), np.float32),), empty)])
 
 
-@few
-@given(sizes, st.integers(0, 2), st.data())
-def test_sliced(sizes, axis, data):
-    v, x = values(sizes)
-    n = SHAPE[axis]
-    start = data.draw(st.integers(0, n - 1))
-    stop, stride = data.draw(st.integers(start + 1, n)), data.draw(st.integers(1, 2))
-    check(groups.sliced(v, axis, n, start, stop, stride), lax.slice_in_dim(x, start, stop, stride, axis))
-    size = stop - start
-    check(groups.picked(v, axis, n, np.int32(start), size), lax.slice_in_dim(x, start, stop, axis=axis))
+SLICES = (0, 1, 3, 1), (1, 2, 6, 1), (1, 0, 5, 2), (2, 1, 2, 1), (0, 0, 4, 2), (1, 1, 5, 1), (1, 2, 4, 2), (0, 2, 4, 1)
+
+
+def test_sliced():
+    made = []
+    for sizes, (axis, start, stop, stride) in itertools.product(SIZES[1:5], SLICES):
+        (v, x), n, size = values(sizes), SHAPE[axis], stop - start
+        part = lambda stride, axis=axis, start=start, stop=stop: (*[slice(None)] * axis, slice(start, stop, stride))
+        cut = lambda v, args=(axis, n, start, stop, stride): groups.sliced(v, *args)
+        pick = lambda v, at, axis=axis, n=n, size=size: groups.picked(v, axis, n, at, size)
+        made += [(cut, (v,), x[part(stride)]), (pick, (v, np.int32(start)), x[part(1)])]
+    check(made)
 
 
 def test_whole_blocks_stay_blocks():
-    v, _ = values((1, 3, 1))
-    assert groups.sliced(v, 1, 6, 2, 6).shape == (1, 2, 1)
-    assert groups.sliced(v, 1, 6, 1, 5).shape == (1, 4, 1)
+    assert shape_of(lambda v: groups.sliced(v, 1, 6, 2, 6), (1, 3, 1)) == (1, 2, 1)
+    assert shape_of(lambda v: groups.sliced(v, 1, 6, 1, 5), (1, 3, 1)) == (1, 4, 1)
 
 
-@few
-@given(sizes, sizes, st.integers(0, 2))
-def test_joined(one, other, axis):
-    (v, x), (w, y) = values(one), values(other)
-    check(groups.joined([v, w], [SHAPE] * 2, axis), np.concatenate([x, y], axis))
+def test_joined():
+    made = []
+    for i, one in enumerate(SIZES):
+        (v, x), (w, y), axis = values(one), values(SIZES[(3 * i + 1) % len(SIZES)]), i % 3
+        join = lambda *parts, axis=axis: groups.joined(parts, [SHAPE] * 2, axis)
+        made.append((join, (v, w), np.concatenate([x, y], axis)))
+    check(made)
 
 
-@few
-@given(sizes)
-def test_broadcasted(sizes):
-    v, x = values(sizes)
-    wide = lax.broadcast_in_dim(x, (4, 5, 6, 2), (0, 2, 3))
-    check(groups.broadcasted(v, 4, (0, 2, 3)), wide)
+def test_broadcasted():
+    wide = lambda x: np.broadcast_to(x[:, None], (4, 5, 6, 2))
+    check((lambda v: groups.broadcasted(v, 4, (0, 2, 3)), (v,), wide(x)) for v, x in map(values, SIZES))
 
 
-@few
-@given(sizes, st.integers(0, 2))
-def test_apart(sizes, axis):
-    v, x = values(sizes)
-    got = groups.apart(v, axis, SHAPE[axis])
-    assert got.shape[axis] == SHAPE[axis]
-    check(got, x)
+def test_apart():
+    made = []
+    for sizes, axis in zip(SIZES, itertools.cycle(range(3))):
+        v, x = values(sizes)
+        apart = lambda v, axis=axis: groups.apart(v, axis, SHAPE[axis])
+        assert shape_of(apart, sizes)[axis] == SHAPE[axis]
+        made.append((apart, (v,), x))
+    check(made)
