@@ -2,7 +2,6 @@
 """A QArray moves with its scales, or says why not; and what is no array says so itself."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +14,16 @@ from jaxquant import (
     PerBlock,
     PerChannel,
     PerTensor,
-    QParams,
+    QArray,
     QuantSpec,
     conv_general_dilated,
     dequantize,
     dot_general,
-    quantize,
 )
+from jaxquant._spec import qparams_shape
 
 SHAPE = 4, 6, 8
-X = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+F = np.float32
 GRANULARITIES = [
     PerTensor(),
     PerChannel(0),
@@ -45,35 +44,53 @@ MOVES = {
 }
 
 
-def quantized(granularity, symmetric=False):
-    return quantize(X, QuantSpec(symmetric=symmetric, granularity=granularity))
+def quantized(granularity, shape=SHAPE, **kw):
+    """Random integers and qparams."""
+    spec, rng = QuantSpec(**{"symmetric": False, "granularity": granularity, **kw}), np.random.default_rng(0)
+    groups = qparams_shape(spec, shape)
+    zero = np.zeros(groups) if spec.symmetric else rng.integers(spec.qmin, spec.qmax + 1, groups)
+    values, zero = (v.astype(spec.dtype) for v in (rng.integers(spec.qmin, spec.qmax + 1, shape), zero))
+    return QArray(*map(jax.device_put, (values, np.exp(rng.normal(size=groups)).astype(F), zero)), spec, jnp.float32)
 
 
-@functools.cache
-def every_move(granularity):
-    """Of the integers, and of the real values: one program, because one for each takes far longer to compile."""
-    q = quantized(granularity)
-    program = jax.jit(lambda q, x: {name: (move(q), move(x)) for name, move in MOVES.items()})
-    moved = program(q, dequantize(q))
-    return moved, jax.jit(lambda moved: {name: dequantize(got) for name, (got, _) in moved.items()})(moved)
+def spread(v, shape):
+    """One value for each element, by NumPy."""
+    v = np.asarray(v).reshape((1,) * (len(shape) - np.ndim(v)) + np.shape(v))
+    for axis, n in enumerate(shape):
+        v = np.repeat(v, n // v.shape[axis], axis)
+    return v
+
+
+def levels(q):
+    return np.int32(q.values) - spread(q.zero_point, q.shape)
+
+
+def real(q):
+    return F(levels(q)) * spread(q.scale, q.shape)
+
+
+@jax.jit
+def every_move(q):
+    """And its real values: one program, because one for each takes far longer to compile."""
+    return {name: (moved := move(q), dequantize(moved)) for name, move in MOVES.items()}
 
 
 @pytest.mark.parametrize("move", MOVES)
-@cases(("granularity",), GRANULARITIES, GRANULARITIES[2::2])
+@cases(("granularity",), GRANULARITIES, GRANULARITIES[::2])
 def test_a_move_of_the_integers_is_that_of_the_real_values(granularity, move):
-    moved, real = every_move(granularity)
-    got, want = moved[move]
-    assert_same_bits(real[move], want)
+    q = quantized(granularity)
+    got, real_values = every_move(q)[move]
+    assert_same_bits(real_values, MOVES[move](real(q)))
+    assert_same_bits(got.values, MOVES[move](np.asarray(q.values)))
     assert isinstance(got.spec.granularity, PerTensor) == (got.scale.ndim == 0)
 
 
 @pytest.mark.parametrize("move", MOVES)
 def test_a_move_is_the_same_eagerly(move):
     q = quantized(PerChannel((0, -1)))
-    moved, _ = every_move(PerChannel((0, -1)))
-    got = MOVES[move](q)
-    jax.tree.map(assert_same_bits, got, moved[move][0])
-    assert got.spec == moved[move][0].spec
+    got, (moved, _) = MOVES[move](q), every_move(q)[move]
+    jax.tree.map(assert_same_bits, got, moved)
+    assert got.spec == moved.spec
 
 
 def as_arrays(q):
@@ -87,10 +104,10 @@ ORDERS = (-1, -2), (-2, -1, -3), (-1, -3, -2)
 def test_an_order_in_memory_is_seen_by_none(order):
     q = quantized(PerChannel((0, -1)))
     lying = dataclasses.replace(q, order=order)
-    assert lying.stored.shape == tuple(np.transpose(X, (0, *order) if len(order) == 2 else order).shape)
+    assert lying.stored.shape == np.transpose(real(q), (0, *order) if len(order) == 2 else order).shape
     assert (lying.shape, lying.ndim, lying.size, lying.nbytes) == (q.shape, q.ndim, q.size, q.nbytes)
     jax.tree.map(assert_same_bits, as_arrays(lying), as_arrays(q))
-    assert_same_bits(dequantize(lying), dequantize(q))
+    assert_same_bits(dequantize(lying), real(q))
     for move in MOVES.values():
         got, want = move(lying), move(q)
         jax.tree.map(assert_same_bits, as_arrays(got), as_arrays(want))
@@ -103,22 +120,23 @@ def test_an_order_in_memory_is_seen_by_none(order):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_four_bits_in_memory_are_seen_by_none(signed):
-    q = quantize(X, QuantSpec(bits=4, signed=signed, granularity=PerChannel((0, -1))))
+    q = quantized(PerChannel((0, -1)), bits=4, signed=signed, symmetric=True)
     half = dataclasses.replace(q, values=q.values.astype(jnp.int4 if signed else jnp.uint4))
     jax.tree.map(assert_same_bits, as_arrays(half), as_arrays(q))
-    assert (half.shape, q.nbytes - half.nbytes) == (q.shape, X.size // 2)
+    assert (half.shape, q.nbytes - half.nbytes) == (q.shape, q.size // 2)
     assert half[0].stored.dtype == half.stored.dtype
-    for move in MOVES.values():
-        jax.tree.map(assert_same_bits, as_arrays(move(half)), as_arrays(move(q)))
+    for name, (moved, real_values) in every_move(half).items():
+        assert_same_bits(moved.values, MOVES[name](np.asarray(q.values)))
+        assert_same_bits(real_values, MOVES[name](real(q)))
     taken = lambda q: jax.jit(dequantize).lower(q).compile().memory_analysis().argument_size_in_bytes
-    assert taken(q) - taken(half) == X.size // 2
+    assert taken(q) - taken(half) == q.size // 2
     turns = lambda q: jax.lax.scan(lambda _, part: (None, dequantize(part)), None, q)[1]
-    assert_same_bits(turns(half), dequantize(q))
+    assert_same_bits(turns(half), real(q))
 
 
 def test_what_is_no_array_may_stand_in_its_place():
     """Shapes, None and specs of a tree map; in an order, too."""
-    q = quantize(X, QuantSpec(bits=4, granularity=PerChannel((0, -1))))
+    q = quantized(PerChannel((0, -1)), bits=4, symmetric=True)
     for lying in (q, dataclasses.replace(q, order=(-1, -2)), dataclasses.replace(q, values=q.values.astype(jnp.int4))):
         shapes = jax.eval_shape(lambda lying=lying: lying)
         assert (shapes.shape, shapes.values.shape, shapes.values.dtype) == (q.shape, q.shape, q.values.dtype)
@@ -130,7 +148,7 @@ def test_what_is_no_array_may_stand_in_its_place():
 
 
 def test_an_order_is_of_the_axes_that_there_are():
-    q = quantize(X[0, :, :6], QuantSpec(granularity=PerChannel(0)))
+    q = quantized(PerChannel(0), (6, 6), symmetric=True)
     for order in ((0, 1), (-1, -1), (-1, -3), (-1, -2, -3)):
         with pytest.raises(ValueError, match=r"`order` must be the last axes.*order=None"):
             dataclasses.replace(q, order=order)
@@ -140,9 +158,10 @@ def test_an_order_is_of_the_axes_that_there_are():
 
 def test_a_scale_of_one_value_contracts_in_any_order():
     a = quantized(PerTensor())
-    b = dataclasses.replace(a, scale=a.scale.reshape(1), zero_point=a.zero_point.reshape(1))
-    numbers = (((1,), (1,)), ((), ()))
-    assert_same_bits(dot_general(a, dataclasses.replace(b, order=(-1, -2)), numbers), dot_general(a, a, numbers))
+    scale = np.asarray(a.scale)
+    b = dataclasses.replace(a, scale=scale[None], zero_point=np.asarray(a.zero_point)[None], order=(-1, -2))
+    want = F(np.einsum("akb,ckd->abcd", levels(a), levels(a))) * (scale * scale)
+    assert_same_bits(dot_general(a, b, (((1,), (1,)), ((), ()))), want)
 
 
 def test_paths_of_leaves_say_an_order():
@@ -158,31 +177,43 @@ def test_a_stack_keeps_the_order_of_its_elements():
     lying = dataclasses.replace(q, order=(-1, -2))
     assert (lying[1].order, lying[1].stored.shape, lying[1].shape) == ((-1, -2), (8, 6), (6, 8))
     turns = lambda q: jax.lax.scan(lambda _, part: (None, dequantize(part)), None, q)[1]
-    assert_same_bits(turns(lying), dequantize(q))
-    assert_same_bits(jax.vmap(dequantize)(lying), dequantize(q))
+    assert_same_bits(turns(lying), real(q))
+    assert_same_bits(jax.vmap(dequantize)(lying), real(q))
+
+
+NUMBERS = {"akb,ckd->abcd": (((1,), (1,)), ((), ())), "abk,adk->abd": (((2,), (2,)), ((0,), (0,)))}
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("numbers", [(((1,), (1,)), ((), ())), (((2,), (2,)), ((0,), (0,)))], ids=["one", "batch"])
-def test_contractions_are_of_the_array_in_any_order(order, numbers):
-    a, b = (quantized(PerChannel(0)) for _ in range(2))
-    lying = dataclasses.replace(b, order=order)
-    want = dot_general(a, b, numbers)
-    assert_same_bits(dot_general(a, lying, numbers), want)
-    assert_same_bits(dot_general(lying, lying, numbers), want)
+def test_contractions_are_of_the_array_in_any_order(order):
+    q = quantized(PerChannel(0))
+    lying = dataclasses.replace(q, order=order)
+    dots = jax.jit(lambda a, b: [dot_general(q, b, numbers) for numbers in NUMBERS.values() for q in (a, b)])
+    for got, equation in zip(dots(q, lying), np.repeat(list(NUMBERS), 2), strict=True):
+        scales = np.einsum(equation, *[spread(q.scale, (4, 1, 1))] * 2)
+        assert_same_bits(got, F(np.einsum(equation, levels(q), levels(q))) * scales, equation)
 
 
 def test_a_convolution_and_blocks_are_of_the_array_in_any_order():
-    x, w = quantize(X[:, :, :, None], QuantSpec()), quantize(X[:3, :2, None, :4], QuantSpec())
-    of = lambda w: conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    assert_same_bits(of(dataclasses.replace(w, order=(-1, -4, -3, -2))), of(w))
+    x, w = (quantized(PerTensor(), shape, symmetric=True) for shape in ((4, 6, 8, 1), (3, 2, 1, 4)))
     a, b = quantized(PerTensor(), symmetric=True), quantized(PerBlock(1, 3), symmetric=True)
-    numbers = (((1,), (1,)), ((), ()))
-    assert_same_bits(dot_general(a, dataclasses.replace(b, order=(-1, -2)), numbers), dot_general(a, b, numbers))
+
+    lying = dataclasses.replace(w, order=(-1, -4, -3, -2)), dataclasses.replace(b, order=(-1, -2))
+    got = conv_general_dilated(x, lying[0], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    padded = np.pad(levels(x), ((0, 0), (1, 1), (0, 1), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 2), (1, 2))
+    scale = np.asarray(x.scale) * np.asarray(w.scale)
+    assert_same_bits(got, F(np.einsum("nhwiyx,yxio->nhwo", windows, levels(w))) * scale)
+    first, second = (
+        F(np.einsum("akb,ckd->abcd", levels(a)[:, k : k + 3], levels(b)[:, k : k + 3]))
+        * (np.asarray(a.scale) * np.asarray(b.scale)[None, None, :, k // 3])
+        for k in (0, 3)
+    )
+    assert_same_bits(dot_general(a, lying[1], (((1,), (1,)), ((), ()))), first + second)
 
 
 def test_granularities_move_with_the_axes():
-    of = lambda granularity, move: MOVES[move](quantized(granularity)).spec.granularity
+    of = lambda granularity, move: jax.eval_shape(MOVES[move], quantized(granularity)).spec.granularity
     assert of(PerChannel((0, -1)), "T") == PerChannel((0, 2))
     assert of(PerChannel((0, -1)), "first") == PerChannel(1)
     assert of(PerChannel(0), "first") == PerTensor()
@@ -194,7 +225,7 @@ def test_granularities_move_with_the_axes():
 
 
 def test_channels_that_are_merged_become_blocks():
-    got = quantized(PerChannel(0)).reshape(24, 8)
+    got = jax.eval_shape(MOVES["merged"], quantized(PerChannel(0)))
     assert (got.spec.granularity, got.scale.shape) == (PerBlock((0, 1), (6, 8)), (4, 1))
 
 
@@ -204,11 +235,11 @@ def test_an_iteration_ends_and_an_index_is_checked():
     for index in (4, -5):
         with pytest.raises(IndexError, match="out of range for a QArray"):
             q[index]
-    for index in (slice(2), (0, 1), True, None, 1.0, jnp.arange(2)):
+    for index in (slice(2), (0, 1), True, None, 1.0, jax.device_put(np.arange(2))):
         with pytest.raises(TypeError, match="one integer, of its first axis"):
             q[index]
     with pytest.raises(IndexError, match=r"shape \(\)"):
-        quantize(np.float32(1), QuantSpec(), QParams(1.0, 0.0))[0]
+        quantized(PerTensor(), ())[0]
 
 
 @pytest.mark.parametrize(
