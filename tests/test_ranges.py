@@ -101,7 +101,7 @@ def test_qparams_of_a_range_are_those_of_numpy_on_every_road(spec, compared):
     want = numpy_qparams(low, high, spec)
     f = lambda low, high: qparams_from_range(Range(low, high), spec)
     same(f(low, high), want, "eager")
-    some = range(0, 32, 5)
+    some = range(0, 32, 11)
 
     @jax.jit
     def roads(*ends):
@@ -254,8 +254,8 @@ def test_half_step_leaves_the_largest_value_half_a_step_beyond_the_last_level(bi
 
 @cases(
     ("size", "percentile"),
-    itertools.product([1, 2, 101, 1001], [0.5, 50, 99.9, 100]),
-    [(1001, 99.9)],
+    itertools.product([1, 2, 101, 10_001], [0.5, 50, 95, 99.9, 100]),
+    [(10_001, 95)],
 )
 def test_percentiles_of_any_size_are_order_statistics(percentile, size):
     x = np.random.default_rng(size).normal(size=size).astype(F)
@@ -270,8 +270,8 @@ def percentiles(x, percentile):
 
 
 def test_each_side_leaves_out_half_of_what_is_left_out():
-    both = percentiles(np.arange(100_001, dtype=F), 95)
-    for spec, got, ends in zip(TWO, both, ([-95000, 95000], [2500, 97500]), strict=True):
+    both = percentiles(np.arange(10_001, dtype=F), 95)
+    for spec, got, ends in zip(TWO, both, ([-9500, 9500], [250, 9750]), strict=True):
         same(got, numpy_qparams(*F(ends), spec))
 
 
@@ -341,7 +341,7 @@ def test_shard_map_gives_the_qparams_of_the_shard(spec, method):
 @cases(
     ("dtype", "method"),
     itertools.product(["float16", "bfloat16", "float32", "float64"], ["minmax", "percentile", "mse", "lsq"]),
-    [("bfloat16", "minmax"), ("float16", "percentile"), ("float64", "percentile"), ("float64", "lsq")],
+    [("bfloat16", "minmax"), ("float16", "percentile"), ("float64", "lsq")],
 )
 def test_scales_are_float32_for_every_dtype_of_the_data(dtype, method):
     spec = QuantSpec(granularity=PerChannel(-1))
@@ -396,7 +396,7 @@ def of_nothing(spec, shape):
 @cases(
     ("method", "spec"),
     itertools.product(ALL_METHODS, THREE),
-    [("minmax", THREE[1]), ("percentile", THREE[2]), ("lsq", THREE[2]), ("mse", THREE[0])],
+    [("minmax", THREE[0]), ("percentile", THREE[2]), ("lsq", THREE[2]), ("mse", THREE[0])],
 )
 def test_data_without_a_range(spec, method):
     x = np.tile(F([np.nan, np.inf, -np.inf, 0, -0.0, 1e-40]), (rows(spec), 1))
@@ -424,7 +424,7 @@ def test_no_data_have_no_range(shape, method, spec):
 @cases(
     ("method", "spec"),
     itertools.product(["minmax", "percentile", "mse"], THREE),
-    [("minmax", THREE[2]), ("percentile", THREE[1]), ("mse", THREE[0])],
+    [("minmax", THREE[2]), ("percentile", THREE[1])],
 )
 def test_a_scalar_is_the_end_of_its_range(spec, method):
     scale, zero_point = jax.device_get(fit_qparams(F(0.75), spec, method))
@@ -598,8 +598,7 @@ def test_merged_ranges():
     a, b, _ = some_ranges()
     tree = lambda r: {"x": r, "y": {"z": Range(r.x_min[0], r.x_max[0])}}
     want = Range(np.minimum(a.x_min, b.x_min), np.maximum(a.x_max, b.x_max))
-    for f in (merge_ranges, jax.jit(merge_ranges)):
-        jax.tree.map(assert_same_bits, f(tree(a), tree(b)), tree(want))
+    jax.tree.map(assert_same_bits, jax.jit(merge_ranges)(tree(a), tree(b)), tree(want))
     same(functools.reduce(merge_ranges, (NEUTRAL, Range(-1, 2), Range(np.float16(-3), 1.0))), Range(F(-3), F(2)))
 
 
@@ -647,6 +646,13 @@ def test_no_data_have_the_neutral_range():
 
 
 # Histograms.
+def counts_of(v):
+    """By NumPy, of one group."""
+    v = v[np.isfinite(v)]
+    order = np.where(np.signbit(v), 8191 - (np.abs(v).view(np.int32) >> 18), 8192 + (np.abs(v).view(np.int32) >> 18))
+    return np.bincount(order, minlength=16384).astype(np.uint32)
+
+
 def test_histograms_merge_exactly_in_any_order():
     spec, x = QuantSpec(granularity=PerChannel(-1)), data()
     want = histogram(x, spec).counts
@@ -667,11 +673,7 @@ def test_a_histogram_counts_signs_exponents_and_five_bits(granularity):
     counts = seen(granularity)[1]
     assert counts.shape == (*GRANULARITIES[granularity], 16384)
     for got, v in zip(counts.reshape(-1, 16384), groups(data(), GRANULARITIES[granularity]), strict=True):
-        v = v[np.isfinite(v)]
-        order = np.where(
-            np.signbit(v), 8191 - (np.abs(v).view(np.int32) >> 18), 8192 + (np.abs(v).view(np.int32) >> 18)
-        )
-        assert_same_bits(got, np.bincount(order, minlength=16384).astype(np.uint32))
+        assert_same_bits(got, counts_of(v))
 
 
 @cases("percentile", [50, 99.9, 100], [99.9])
@@ -679,10 +681,7 @@ def test_a_range_of_a_histogram_holds_the_percentile_and_little_more(percentile)
     columns = distributions(1000)
     columns |= {"zeros": np.zeros(1000), "one": np.full(1000, 7.0), "tiny": np.linspace(-1, 1, 1000) * 1e-30}
     x = np.stack(list(columns.values()), -1).astype(F)
-    h = histogram(
-        np.concatenate([x, np.full_like(x[:9], np.nan), np.full_like(x[:9], -np.inf)]),
-        with_(QuantSpec(), granularity=PerChannel(-1)),
-    )
+    h = Histogram(np.stack([counts_of(v) for v in x.T])[None])
     got = jax.device_get(range_from_histogram(h, percentile))
     outside = (100 - percentile) / 2
     low = np.percentile(x, outside, 0, method="lower", keepdims=True).astype(np.float64)
@@ -719,9 +718,9 @@ def test_ranges_have_no_gradient_and_no_nan_in_it():
 
 
 def test_all_percent_of_a_histogram_are_all_of_more_values_than_float32_counts():
-    counts = np.array(histogram(F([1.0, 100.0]), QuantSpec()).counts)
+    counts = counts_of(F([1.0, 100.0]))
     counts[np.argmax(counts)] = 2**24 + 1
-    assert range_from_histogram(Histogram(counts), 100.0).x_max >= 100
+    assert np.asarray(range_from_histogram(Histogram(counts), 100.0).x_max) >= 100
 
 
 def test_an_empty_range_has_a_finite_gradient():
