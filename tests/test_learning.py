@@ -164,6 +164,9 @@ def loss_of(trained, bits, is_float):
     return mean_squared(jax.tree.map(lambda p, q: jnp.where(is_float, p, q), params, quantized), x, y)
 
 
+whole_loss = jax.jit(loss_of)
+
+
 def refitted(trained, bits):
     return trained | {"qparams": init_qparams(trained["params"], rules(8), "lsq", bits=bits)}
 
@@ -184,14 +187,17 @@ def train_step(state, schedule):
     return State(new, optimizer, step + 1), value
 
 
+@jax.jit
+def first(params, schedule):
+    trained = {"params": params, "qparams": init_qparams(params, rules(8), "minmax", bits=width(schedule, 0))}
+    return State(trained, OPTIMIZER.init(trained), jnp.int32(0))
+
+
 @functools.cache
 def history(steps, **schedule):
     """The state before each step and after the last, and the losses."""
-    schedule = Schedule(**schedule)
-    bits, (_, _, params) = width(schedule, 0), start()
-    trained = {"params": params, "qparams": init_qparams(params, rules(8), "minmax", bits=bits)}
-    states, losses = [State(trained, OPTIMIZER.init(trained), jnp.int32(0))], []
-    schedule = Schedule(*map(jnp.int32, schedule))
+    schedule = Schedule(*map(np.int32, Schedule(**schedule)))
+    states, losses = [first(start()[2], schedule)], []
     for _ in range(steps):
         state, value = train_step(states[-1], schedule)
         states.append(state)
@@ -240,13 +246,18 @@ def at_step(n):
     states, _ = history(18, four_bits_from=6, two_bits_from=12)
     bits = 8 if n < 6 else 4 if n < 12 else 2
     trained = states[n].trained
-    return (refitted(trained, jnp.int32(bits)) if n in (6, 12) else trained), bits
+    return (jax.jit(refitted)(trained, np.int32(bits)) if n in (6, 12) else trained), bits
+
+
+@jax.jit
+def on_the_grid(trained, bits):
+    return fake_quant_params(trained["params"], rules(8), trained["qparams"], bits=bits)
 
 
 @pytest.mark.parametrize("n", [0, 5, 6, 11, 12, 17])
 def test_every_width_fills_its_levels(n):
     trained, bits = at_step(n)
-    quantized = fake_quant_params(trained["params"], rules(8), trained["qparams"], bits=jnp.int32(bits))
+    quantized = on_the_grid(trained, np.int32(bits))
     for layer in quantized.values():
         counts = [len(np.unique(channel)) for channel in np.asarray(layer["kernel"]).T]
         assert max(counts) <= 2**bits - 1
@@ -257,7 +268,7 @@ def test_every_width_fills_its_levels(n):
 def test_qparams_are_refitted_where_the_width_changes(n):
     (refit, bits), (states, losses) = at_step(n), history(18, four_bits_from=6, two_bits_from=12)
     kept = states[n].trained
-    loss = lambda trained: loss_of(trained, jnp.int32(bits), False)
+    loss = lambda trained: whole_loss(trained, np.int32(bits), False)
     np.testing.assert_allclose(losses[n], loss(refit), rtol=1e-5)
     for path, qparams in refit["qparams"].items():  # and a step of Adam further
         np.testing.assert_allclose(states[n + 1].trained["qparams"][path].scale, qparams.scale, atol=2e-4)
@@ -268,12 +279,12 @@ def test_qparams_are_refitted_where_the_width_changes(n):
 def test_the_last_width_becomes_integers():
     states, _ = history(18, four_bits_from=6, two_bits_from=12)
     params, qparams = states[18].trained["params"], states[18].trained["qparams"]
-    of_training = fake_quant_params(params, rules(8), qparams, bits=jnp.int32(2))
+    of_training = on_the_grid(states[18].trained, np.int32(2))
     integers = quantize_params(params, rules(2), qparams)
     for name, layer in integers.items():
         q = layer["kernel"]
         assert set(np.unique(q.values)) == {-1, 0, 1}
-        assert_same_bits(q.values.astype(jnp.float32) * q.scale, of_training[name]["kernel"], name)
+        assert_same_bits(np.float32(q.values) * np.asarray(q.scale), of_training[name]["kernel"], name)
 
 
 def test_one_program_runs_every_schedule():
@@ -290,7 +301,7 @@ UPDATES = {
     "merge": lambda old, h: merge_ranges(old, observe(h, SPEC)),
 }
 frozen = lambda old, h: old
-NOTHING = {name: Range(jnp.float32(jnp.inf), jnp.float32(-jnp.inf)) for name in ("input", "hidden", "sum")}
+NOTHING = {name: Range(np.float32(np.inf), np.float32(-np.inf)) for name in ("input", "hidden", "sum")}
 
 
 def hand_written(params, x, ranges, update):
@@ -308,12 +319,12 @@ def hand_written(params, x, ranges, update):
 def batches(count):
     """Of shrinking size, in 32nds: their products with small integers are exact, in any order of a sum."""
     x = np.random.default_rng(3).integers(-40, 41, (count, 32, 8)).astype(np.float32) / 8
-    return jnp.asarray(x * np.exp2(-(np.arange(count, dtype=np.float32) % 3)).reshape(-1, 1, 1))
+    return x * np.exp2(-(np.arange(count, dtype=np.float32) % 3)).reshape(-1, 1, 1)
 
 
 def exact_params():
     kernel = np.random.default_rng(4).integers(-4, 5, (8, 8)).astype(np.float32)
-    return {"kernel": jnp.asarray(kernel), "out": jnp.asarray(np.eye(8, dtype=np.float32))}
+    return {"kernel": kernel, "out": np.eye(8, dtype=np.float32)}
 
 
 @pytest.mark.slow
@@ -339,15 +350,15 @@ def test_ranges_in_the_train_state_have_the_same_bits_on_every_road(update):
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 def test_the_ranges_are_those_of_the_batches(update):
     params, x = exact_params(), batches(6)
-    ranges = NOTHING
+    ranges, step = NOTHING, jax.jit(lambda batch, ranges: hand_written(params, batch, ranges, update)[1])
     for batch in x:
-        _, ranges = hand_written(params, batch, ranges, update)
-    ends = np.array([(batch.min(), batch.max()) for batch in np.asarray(x)])
+        ranges = jax.device_get(step(batch, ranges))
+    ends = np.array([(batch.min(), batch.max()) for batch in x])
     want = [ends[:, 0].min(), ends[:, 1].max()]
     if update is UPDATES["ema"]:
         want = list(itertools.accumulate(ends, lambda old, new: 0.9 * old + 0.1 * new))[-1]
     np.testing.assert_allclose(ranges["input"], want, rtol=1e-6)
-    hidden = np.maximum(np.asarray(x) @ np.asarray(params["kernel"]), 0)
+    hidden = np.maximum(x @ params["kernel"], 0)
     assert ranges["hidden"].x_min == 0
     assert 0 < ranges["hidden"].x_max <= hidden.max()
 
@@ -388,12 +399,12 @@ def test_a_model_trains_with_its_activations_quantized_and_is_evaluated_with_fro
 
 
 def test_clipped_activations_pass_no_gradient_and_ranges_none():
-    params = {"kernel": jnp.eye(8), "out": jnp.eye(8)}
-    ranges = {name: Range(jnp.float32(-4), jnp.float32(3.9375)) for name in NOTHING}  # a scale of 1 / 32
+    params = dict.fromkeys(("kernel", "out"), np.eye(8, dtype=np.float32))
+    ranges = {name: Range(np.float32(-4), np.float32(3.9375)) for name in NOTHING}  # a scale of 1 / 32
     total = lambda x, ranges: hand_written(params, x, ranges, frozen)[0].sum()
-    x = jnp.array([[-9.0, -4.0, -1.0, 0.5, 1.5, 2.5, 3.0, 5.0]])
-    gradient = jax.grad(total)(x, ranges)
+    x = np.float32([[-9.0, -4.0, -1.0, 0.5, 1.5, 2.5, 3.0, 5.0]])
+    gradient = jax.jit(jax.grad(total))(x, ranges)
     # Of x + relu(x) each on its own, and then of their sum.
     assert gradient.tolist() == [[0, 1, 1, 2, 2, 0, 0, 0]]
     of_calibrated = jax.grad(lambda x: observe(x, SPEC).x_max + qparams_from_range(observe(x, SPEC), SPEC).scale)
-    assert not of_calibrated(x).any()
+    assert not np.asarray(jax.jit(of_calibrated)(x)).any()
