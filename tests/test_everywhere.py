@@ -3,11 +3,13 @@
 
 import functools
 
+import hand_written as by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from hand_written import Grid
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from lanes import cases
@@ -38,10 +40,37 @@ from jaxquant import (
 W, A = weight_spec(8), activation_spec(8)
 RULES = [Rule("*", W, A)]
 P2 = {"v": normal(1, 8, 16), "w": normal(2, 16, 4)}
+WHOLE, CHANNEL = Grid(affine=True, whole=True), Grid()
+F = np.float32
 
 
 def mlp(p, x):
     return jnp.tanh(x @ p["v"]) @ p["w"]
+
+
+@functools.cache
+def trained():
+    """The function that several tests call, so that it is compiled once, and its qparams."""
+    q = quantize_fn(mlp, RULES)
+    return q, q.init_qparams(P2, X)
+
+
+def changed(v, at, value):
+    v = np.array(v)
+    v[at] = value
+    return v
+
+
+def real(v, contracted):
+    """What a weight stands for, by NumPy."""
+    values, scale, _ = by_hand.levels(v, CHANNEL, contracted)
+    return values.astype(F) * scale
+
+
+def integers(v, axis, bits=8):
+    """A QArray of a matrix, by NumPy, with a scale for each index of that axis."""
+    values, scale, _ = by_hand.levels(v, Grid(bits), (1 - axis % 2,))
+    return QArray(np.int8(values), scale, np.int8(0 * scale), weight_spec(bits, channel_axis=axis), v.dtype)
 
 
 def qkv(p, x):
@@ -58,15 +87,15 @@ def test_inputs_used_alike_are_one_entry_and_parameters_have_their_path():
         "q:input": ("q:input", "dynamic"), "q": ("q", "dynamic"), "k:input": ("q:input", "dynamic"),
         "k": ("k", "dynamic"), "q:input#2": ("q:input#2", "dynamic"), "q#2": ("q", "dynamic"),
     }  # fmt: skip
-    s = quantize_fn(qkv, RULES).init_qparams(params, X)
+    s = jax.eval_shape(quantize_fn(qkv, RULES).init_qparams, params, X)
     assert set(s) == {"q:input", "q", "k", "q:input#2"}
 
 
 def test_a_plan_says_static_dynamic_or_frozen_and_counts_the_spec_on_the_parameter():
     f = lambda p, x: lax.scan(lambda x, w: (jnp.tanh(x @ w.T), None), x, p["w"])[0]
     q, params = quantize_fn(f, RULES), {"w": normal(1, 3, 8, 8)}
-    s = q.init_qparams(params, X)
-    assert jax.tree.map(jnp.shape, s) == {"w": QParams((3, 8, 1), (3, 8, 1)), "w:input": QParams((3,), (3,))}
+    s = jax.eval_shape(q.init_qparams, params, X)
+    assert jax.tree.map(lambda v: v.shape, s) == {"w": QParams((3, 8, 1), (3, 8, 1)), "w:input": QParams((3,), (3,))}
     site = q.plan(params, X, qparams=s)["w"]
     assert (site.spec.granularity, site.entry_spec.granularity, site.state) == (
         PerChannel(1),
@@ -74,14 +103,13 @@ def test_a_plan_says_static_dynamic_or_frozen_and_counts_the_spec_on_the_paramet
         "static",
     )
     assert "channel (0, 1)" in str(q.plan(params, X))
-    frozen = q.freeze(params, X, qparams=s)
+    frozen = jax.eval_shape(lambda p, s: q.freeze(p, X, qparams=s), params, s)
     states = {site.name: site.state for site in q.plan(frozen, X, qparams=s | {"w:input": None})}
     assert states == {"w": "frozen", "w:input": "dynamic"}
 
 
 def test_none_makes_an_entry_dynamic():
-    q = quantize_fn(mlp, RULES)
-    s = q.init_qparams(P2, X)
+    q, s = trained()
     assert_same_bits(q(P2, X, qparams=dict.fromkeys(s)), q(P2, X))
     jax.tree.map(assert_same_bits, q.init_qparams(P2, X, ranges={}), s | {"v:input": None, "w:input": None})
     only = q.init_qparams(P2, X, ranges=q.observe(P2, X) | {"w:input": None})
@@ -95,22 +123,20 @@ def test_none_makes_an_entry_dynamic():
 
 
 def test_what_is_static_ignores_the_batch():
-    q = quantize_fn(mlp, RULES)
-    s = q.init_qparams(P2, X)
-    broken = X.at[3, 2].set(1e9)
-    rows = jnp.array([0, 1, 2, 4, 5])
-    assert_same_bits(q(P2, broken, qparams=s)[rows], q(P2, X, qparams=s)[rows])
-    assert not np.array_equal(q(P2, broken)[rows], q(P2, X)[rows])
+    q, s = trained()
+    others = lambda x, **kw: np.delete(q(P2, x, **kw), 3, 0)
+    broken = changed(X, (3, 2), 1e9)
+    assert_same_bits(others(broken, qparams=s), others(X, qparams=s))
+    assert not np.array_equal(others(broken), others(X))
 
 
 def test_a_nan_reaches_the_results_that_it_enters_and_no_others():
-    q = quantize_fn(mlp, RULES)
-    s = q.init_qparams(P2, X)
-    y = q(P2, X.at[3, 2].set(jnp.nan), qparams=s)
+    q, s = trained()
+    y = np.asarray(q(P2, changed(X, (3, 2), np.nan), qparams=s))
     assert np.isnan(y[3]).all()
     assert np.isfinite(np.delete(y, 3, 0)).all()
-    params = P2 | {"w": P2["w"].at[0, 1].set(jnp.nan)}
-    y = q(params, X, qparams=s)
+    params = P2 | {"w": changed(P2["w"], (0, 1), np.nan)}
+    y = np.asarray(q(params, X, qparams=s))
     assert np.isnan(y[:, 1]).all()
     assert np.isfinite(np.delete(y, 1, 1)).all()
 
@@ -123,11 +149,10 @@ def test_a_nan_reaches_the_results_that_it_enters_and_no_others():
 def test_a_nan_of_a_matrix_reaches_its_column(granularity):
     """So large that the maximum of XLA:CPU forgets it."""
     q = quantize_fn(lambda w, x: x @ w, [Rule("**", QuantSpec(bits=4, granularity=granularity), activation_spec())])
-    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(8, 96), (96, 48)]))
-    for of_x, of_w in [(x, w.at[3, 5].set(jnp.nan)), (x.at[6, 2].set(jnp.nan), w)]:
-        want = np.isnan(of_x @ of_w)
-        assert want.any()
-        np.testing.assert_array_equal(np.isnan(q(of_w, of_x)), want)
+    x, w = normal(1, 8, 96), normal(2, 96, 48)
+    column, row = np.isnan(q(changed(w, (3, 5), np.nan), x)), np.isnan(q(w, changed(x, (6, 2), np.nan)))
+    np.testing.assert_array_equal(column, np.broadcast_to(np.arange(48) == 5, (8, 48)))
+    np.testing.assert_array_equal(row, np.broadcast_to(np.arange(8)[:, None] == 6, (8, 48)))
 
 
 def refused(f, match, kind=ValueError):
@@ -136,8 +161,7 @@ def refused(f, match, kind=ValueError):
 
 
 def test_slips_in_qparams_and_ranges_are_told():
-    q = quantize_fn(mlp, RULES)
-    s, ranges = q.init_qparams(P2, X), q.observe(P2, X)
+    (q, s), ranges = trained(), trained()[0].observe(P2, X)
     without = lambda of, key: {k: v for k, v in of.items() if k != key}
     call = lambda s: lambda: q(P2, X, qparams=s)
     refused(call(without(s, "w:input")), r"got none for 'w:input'; the nearest.*'v:input'.*None as the value")
@@ -149,7 +173,7 @@ def test_slips_in_qparams_and_ranges_are_told():
     refused(init(without(ranges, "v:input")), "`ranges`.*none for 'v:input'")
     refused(init(ranges | {"x": ranges["v:input"]}), "'x', which is no entry")
     refused(init(ranges | {"v:input": histogram(X, A)}), "At 'v:input'.*range_from_histogram", TypeError)
-    refused(init(ranges | {"v:input": Range(jnp.zeros(2), jnp.ones(2))}), r"At 'v:input'.*shape")
+    refused(init(ranges | {"v:input": Range(np.zeros(2, F), np.ones(2, F))}), r"At 'v:input'.*shape")
     refused(init(ranges | {"v:input": Range(jnp.inf, -jnp.inf)}), "At 'v:input'.*no batch has reached")
     refused(init(3), "`ranges` must be a dict", TypeError)
     per_token = quantize_fn(mlp, [Rule("*", W, activation_spec(8, granularity=PerToken()))])
@@ -160,14 +184,13 @@ def test_slips_in_qparams_and_ranges_are_told():
 
 
 def test_a_qarray_must_be_what_its_rule_says():
-    q = quantize_fn(mlp, RULES)
-    other = quantize_params(P2, [("v", weight_spec(4, channel_axis=1)), ("w", weight_spec(8, channel_axis=0))])
-    refused(lambda: q(other, X), r"At 'v', chosen by the rule '\*'.*bits=4.*the rule makes")
-    rows = P2 | {"w": other["w"]}
+    q, s = trained()
+    four, rows = P2 | {"v": integers(P2["v"], 1, bits=4)}, P2 | {"w": integers(P2["w"], 0)}
+    refused(lambda: q(four, X), r"At 'v', chosen by the rule '\*'.*bits=4.*the rule makes")
     refused(lambda: q(rows, X), r"At 'w'.*PerChannel\(0\).*PerChannel\(1\)")
-    negative = quantize_params(P2, [("*", weight_spec(8, channel_axis=-1))])
-    assert_same_bits(q(negative, X), q(q.freeze(P2, X), X))
-    refused(lambda: q(negative, X, qparams=q.init_qparams(P2, X) | {"v": QParams(1.0, 0.0)}), "At 'v'.*shape")
+    negative = {path: integers(v, -1) for path, v in P2.items()}
+    assert_same_bits(*jax.jit(lambda *of: [q(p, X) for p in of])(negative, q.freeze(P2, X)))
+    refused(lambda: q(negative, X, qparams=s | {"v": QParams(1.0, 0.0)}), "At 'v'.*shape")
 
 
 def test_two_ways_are_refused_with_both():
@@ -190,25 +213,22 @@ EVERYWHERE = [Rule("*", W, A, everywhere=True)]
 
 def test_a_tied_embedding_is_quantized_in_both_uses():
     params = {"e": normal(1, 8, 24)}
-    q = quantize_fn(tied, EVERYWHERE)
-    rows = weight_spec(8, channel_axis=0)
-    e = fake_quant(params["e"], rows)
-    h = e[TOKENS] * 2
-    by_hand = quantize_fn(lambda p, h: h @ p["e"].T, RULES)
-    assert_same_bits(q(params, TOKENS), by_hand(params, h))
+    q, half = quantize_fn(tied, EVERYWHERE), quantize_fn(tied, RULES)
+    logits = lambda e: by_hand.exact("btd,ed->bte", (WHOLE, CHANNEL), e[TOKENS] * 2, params["e"])[0]
+    both, in_one = jax.jit(lambda p: (q(p, TOKENS), half(p, TOKENS)))(params)
+    assert_same_bits(both, logits(real(params["e"], (1,))))
+    assert_same_bits(in_one, logits(np.asarray(params["e"])))
     sites = [(site.name, site.op, site.entry, site.shape) for site in q.plan(params, TOKENS) if site.spec]
     assert sites == [
         ("e:input", "dot_general", "e:input", (2, 3, 24)),
         ("e", "dot_general", "e", (24, 8)),
         ("e#2", "gather", "e", (8, 24)),
     ]
-    half = quantize_fn(tied, RULES)
-    assert_same_bits(half(params, TOKENS), by_hand(params, params["e"][TOKENS] * 2))
     refused(
         lambda: half.freeze(params, TOKENS),
         r"At 'e'.*quantized at 'e' and also read in float, by 'gather'.*everywhere=True",
     )
-    refused(lambda: half(q.freeze(params, TOKENS), TOKENS), r"read in float.*given as a QArray")
+    refused(lambda: half({"e": integers(params["e"], 0)}, TOKENS), r"read in float.*given as a QArray")
 
 
 @pytest.mark.slow
@@ -227,16 +247,15 @@ def test_gradients_of_a_tied_embedding_come_from_both_uses():
     jax.tree.map(close, got, want)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_an_index_out_of_range_gives_what_the_float_gather_gives(is_frozen):
-    params, tokens = {"e": normal(1, 8, 24)}, jnp.array([1, 9, -1, -9])
-    for mode in ("fill", "clip", None):
-        f = lambda p, t, mode=mode: p["e"].at[t].get(mode=mode)
-        q = quantize_fn(f, [Rule("e", weight_spec(8, channel_axis=0), everywhere=True)])
-        got = q(q.freeze(params, tokens) if is_frozen else params, tokens)
-        want = f({"e": dequantize(quantize(params["e"], weight_spec(8, channel_axis=0)))}, tokens)
-        assert_same_bits(got, want)
-        assert np.isnan(want).any() == (mode == "fill")
+def test_an_index_out_of_range_gives_what_the_float_gather_gives():
+    params, tokens = {"e": normal(1, 8, 24)}, np.array([1, 9, -1, -9])
+    f = lambda p, t: [p["e"].at[t].get(mode=mode) for mode in ("fill", "clip", None)]
+    q = quantize_fn(f, [Rule("e", weight_spec(8, channel_axis=0), everywhere=True)])
+    frozen, by_hand = q.freeze(params, tokens), {"e": real(params["e"], (1,))}
+    got, served, want = jax.jit(lambda p, s, e, t: (q(p, t), q(s, t), f(e, t)))(params, frozen, by_hand, tokens)
+    jax.tree.map(assert_same_bits, got, want)
+    jax.tree.map(assert_same_bits, served, want)
+    assert [bool(np.isnan(y).any()) for y in want] == [True, False, False]
 
 
 @cases("granularity", [PerChannel(None), QuantSpec().granularity, PerBlock(None, 4)], [PerChannel(None)])
@@ -250,10 +269,11 @@ def test_a_dot_of_gathered_parameters_is_a_site(granularity):
     assert site.entry_spec.granularity == separate.get(granularity, PerChannel(0))
     s = q.init_qparams(params, X)
     frozen = q.freeze(params, X, qparams=s)
-    assert_same_bits(q(frozen, X, qparams=s), q(params, X, qparams=s))
-    x = fake_quant(X, A, s["w:input"])
-    w = dequantize(frozen["w"])[POINT]
-    np.testing.assert_allclose(q(params, X, qparams=s), jnp.einsum("bd,bdf->bf", x, w), rtol=1e-4, atol=1e-5)
+    served, trained = jax.jit(lambda s, *of: [q(p, X, qparams=s) for p in of])(s, frozen, params)
+    assert_same_bits(served, trained)
+    values, scale, _ = by_hand.levels(X, WHOLE, None)  # whose range s has
+    want = np.einsum("bd,bdf->bf", values * scale, np.asarray(dequantize(frozen["w"]))[POINT])
+    np.testing.assert_allclose(trained, want, rtol=1e-4, atol=1e-5)
     refused(
         lambda: quantize_fn(f, [Rule("w", spec, A)])(params, X),
         "of kind 'derived'.*everywhere=True. quantizes what is gathered",
@@ -264,7 +284,7 @@ def test_without_a_dot_the_axis_is_named():
     f, params = lambda p, t: p["e"][t], {"e": normal(1, 8, 24)}
     refused(lambda: quantize_fn(f, EVERYWHERE)(params, TOKENS), "At 'e'.*no dot uses it.*channel_axis")
     q = quantize_fn(f, [Rule("e", weight_spec(8, channel_axis=-1), everywhere=True)])
-    assert_same_bits(q(params, TOKENS), fake_quant(params["e"], weight_spec(8, channel_axis=1))[TOKENS])
+    assert_same_bits(q(params, TOKENS), real(params["e"], (0,))[TOKENS])
     refused(lambda: quantize_fn(f, [("e", W)])(params, TOKENS), "matched no site.*everywhere=True")
     refused(lambda: Rule("e", activation=A, kind="act_act", everywhere=True), "`everywhere` is of parameters")
     refused(lambda: quantize_params(params, EVERYWHERE[:1]), "everywhere=True, which a function")
@@ -273,11 +293,13 @@ def test_without_a_dot_the_axis_is_named():
 def test_what_is_returned_or_carried_is_read_in_float():
     """A parameter that leaves the ways on which integers follow has its own values, and cannot be frozen."""
     f = lambda p, x: (x @ p["w"], p["w"])
-    q, params = quantize_fn(f, RULES), {"w": P2["v"]}
-    assert_same_bits(q(params, X)[1], params["w"])
+    q, both, params = quantize_fn(f, RULES), quantize_fn(f, EVERYWHERE), {"w": P2["v"]}
+    frozen = both.freeze(params, X)
+    passed, served, trained = jax.jit(lambda p, s: [of[1] for of in (q(p, X), both(s, X), both(p, X))])(params, frozen)
+    assert_same_bits(passed, params["w"])
     refused(lambda: q.freeze(params, X), "the result of the function")
-    both = quantize_fn(f, EVERYWHERE)
-    assert_same_bits(both(params, X)[1], dequantize(both.freeze(params, X)["w"]))
+    assert_same_bits(trained, real(params["w"], (0,)))
+    assert_same_bits(served, trained)
     rolled = lambda p, x: lax.fori_loop(0, 2, lambda i, c: (jnp.roll(c[0], 1, 0), c[1] @ c[0]), (p["w"], x))[1]
     refused(lambda: quantize_fn(rolled, RULES)({"w": normal(1, 8, 8)}, X), "'w', which is in an op of kind 'derived'")
 
@@ -288,45 +310,55 @@ def test_what_is_returned_or_carried_is_read_in_float():
 MORE = "one value in several ops", "over layers in blocks", "cond", "kept", "gathered by data"
 
 
-@pytest.mark.parametrize(
-    "names", [("plain", "tied embedding"), pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"]
-)
-def test_the_function_can_be_rebuilt_with_fake_quant_at_its_sites(names):
+SOME = "plain", "tied embedding"
+
+
+@functools.cache
+def served(names):
+    """Several uses as one function, quantized, in float and frozen, with the values of all three."""
     f, params, rules = together(names)
     q = quantize_fn(f, rules)
-    s = q.init_qparams(params, X, ranges=merge_ranges(q.observe(params, X), q.observe(params, -X)))
+    s = q.init_qparams(params, X, ranges=merge_ranges(q.observe(params, X), q.observe(params, -np.asarray(X))))
+    frozen = q.freeze(params, X, qparams=s)
+    return q, params, s, frozen, *jax.jit(lambda p, s: (q(p, X, qparams=s), f(p, X)))(params, s)
+
+
+@pytest.mark.parametrize("names", [SOME, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_the_function_can_be_rebuilt_with_fake_quant_at_its_sites(names):
+    q, params, s, frozen, want, in_float = served(names)
     called = []
     view = q.at_sites(lambda info, x: (called.append(info.name), fake_quant(x, info.spec, info.qparams))[1])
-    for values in (params, q.freeze(params, X, qparams=s)):
-        called.clear()
-        got = jax.jit(lambda p, x: view(p, x, qparams=s))(values, X)
-        assert sorted(called) == sorted(site.name for site in q.plan(params, X) if site.spec)
-        want = q(params, X, qparams=s)
-        for name, y in want.items():
+    identity = q.at_sites(lambda info, x: x)
+    of_all = jax.jit(lambda p, frozen, s: (view(p, X, qparams=s), view(frozen, X, qparams=s), identity(p, X)))
+    *rebuilt, same = of_all(params, frozen, s)
+    assert sorted(called) == sorted(2 * [site.name for site in q.plan(params, X) if site.spec])
+    for name, y in want.items():
+        for got in rebuilt:
             np.testing.assert_allclose(got[name], y, rtol=0, atol=2e-2 * np.abs(y).max(), err_msg=name)
             assert np.median(np.abs(got[name] - y)) < 1e-5 * np.abs(y).max(), name
-    identity = q.at_sites(lambda info, x: x)
-    for name, y in jax.jit(identity)(params, X).items():
-        assert_same_bits(y, jax.jit(f)(params, X)[name], name)
+        assert_same_bits(same[name], in_float[name], name)
 
 
 def test_a_site_is_given_what_the_plan_says():
-    q = quantize_fn(mlp, RULES)
+    q, s = trained()
     seen = {}
-    q.at_sites(lambda info, x: (seen.update({info.name: (info, x.shape)}), x)[1])(P2, X)
+    jax.eval_shape(q.at_sites(lambda info, x: (seen.update({info.name: (info, x.shape)}), x)[1]), P2, X)
     assert {name: info for name, (info, _) in seen.items()} == {site.name: site for site in q.plan(P2, X)}
     assert all(info.shape == shape for info, shape in seen.values())
-    s = q.init_qparams(P2, X)
-    q.at_sites(lambda info, x: (seen.update({info.name: info.qparams}), x)[1])(P2, X, qparams=s)
-    jax.tree.map(assert_same_bits, {name: QParams(*v, s[name].spec) for name, v in seen.items()}, s)
+
+    @jax.jit
+    def given(p, s):
+        found = {}
+        q.at_sites(lambda info, x: (found.update({info.name: info.qparams}), x)[1])(p, X, qparams=s)
+        return found
+
+    jax.tree.map(assert_same_bits, {name: QParams(*v, s[name].spec) for name, v in given(P2, s).items()}, s)
     refused(lambda: q.at_sites(3), "`site` must be a function", TypeError)
     refused(lambda: q.at_sites(lambda info, x: x[:1])(P2, X), r"`site` must return.*\[6, 8\] at 'v:input'")
 
 
 def test_an_op_is_given_what_its_sites_make():
-    f, params, rules = together(("plain", "tied embedding"))
-    q = quantize_fn(f, rules)
-    s = q.init_qparams(params, X)
+    q, params, s, frozen, want, in_float = served(SOME)
     called = []
 
     def site(info, x):
@@ -341,25 +373,23 @@ def test_an_op_is_given_what_its_sites_make():
         assert (y.shape, y.dtype) == (info.result.shape, info.result.dtype)
         return y
 
-    view = q.at_sites(site, op)
-    frozen = q.freeze(params, X, qparams=s)
-    want = q(params, X, qparams=s)
-    for values in (params, frozen):
-        called.clear()
-        got = jax.jit(lambda p, x: view(p, x, qparams=s))(values, X)
-        assert len(called) == len([site for site in q.plan(params, X) if site.name.endswith(":input")])
+    view, float_op = q.at_sites(site, op), q.at_sites(lambda info, x: x, lambda info, lhs, rhs: info(lhs, rhs))
+    of_all = jax.jit(lambda p, frozen, s: (view(p, X, qparams=s), view(frozen, X, qparams=s), float_op(p, X)))
+    *rebuilt, same = of_all(params, frozen, s)
+    assert len(called) == 2 * len([site for site in q.plan(params, X) if site.name.endswith(":input")])
+    for got in rebuilt:
         assert_same_bits(got["plain"], want["plain"])
         np.testing.assert_allclose(got["tied embedding"], want["tied embedding"], rtol=1e-6)  # the table is squared
-    float_op = q.at_sites(lambda info, x: x, lambda info, lhs, rhs: info(lhs, rhs))
-    for name, y in jax.jit(float_op)(params, X).items():
-        assert_same_bits(y, jax.jit(f)(params, X)[name], name)
+    for name, y in same.items():
+        assert_same_bits(y, in_float[name], name)
 
 
 def test_an_op_with_one_site_is_given_the_other_operand_as_it_is():
     q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", W)])
     op = lambda info, x, w: info(x, dequantize(w))
-    got = q.at_sites(lambda info, w: quantize(w, info.spec, info.qparams), op)({"w": P2["v"]}, X)
-    assert_same_bits(got, X @ fake_quant(P2["v"], q.plan({"w": P2["v"]}, X)["w"].spec))
+    view = q.at_sites(lambda info, w: quantize(w, info.spec, info.qparams), op)
+    got, want = jax.jit(lambda w, by_hand: (view({"w": w}, X), X @ by_hand))(P2["v"], real(P2["v"], (0,)))
+    assert_same_bits(got, want)
     refused(lambda: q.at_sites(lambda info, x: x, 3), "`op` must be a function", TypeError)
     refused(
         lambda: q.at_sites(lambda info, x: x, lambda info, x, w: x)({"w": P2["v"]}, X),
@@ -379,18 +409,18 @@ def test_a_forward_pass_by_hand_on_the_integer_ops_is_the_frozen_function():
 
     params, x = {"c": normal(1, 3, 3, 1, 4), "w": normal(2, 96, 5)}, normal(3, 2, 3, 8, 1)
     q = quantize_fn(f, RULES)
-    s = q.init_qparams(params, x)
+    s = q.init_qparams(params, x, ranges={key: Range(F(-1), F(2)) for key in ("c:input", "w:input")})
     frozen = q.freeze(params, x, qparams=s)
     assert isinstance(frozen["c"], QArray)
 
-    @jax.jit
     def by_hand(frozen, s, x):
         x = quantize(x, A, s["c:input"])
         h = conv_general_dilated(x, frozen["c"], (1, 1), "SAME", dimension_numbers=numbers)
         h = quantize(jax.nn.relu(h).reshape(2, -1), A, s["w:input"])
         return dot_general(h, frozen["w"], (((1,), (0,)), ((), ())))
 
-    assert_same_bits(q(frozen, x, qparams=s), by_hand(frozen, s, x))
+    both = jax.jit(lambda frozen, s, x: (q(frozen, x, qparams=s), by_hand(frozen, s, x)))
+    assert_same_bits(*both(frozen, s, x))
 
 
 @pytest.mark.slow
@@ -405,20 +435,20 @@ def test_a_frozen_function_is_differentiated_with_respect_to_its_input():
 
 
 def test_pieces_and_casts_of_a_parameter_have_its_own_range_and_integers():
-    w = P2["v"].at[0].mul(10.0)  # the range is that of the first row
-    whole = quantize(w, weight_spec(8, channel_axis=1))
-    f = lambda p, x: x[:, :3] @ p["w"][3:6]
-    x, s = X[:, :3], weight_spec(8, channel_axis=1)
-    piece = QArray(whole.values[3:6], whole.scale, whole.zero_point, s, whole.dtype)
-    want = dot_general(quantize(x, A), piece, (((1,), (0,)), ((), ())))
-    assert_same_bits(quantize_fn(f, RULES)({"w": w}, X), want)
-    assert not np.array_equal(want, dot_general(quantize(x, A), quantize(w[3:6], s), (((1,), (0,)), ((), ()))))
+    w = changed(P2["v"], 0, 10 * np.asarray(P2["v"])[0])  # the range is that of the first row
+    x, x16, w16 = np.asarray(X)[:, :3], np.asarray(X).astype(jnp.bfloat16), real(w, (0,)).astype(jnp.bfloat16)
     half = lambda p, x: x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)
-    x = X.astype(jnp.bfloat16)
-    want = dot_general(quantize(x, A), whole, (((1,), (0,)), ((), ()))).astype(jnp.bfloat16)
-    assert_same_bits(quantize_fn(half, RULES)({"w": w}, X), want)
-    alone = quantize_fn(half, [("w", W)])({"w": w}, X)
-    assert_same_bits(alone, jax.jit(lambda x, w: x @ w)(x, dequantize(whole).astype(jnp.bfloat16)))
+    piece, both = quantize_fn(lambda p, x: x @ p["w"][3:6], RULES), quantize_fn(half, RULES)
+    weight_only = quantize_fn(half, [("w", W)])
+    functions = lambda p, x, x16, w16: (piece(p, x), both(p, x16), weight_only(p, x16), x16 @ w16)
+    of_piece, of_both, alone, wanted_alone = jax.jit(functions)({"w": w}, x, x16, w16)
+    (values, scale, _), (whole, w_scale, _) = by_hand.levels(x, WHOLE, None), by_hand.levels(w, CHANNEL, (0,))
+    want = (values @ whole[3:6]).astype(F) * (scale * w_scale)
+    assert_same_bits(of_piece, want)
+    exact = lambda x, w: by_hand.exact("bi,io->bo", (WHOLE, CHANNEL), x, w)[0]
+    assert not np.array_equal(want, exact(x, w[3:6]))
+    assert_same_bits(of_both, exact(x16, w).astype(jnp.bfloat16))
+    assert_same_bits(alone, wanted_alone)
 
 
 @pytest.mark.slow
