@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from uses import X, normal, together
 
 from jaxquant import (
-    PerChannel,
+    QParams,
     Range,
     Rule,
     activation_spec,
@@ -23,7 +23,6 @@ from jaxquant import (
     histogram,
     merge_ranges,
     observe,
-    qparams_from_range,
     quantize_fn,
     range_from_histogram,
     weight_spec,
@@ -43,6 +42,12 @@ def same(got, want):
 
 def stack(ranges):
     return jax.tree.map(lambda *ends: jnp.stack(ends), *ranges)
+
+
+def range_of(*batches):
+    """By NumPy."""
+    batches = [np.asarray(x) for x in batches]
+    return Range(np.min(batches), np.max(batches))
 
 
 def scanned(p, x):
@@ -70,22 +75,25 @@ def near(got, want):
 
 
 def test_layers_have_a_range_each():
-    near(quantize_fn(scanned, RULES).observe(P3, X), layers_by_hand(X))
+    near(quantize_fn(scanned, RULES).observe(P3, X), jax.jit(layers_by_hand)(X))
 
 
 def test_an_operand_has_the_range_that_it_has_by_hand():
     f = lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"]
-    p = {"w": normal(1, 8, 16), "v": normal(2, 16, 4)}
-    rules = [Rule("w", W, activation_spec(8, granularity=PerChannel(-1)), op="dot_general"), Rule("v", None, A)]
-    q = quantize_fn(f, [rules[1]])
-    h = jax.jit(lambda p, x: jnp.tanh(x @ p["w"]))(p, X)
-    same(q.observe(p, X), {"v:input": observe(h, A)})
-    same(q.observe(p, X, histogram=True), {"v:input": histogram(h, A)})
-    same(q.observe(p, X.at[0, 0].set(jnp.nan)), {"v:input": observe(jax.jit(f_of(p))(X.at[0, 0].set(jnp.nan)), A)})
+    p, lacking = {"w": normal(1, 8, 16), "v": normal(2, 16, 4)}, np.array(X)
+    lacking[0, 0] = np.nan
+    q = quantize_fn(f, [Rule("v", None, A)])
 
+    @jax.jit
+    def each(p, x, lacking):
+        """Of two batches, and of the operand by hand."""
+        seen = [q.observe(p, v) for v in (x, lacking)]
+        return seen, q.observe(p, x, histogram=True), [jnp.tanh(v @ p["w"]) for v in (x, lacking)]
 
-def f_of(p):
-    return lambda x: jnp.tanh(x @ p["w"])
+    (of_x, of_lacking), counted, (h, h_lacking) = each(p, X, lacking)
+    same(of_x, {"v:input": range_of(h)})
+    same(counted, {"v:input": histogram(h, A)})
+    same(of_lacking, {"v:input": range_of(np.asarray(h_lacking)[1:])})
 
 
 def test_loops_merge_their_turns_and_a_branch_not_taken_saw_nothing():
@@ -95,19 +103,20 @@ def test_loops_merge_their_turns_and_a_branch_not_taken_saw_nothing():
         return over_time, lax.cond(x[0, 0] > 1e9, lambda y: y @ p["a"], lambda y: y @ p["b"], y)
 
     p = {name: normal(i, 8, 8) for i, name in enumerate("twab")}
+    turn = jax.jit(lambda x: (x @ p["w"]) * 1.5)
     turns = [X]
     for _ in range(3):
-        turns.append(jax.jit(lambda x: (x @ p["w"]) * 1.5)(turns[-1]))
-    got = quantize_fn(f, RULES).observe(p, X)
+        turns.append(turn(turns[-1]))
+    q = quantize_fn(f, RULES)
+    got, counted = jax.jit(lambda p: (q.observe(p, X), q.observe(p, X, histogram=True)))(p)
     want = {
-        "t:input": observe(X, A),
-        "w:input": functools.reduce(merge_ranges, [observe(x, A) for x in turns[:3]]),
-        "a:input": Range(jnp.float32(jnp.inf), jnp.float32(-jnp.inf)),
-        "b:input": observe(turns[3], A),
+        "t:input": range_of(X),
+        "w:input": range_of(*turns[:3]),
+        "a:input": Range(np.float32(np.inf), np.float32(-np.inf)),
+        "b:input": range_of(turns[3]),
     }
     near(got, want)
-    counted = quantize_fn(f, RULES).observe(p, X, histogram=True)
-    assert {key: int(h.counts.sum()) for key, h in counted.items()} == {
+    assert {key: int(np.sum(h.counts)) for key, h in counted.items()} == {
         "t:input": X.size, "w:input": 3 * X.size, "a:input": 0, "b:input": X.size
     }  # fmt: skip
     near(
@@ -119,14 +128,14 @@ def test_loops_merge_their_turns_and_a_branch_not_taken_saw_nothing():
 def test_batches_merge_to_the_range_of_all():
     f, p, rules = together(("plain", "one value in several ops"))
     q = quantize_fn(f, rules)
-    whole, *halves = (q.observe(p, x) for x in (X, X[:2], X[2:]))
+    whole, *halves = (q.observe(p, x) for x in (X, *np.split(np.asarray(X), 2)))
     merged = merge_ranges(*halves)
     near(merged, whole)  # of what a dot makes of fewer rows
     for end in range(2):
-        assert_same_bits(merged["plain/v:input"][end], observe(X, A)[end])
-    assert any(not np.array_equal(half["plain/v:input"], observe(X, A)) for half in halves)
+        assert_same_bits(merged["plain/v:input"][end], range_of(X)[end])
+    assert any(not np.array_equal(half["plain/v:input"], range_of(X)) for half in halves)
     average = ema_ranges(*halves, 0.5)
-    want = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
+    want = jax.tree.map(lambda a, b: (np.asarray(a) + np.asarray(b)) / np.float32(2), *halves)
     near(average, want)
 
 
@@ -139,18 +148,25 @@ def mlp():
 
 def test_the_value_comes_with_the_ranges_and_is_differentiated():
     q, p, s = mlp()
-    value, ranges = q.observe(p, X, with_value=True)
-    assert_same_bits(value, jax.jit(q.__wrapped__)(p, X))
-    same(ranges, q.observe(p, X))
-    value, ranges = q.observe(p, X, with_value=True, qparams=s)
-    assert_same_bits(value, q(p, X, qparams=s))
-    assert not np.array_equal(ranges["v:input"].x_max, q.observe(p, X)["v:input"].x_max)
-    loss = lambda f: lambda p, s: (lambda value, seen: (jnp.sum(value**2), seen))(*f(p, s))
+    f = q.__wrapped__
     with_ranges = lambda p, s: q.observe(p, X, with_value=True, qparams=s)
-    got, seen = jax.jit(jax.grad(loss(with_ranges), (0, 1), has_aux=True))(p, s)
-    want, _ = jax.jit(jax.grad(loss(lambda p, s: (q(p, X, qparams=s), None)), (0, 1), has_aux=True))(p, s)
+
+    @jax.jit
+    def each(p, s):
+        results = f(p, X), q(p, X, qparams=s), q.observe(p, X)
+        return q.observe(p, X, with_value=True), with_ranges(p, s), *results
+
+    (value, ranges), (trained, seen), in_float, quantized, alone = each(p, s)
+    assert_same_bits(value, in_float)
+    same(ranges, alone)
+    assert_same_bits(trained, quantized)
+    assert not np.array_equal(seen["v:input"].x_max, alone["v:input"].x_max)
+    loss = lambda f: lambda p, s: (lambda value, seen: (jnp.sum(value**2), seen))(*f(p, s))
+    gradient = lambda f: jax.grad(loss(f), (0, 1), has_aux=True)
+    of_both = gradient(with_ranges), gradient(lambda p, s: (q(p, X, qparams=s), None))
+    (got, seen_beside), (want, _) = jax.jit(lambda p, s: [g(p, s) for g in of_both])(p, s)
     jax.tree.map(assert_same_bits, got, want)
-    same(seen, ranges)
+    same(seen_beside, seen)
 
 
 @pytest.mark.slow
@@ -209,21 +225,24 @@ def test_gradients_to_qparams_are_those_of_fake_quant_on_layers_by_hand():
 
 def test_gradients_of_powers_of_two_are_exact():
     a, w = activation_spec(4), weight_spec(4)
-    x, p = jnp.array([[0.5, -4.0, 2.0], [1.0, 8.0, -0.5]]), {"w": jnp.array([[1.0, -4.0], [0.5, 2.0], [8.0, 0.25]])}
+    x, p = np.float32([[0.5, -4, 2], [1, 8, -0.5]]), {"w": np.float32([[1, -4], [0.5, 2], [8, 0.25]])}
     q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", w, a)])
-    s = {"w:input": qparams_from_range(Range(-3.75, 3.75), a), "w": q.init_qparams(p, x)["w"]}
-    s = jax.tree.map(lambda v: jnp.exp2(jnp.round(jnp.log2(jnp.abs(v) + 1e-9))), s)
+    of_w = QParams(np.float32([[1, 0.5]]), np.float32([[0, 0]]))
+    s = {"w:input": QParams(np.float32(0.5), np.float32(1)), "w": of_w}
     hand = lambda p, s: fake_quant(x, a, s["w:input"]) @ fake_quant(p["w"], weight_spec(4, channel_axis=1), s["w"])
-    g = jnp.array([[1.0, -2.0], [0.5, 4.0]])
-    gradient = lambda f: jax.jit(jax.grad(lambda p, s: (f(p, s) * g).sum(), (0, 1)))(p, s)
-    jax.tree.map(assert_same_bits, gradient(lambda p, s: q(p, x, qparams=s)), gradient(hand))
+    g = np.float32([[1, -2], [0.5, 4]])
+    gradient = lambda f: jax.grad(lambda p, s: (f(p, s) * g).sum(), (0, 1))
+    of_both = gradient(lambda p, s: q(p, x, qparams=s)), gradient(hand)
+    got, want = jax.jit(lambda p, s: [f(p, s) for f in of_both])(p, s)
+    jax.tree.map(assert_same_bits, got, want)
+    assert all(map(np.any, jax.tree.leaves((want[0], [np.asarray(of.scale) for of in want[1].values()]))))
 
 
 def test_lsq_gradient_divides_by_what_shares_a_scale():
     q, p, s = mlp()
-    gradient = lambda **kw: jax.grad(lambda s: jnp.sum(q(p, X, qparams=s, **kw)))(s)
-    plain, scaled = gradient(), gradient(lsq_gradient=True)
-    ratio = lambda key: np.asarray(scaled[key].scale / plain[key].scale).ravel()[0]
+    gradient = lambda s, **kw: jax.grad(lambda s: jnp.sum(q(p, X, qparams=s, **kw)))(s)
+    plain, scaled = jax.jit(lambda s: (gradient(s), gradient(s, lsq_gradient=True)))(s)
+    ratio = lambda key: (np.asarray(scaled[key].scale) / np.asarray(plain[key].scale)).ravel()[0]
     np.testing.assert_allclose(ratio("w:input"), 1 / np.sqrt(X.size * 127), rtol=1e-5)
     np.testing.assert_allclose(ratio("w"), 1 / np.sqrt(8 * 127), rtol=1e-5)
     with pytest.raises(ValueError, match=r"`lsq_gradient`.*qparams=None"):

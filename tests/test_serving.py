@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 
+import hand_written as by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +15,10 @@ from uses import USES, X, normal, together
 
 from jaxquant import (
     QArray,
+    Range,
     Rule,
     activation_spec,
-    dequantize,
     from_log2,
-    merge_ranges,
     quantize_fn,
     quantize_params,
     to_log2,
@@ -45,11 +45,11 @@ def params_of(names):
 
 @functools.cache
 def qparams(names):
-    """Of two batches, one in each branch."""
-    observe = jax.jit(lambda x: q(names).observe(params_of(names), x))
-    return q(names).init_qparams(
-        params_of(names), X, ranges=merge_ranges(observe(X), observe(-X)), method=METHOD[names]
-    )
+    """Of a range for every input, which clips some."""
+    seen = jax.eval_shape(lambda p: q(names).observe(p, X), params_of(names))
+    full = lambda v, end: np.full(v.shape, end, np.float32)
+    ranges = {key: Range(full(r.x_min, -1), full(r.x_max, 2)) for key, r in seen.items()}
+    return q(names).init_qparams(params_of(names), X, ranges=ranges, method=METHOD[names])
 
 
 @functools.cache
@@ -132,18 +132,22 @@ def test_frozen_is_what_quantize_params_makes_with_the_specs_of_the_plan(names):
 
 def test_matrices_of_integer_products_lie_as_those_read_them():
     """Taken whole, or turn by turn of a scan; not where the order would be undone in each call."""
-    orders = lambda names: {path: v.order for path, v in paths(frozen(names, False)).items() if isinstance(v, QArray)}
+
+    def orders(names):
+        tree = jax.eval_shape(lambda p: q(names).freeze(p, X), params_of(names))
+        return {path: v.order for path, v in paths(tree).items() if isinstance(v, QArray)}
+
     swapped = "plain", "one value in several ops", "over time", "bfloat16", "jit and checkpoint and vmap"
     kept = "sliced", "tied per tensor", "concatenated", "convolution", "index under vmap", "bfloat16 weight-only"
     assert set(orders(swapped).values()) == {(-1, -2)}
     assert set(orders(kept).values()) == {None}
     layers = lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0]
     of_scan = quantize_fn(layers, [Rule("w", weight_spec(8), activation_spec(8))])
-    params = {"w": jnp.stack([normal(i, 8, 8) for i in range(3)])}
+    params = {"w": normal(1, 3, 8, 8)}
     stack = of_scan.freeze(params, X)["w"]
     assert (stack.order, stack.shape, stack.stored.shape) == ((-1, -2), (3, 8, 8), (3, 8, 8))
-    assert_same_bits(stack.stored, stack.values.swapaxes(1, 2))
-    assert_same_bits(of_scan({"w": stack}, X), of_scan(params, X))
+    assert_same_bits(stack.stored, np.swapaxes(stack.values, 1, 2))
+    assert_same_bits(*jax.jit(lambda *of: [of_scan({"w": w}, X) for w in of])(stack, params["w"]))
 
 
 @pytest.mark.parametrize("batch", [(), (3,)], ids=["a matrix", "a batch of matrices"])
@@ -152,9 +156,9 @@ def test_no_weight_moves_in_a_served_product(batch):
     f = lambda p, x: x @ p["w"]
     q = quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8, symmetric=True))])
     params, x = {"w": normal(1, *batch, 64, 48)}, normal(2, *batch, 16, 64)
-    s = q.init_qparams(params, x)
-    served = q.freeze(params, x, qparams=s)
-    text = jax.jit(lambda p, x: q(p, x, qparams=s)).lower(served, x).as_text()
+    s = jax.eval_shape(q.init_qparams, params, x)
+    served = jax.eval_shape(lambda p, s: q.freeze(p, x, qparams=s), params, s)
+    text = jax.jit(lambda p, x, s: q(p, x, qparams=s)).lower(served, x, s).as_text()
     shape = "x".join(map(str, (*batch, 48, 64)))
     assert served["w"].stored.shape == (*batch, 48, 64)
     (product,) = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
@@ -182,7 +186,7 @@ def test_a_weight_that_a_product_of_integers_reads_takes_a_byte(order):
     uses = [jax.named_scope("s")(lambda p, x: x @ p["w"]), lambda p, x: x @ p["w"]]
     rules = [Rule("w", weight_spec(4), scope="s"), Rule("w", weight_spec(4), activation_spec(4))]
     q, params = quantize_fn(lambda p, x: [uses[i](p, x) for i in order], rules), {"w": normal(1, 8, 5)}
-    assert q.freeze(params, X)["w"].stored.dtype == jnp.int8
+    assert jax.eval_shape(lambda p: q.freeze(p, X), params)["w"].stored.dtype == jnp.int8
 
 
 def test_parameters_that_are_closed_over_are_frozen_under_jit():
@@ -229,10 +233,12 @@ def test_it_holds_after_training():
 def test_integers_from_elsewhere_are_used_as_they_are():
     """Under no rule: their real values, weight-only."""
     f = lambda p, x: jnp.tanh(x @ p["v"]) @ p["w"]
-    params = USES["plain"].params
-    integers = quantize_params(params, [("*", weight_spec(8, channel_axis=0))])
-    got = quantize_fn(f, [])(integers, X)
-    assert_same_bits(got, jax.jit(f)(jax.tree.map(dequantize, integers, is_leaf=lambda v: isinstance(v, QArray)), X))
+    integers, real, rows = {}, {}, weight_spec(8, channel_axis=0)
+    for path, v in USES["plain"].params.items():
+        values, scale, _ = by_hand.levels(v, by_hand.Grid(), 1)
+        real[path] = values.astype(np.float32) * scale
+        integers[path] = QArray(np.int8(values), scale, np.zeros_like(scale, np.int8), rows, v.dtype)
+    assert_same_bits(*jax.jit(lambda p, real: (quantize_fn(f, [])(p, X), f(real, X)))(integers, real))
     text = str(quantize_fn(f, []).plan(integers, X)["v"].why)
     assert "integers" in text
 
@@ -246,4 +252,4 @@ def test_a_depthwise_kernel_whose_axis_of_size_1_moves():
     q, params = quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))]), {"w": normal(1, 3, 3, 4, 1)}
     x = normal(2, 2, 5, 5, 4)
     assert q.plan(params, x)["w"].entry_spec.granularity.axis == 2
-    assert_same_bits(q(q.freeze(params, x), x), q(params, x))
+    assert_same_bits(*jax.jit(lambda *of: [q(p, x) for p in of])(q.freeze(params, x), params))
