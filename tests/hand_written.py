@@ -56,6 +56,14 @@ def exact(equation, grids, *operands):
     return y, *(q.astype(F) * scale for q, scale, _ in qs), *(mask for *_, mask in qs)
 
 
+WHOLE, CHANNEL = Grid(affine=True, whole=True), Grid()
+
+
+def exactly(x, w, grids=(WHOLE, CHANNEL)):
+    """The product of rows and a kernel (in, out), alone."""
+    return exact("bi,io->bo", grids, x, w)[0]
+
+
 def _on_host(equation, grids, x, w):
     struct = jax.ShapeDtypeStruct
     y = jax.eval_shape(functools.partial(jnp.einsum, equation), x, w)

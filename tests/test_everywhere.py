@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
-from hand_written import Grid
+from hand_written import CHANNEL, WHOLE, Grid, exactly
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from lanes import cases
@@ -40,7 +40,6 @@ from jaxquant import (
 W, A = weight_spec(8), activation_spec(8)
 RULES = [Rule("*", W, A)]
 P2 = {"v": normal(1, 8, 16), "w": normal(2, 16, 4)}
-WHOLE, CHANNEL = Grid(affine=True, whole=True), Grid()
 F = np.float32
 
 
@@ -445,9 +444,8 @@ def test_pieces_and_casts_of_a_parameter_have_its_own_range_and_integers():
     (values, scale, _), (whole, w_scale, _) = by_hand.levels(x, WHOLE, None), by_hand.levels(w, CHANNEL, (0,))
     want = (values @ whole[3:6]).astype(F) * (scale * w_scale)
     assert_same_bits(of_piece, want)
-    exact = lambda x, w: by_hand.exact("bi,io->bo", (WHOLE, CHANNEL), x, w)[0]
-    assert not np.array_equal(want, exact(x, w[3:6]))
-    assert_same_bits(of_both, exact(x16, w).astype(jnp.bfloat16))
+    assert not np.array_equal(want, exactly(x, w[3:6]))
+    assert_same_bits(of_both, exactly(x16, w).astype(jnp.bfloat16))
     assert_same_bits(alone, wanted_alone)
 
 

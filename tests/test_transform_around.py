@@ -40,7 +40,7 @@ def layer(params, x):
     return x @ params["first"]
 
 
-GRIDS = {BOTH: (Grid(affine=True, whole=True), Grid()), PER_TOKEN: (Grid(affine=True), Grid())}
+GRIDS = {BOTH: (by_hand.WHOLE, by_hand.CHANNEL), PER_TOKEN: (Grid(affine=True), Grid())}
 
 
 def exactly(params, x, rules=BOTH):
@@ -48,7 +48,7 @@ def exactly(params, x, rules=BOTH):
     if rules is WEIGHTS:
         dot = lambda x, w: x @ np.multiply(*by_hand.levels(w, Grid(), (0,))[:2])
     else:
-        dot = lambda x, w: by_hand.exact("bi,io->bo", GRIDS[rules], x, w)[0]
+        dot = functools.partial(by_hand.exactly, grids=GRIDS[rules])
     return dot(np.maximum(dot(x, params["first"]), 0), params["second"])
 
 
@@ -237,7 +237,7 @@ def test_columns_on_an_explicit_mesh_stay_where_they_are():
     columns = NamedSharding(mesh("Explicit"), P(None, "data"))
     y = jax.jit(quantize_fn(layer, BOTH))({"first": jax.device_put(PARAMS["first"], columns)}, X)
     assert jax.typeof(y).sharding.spec == P(None, "data")
-    assert_same_bits(y, by_hand.exact("bi,io->bo", GRIDS[BOTH], X, PARAMS["first"])[0])
+    assert_same_bits(y, by_hand.exactly(X, PARAMS["first"]))
 
 
 @pytest.mark.slow
