@@ -15,18 +15,21 @@ from exact import assert_same_bits, x64
 
 from jaxquant import tf
 
-X = jnp.linspace(-1, 1, 6).reshape(2, 3)
-V3 = jnp.ones(3)
+# Made in NumPy: nothing is compiled before something is refused.
+F = np.float32
+put = jax.device_put
+X = put(np.linspace(-1, 1, 6, dtype=F).reshape(2, 3))
+V3 = np.ones(3, F)
 V3_TWICE = V3 * 2
 ARGS, ARGS_G = tf.fake_quant_with_min_max_args, tf.fake_quant_with_min_max_args_gradient
 VARS, VARS_G = tf.fake_quant_with_min_max_vars, tf.fake_quant_with_min_max_vars_gradient
 PER, PER_G = tf.fake_quant_with_min_max_vars_per_channel, tf.fake_quant_with_min_max_vars_per_channel_gradient
 QDQ, QDQ2 = tf.quantize_and_dequantize, tf.quantize_and_dequantize_v2
-Q, DQ, CODES = tf.quantize, tf.dequantize, jnp.ones((2, 3), jnp.int8)
+Q, DQ, CODES = tf.quantize, tf.dequantize, np.ones((2, 3), np.int8)
 NAN = float("nan")
 not_floats = [
     (np.arange(3), "int64"),
-    (jnp.arange(3), "int32"),
+    (put(np.arange(3, dtype=np.int32)), "int32"),
     (np.ones(3, bool), "bool"),
     (np.ones(3, complex), "complex128"),
     ([1.0, 2.0], "list"),
@@ -35,10 +38,10 @@ not_floats = [
     (None, "NoneType"),
     (1, "int"),
     (True, "bool"),
-    (jax.random.key(0), "key"),
+    (jax.random.wrap_key_data(put(np.zeros(2, np.uint32))), "key"),
     (np.array(["a"]), "<U1"),
     (np.array([object()]), "object"),
-    (jnp.ones(3, jnp.float8_e4m3fn), "float8"),
+    (np.ones(3, jnp.float8_e4m3fn), "float8"),
 ]
 
 # (call, class, the argument's name, what came)
@@ -185,40 +188,43 @@ def test_bad_input_is_refused_while_tracing(call, error, argument, came):
 
 def test_a_range_of_more_precision_than_the_computation_is_refused():
     with x64(), pytest.raises(TypeError, match=r"`min` is float64, expected float32.*astype"):
-        VARS(jnp.ones(3, jnp.float32), jnp.asarray([-1.0])[0], 1.0)
+        VARS(np.ones(3, F), np.asarray(-1.0), 1.0)
 
 
 def test_a_cotangent_of_more_precision_than_the_computation_is_refused():
     with x64(), pytest.raises(TypeError, match=r"`gradients` is float64, expected float32.*astype"):
-        VARS_G(jnp.ones(3, jnp.float64), jnp.ones(3, jnp.float32), -1.0, 1.0)
+        VARS_G(np.ones(3), np.ones(3, F), -1.0, 1.0)
 
 
 def test_a_cotangent_of_more_precision_than_the_input_is_summed_as_it_is():
-    dx, dmin, dmax = VARS_G(jnp.full(3, 1e5), jnp.full(3, 9.0, jnp.float16), -1.0, 1.0)
-    assert (dx.dtype, dx.tolist(), dmin, dmax) == (jnp.float16, [0.0] * 3, 0.0, 3e5)
+    dx, dmin, dmax = jax.jit(VARS_G)(np.full(3, 1e5, F), np.full(3, 9.0, np.float16), -1.0, 1.0)
+    assert (dx.dtype, dx.tolist(), dmin.item(), dmax.item()) == (jnp.float16, [0.0] * 3, 0.0, 3e5)
 
 
 def test_integers_compose_in_float64():
+    def there_and_back(x):
+        of_modes = [(Q(x, -1.0, 2.0, "int16", mode), mode) for mode in ("MIN_COMBINED", "MIN_FIRST", "SCALED")]
+        return [(q.output_min, DQ(*q, mode)) for q, mode in of_modes]
+
     with x64():
-        x = jnp.linspace(-1, 1, 7, dtype=jnp.float64)
-        for mode in ("MIN_COMBINED", "MIN_FIRST", "SCALED"):
-            q = Q(x, -1.0, 2.0, "int16", mode)
-            assert (q.output_min.dtype, DQ(*q, mode).dtype) == (jnp.float64, jnp.float32)
-            assert abs(DQ(*q, mode) - x.astype(jnp.float32)).max() < 1e-4
+        x = np.linspace(-1, 1, 7)
+        for low, y in jax.jit(there_and_back)(x):
+            assert (low.dtype, y.dtype) == (jnp.float64, jnp.float32)
+            assert np.abs(np.asarray(y) - x.astype(F)).max() < 1e-4
 
 
 def test_numbers_out_of_range_are_infinite_as_in_tensorflow():
-    assert jnp.isnan(ARGS(X, -1e300, 1e300)).all()
-    assert jnp.isnan(VARS(X, -1e300, 1e300)).all()
-    assert QDQ2(X, -1e300, 1.0, range_given=True).shape == X.shape
+    assert np.isnan(ARGS(X, -1e300, 1e300)).all()
+    assert np.isnan(VARS(X, -1e300, 1e300)).all()
+    assert jax.eval_shape(lambda: QDQ2(X, -1e300, 1.0, range_given=True)).shape == X.shape
 
 
 def test_traced_and_vars_ranges_are_not_checked():
     """A check would make eager differ from jit; the values are TensorFlow's."""
-    assert jnp.isnan(VARS(X, 1.0, 1.0)).all()
-    assert jnp.isnan(VARS(X, NAN, 1.0)).all()
+    assert np.isnan(VARS(X, 1.0, 1.0)).all()
+    assert np.isnan(VARS(X, NAN, 1.0)).all()
     assert_same_bits(VARS(X, 1.0, -1.0), jax.jit(VARS)(X, 1.0, -1.0))
-    reversed_ = jax.jit(lambda x, a, b: QDQ2(x, a, b, range_given=True))(X, 1.0, -1.0)
+    reversed_ = jax.eval_shape(lambda x, a, b: QDQ2(x, a, b, range_given=True), X, 1.0, -1.0)
     assert reversed_.shape == X.shape
 
 
@@ -226,22 +232,21 @@ def test_traced_and_vars_ranges_are_not_checked():
     "op", [lambda x: ARGS(x), lambda x: VARS(x, -6.0, 6.0), lambda x: QDQ2(x, -6.0, 6.0, range_given=True)]
 )
 def test_nan_stays_alone_and_infinity_saturates(op):
-    y = op(jnp.asarray([jnp.nan, jnp.inf, -jnp.inf, 1.0]))
-    assert jnp.isnan(y).tolist() == [True, False, False, False]
-    assert_same_bits(y[1:], op(jnp.asarray([1e30, -1e30, 1.0])))
+    y, large = (np.asarray(op(put(np.array(v, F)))) for v in ([np.nan, np.inf, -np.inf, 1], [0, 1e30, -1e30, 1]))
+    assert np.isnan(y).tolist() == [True, False, False, False]
+    assert_same_bits(y[1:], large[1:])
 
 
 def test_nan_in_the_data_is_left_out_of_the_range():
-    x = jnp.asarray([jnp.nan, -10.0, 5.0, 0.3])
-    assert_same_bits(QDQ2(x, 0.0, 0.0)[1:], QDQ2(x[1:], 0.0, 0.0))
-    assert jnp.isnan(QDQ2(x, 0.0, 0.0)[0])
+    y, without = (np.asarray(QDQ2(put(np.array([v, -10, 5, 0.3], F)), 0.0, 0.0)) for v in (np.nan, 0))
+    assert_same_bits(y[1:], without[1:])
+    assert np.isnan(y[0])
 
 
 @pytest.mark.parametrize(
     "shape", [(), *(pytest.param(s, marks=pytest.mark.slow) for s in [(0,), (0, 3), (2, 0, 3)]), (3, 0)]
 )
 def test_rank_0_and_zero_size(shape):
-    x = jnp.asarray(np.ones(shape, np.float32))
     back = lambda x: DQ(Q(x, -1.0, 1.0, "int8").output, -1.0, 1.0)
     calls = [
         back,
@@ -251,26 +256,31 @@ def test_rank_0_and_zero_size(shape):
         lambda x: QDQ(x, 0.0, 0.0),
     ]
     if shape:
-        low, high = -np.ones(shape[-1], np.float32), np.ones(shape[-1], np.float32)
+        low, high = -np.ones(shape[-1], F), np.ones(shape[-1], F)
         calls += [lambda x: DQ(Q(x, low, high, "int8", axis=-1).output, low, high, axis=-1)]
         calls += [lambda x: PER(x, low, high), lambda x: QDQ2(x, low, high, axis=-1)]
-    for call in calls:
-        y, vjp = jax.vjp(call, x)
-        assert y.shape == vjp(y)[0].shape == shape
-    assert tuple(VARS_G(x, x, -1.0, 1.0)[1:]) == (0.0, 0.0)
+
+    @jax.jit
+    def run(x):
+        passes = [jax.vjp(call, x) for call in calls]
+        return [(y, *vjp(y)) for y, vjp in passes], VARS_G(x, x, -1.0, 1.0)[1:]
+
+    got, ends = run(np.ones(shape, F))
+    assert [v.shape for of_call in got for v in of_call] == [shape] * 2 * len(calls)
+    assert [v.item() for v in ends] == [0.0, 0.0]
 
 
 def test_the_output_has_the_dtype_of_the_input_and_is_never_weak():
-    for value in (0.3, np.float32(0.3), jnp.asarray(0.3), np.full(3, 0.3)):
-        for y in (ARGS(value), VARS(value, -1, 1), QDQ2(value, -1, 1)):
+    for value in (0.3, F(0.3), jnp.asarray(0.3), np.full(3, 0.3)):
+        for y in jax.eval_shape(lambda value=value: (ARGS(value), VARS(value, -1, 1), QDQ2(value, -1, 1))):
             assert (y.dtype, y.weak_type) == (jnp.float32, False)
+    of = lambda op, *args: jax.eval_shape(functools.partial(op, *args))
     with x64():
-        assert ARGS(jnp.ones(3, jnp.float32)).dtype == jnp.float32
-        assert VARS(jnp.ones(3, jnp.float64), -1.0, 1.0).dtype == jnp.float64
-        assert QDQ2(jnp.ones(3, jnp.bfloat16), -1.0, 1.0).dtype == jnp.bfloat16
-    dx, dlo = jax.grad(lambda x, lo: VARS(x, lo, 1.0).sum().astype(jnp.float32), (0, 1))(
-        jnp.ones(3, jnp.bfloat16), jnp.bfloat16(-1)
-    )
+        assert of(ARGS, np.ones(3, F)).dtype == jnp.float32
+        assert of(VARS, np.ones(3), -1.0, 1.0).dtype == jnp.float64
+        assert of(QDQ2, np.ones(3, jnp.bfloat16), -1.0, 1.0).dtype == jnp.bfloat16
+    grad = jax.grad(lambda x, lo: VARS(x, lo, 1.0).sum().astype(F), (0, 1))
+    dx, dlo = of(grad, *put((np.ones(3, jnp.bfloat16), np.array(-1, jnp.bfloat16))))
     assert (dx.dtype, dlo.dtype) == (jnp.bfloat16, jnp.bfloat16)
 
 
@@ -284,7 +294,7 @@ def test_arrays_of_other_libraries_convert_themselves():
             self.value = value
 
         def __jax_array__(self):
-            return jnp.asarray(self.value)
+            return put(F(self.value)) if isinstance(self.value, float) else self.value
 
     low, high = Number(-1.0), Number(1.0)
     assert_same_bits(VARS(Parameter(), low, high), VARS(X, -1.0, 1.0))
@@ -318,7 +328,7 @@ def test_equal_options_share_one_trace():
 
 def test_donation_warns_of_nothing_and_keeps_the_value():
     want = VARS(X, -1.0, 1.0)
-    assert_same_bits(jax.jit(VARS, donate_argnums=0)(X.copy(), -1.0, 1.0), want)
+    assert_same_bits(jax.jit(VARS, donate_argnums=0)(put(np.array(X)), -1.0, 1.0), want)
 
 
 def test_threads_get_the_same_bits():
@@ -386,21 +396,28 @@ def test_a_type_has_many_names(T):
 
 def test_what_cannot_be_an_integer():
     """NaN is the lowest code, infinities saturate, and so does int32, which TensorFlow's cast wraps."""
-    x = jnp.asarray([jnp.nan, jnp.inf, -jnp.inf])
-    for mode in ("MIN_COMBINED", "MIN_FIRST", "SCALED"):
-        assert Q(x, -1.0, 1.0, "int8", mode).output.tolist() == [-128, 127, -128]
-    assert Q(x, -1.0, 1.0, "int32").output.tolist() == [-(2**31), 2**31 - 1, -(2**31)]
-    assert Q(x, -1.0, 1.0, "int32", "MIN_FIRST").output.tolist() == [-(2**31), 2**31 - 128, -(2**31)]
+    x = np.array([np.nan, np.inf, -np.inf], F)
+
+    @jax.jit
+    def codes(x):
+        of = lambda T, mode="MIN_COMBINED": Q(x, -1.0, 1.0, T, mode).output
+        modes = ("MIN_COMBINED", "MIN_FIRST", "SCALED")
+        return [of("int8", mode) for mode in modes], of("int32"), of("int32", "MIN_FIRST")
+
+    of_8, of_32, first = codes(x)
+    assert [v.tolist() for v in of_8] == [[-128, 127, -128]] * 3
+    assert of_32.tolist() == [-(2**31), 2**31 - 1, -(2**31)]
+    assert first.tolist() == [-(2**31), 2**31 - 128, -(2**31)]
 
 
 def test_traced_ranges_of_quantize_are_not_checked_and_one_element_is_a_scalar():
-    q = jax.jit(lambda a, b: Q(X, a, b, "int8"))(1.0, -1.0)
+    q = jax.eval_shape(lambda a, b: Q(X, a, b, "int8"), 1.0, -1.0)
     assert q.output.shape == X.shape
-    one = Q(X, jnp.full(1, -1.0), jnp.full(1, 1.0), "int8")
+    one = jax.jit(lambda a, b: Q(X, a, b, "int8"))(np.full(1, -1, F), np.full(1, 1, F))
     jax.tree.map(assert_same_bits, one, Q(X, -1.0, 1.0, "int8"))
     assert one.output_min.shape == ()
 
 
 def test_integers_have_no_gradient():
     f = lambda x, a, b: DQ(Q(x, a, b, "int8", "SCALED").output, a, b, "SCALED").sum()
-    assert [np.abs(g).max() for g in jax.grad(f, (0, 1, 2))(X, -1.0, 1.0)] == [0.0, 0.0, 0.0]
+    assert [np.abs(g).max() for g in jax.jit(jax.grad(f, (0, 1, 2)))(X, -1.0, 1.0)] == [0.0, 0.0, 0.0]

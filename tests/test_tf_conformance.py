@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """jaxquant.tf against TensorFlow 2.21's CPU kernels, as recorded by tests/data/make_tf_cases.py."""
 
+import collections
+import functools
 import json
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import differing, x64
@@ -23,26 +24,51 @@ ARCHIVES = {
 }
 
 
-# Every twelfth case by default, because tracing and compiling take the time, and the others in the slow lane.
-PARTS = 12
-parts = pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
+def parts(count, default):
+    """Of every `count`-th program the cases; tracing and compiling take the time, so that most are in the slow lane.
+
+    Together, those by default have every mode, axis and dtype, and the options that are a bool both ways.
+    """
+    marks = ((part, () if part == default else pytest.mark.slow) for part in range(count))
+    return [pytest.param(part, count, marks=mark, id=str(part)) for part, mark in marks]
 
 
-def cases(archive, part):
+@functools.cache
+def groups(archive):
+    """The cases of an archive: lists of those that differ in values alone, and so have one program."""
     with np.load(DATA / f"tf_{archive}.npz") as file:
         arrays = {name: file[name] for name in file.files}
     manifest = json.loads(str(arrays.pop("manifest")))
     assert manifest["tensorflow"].startswith("2.21.")
-    for i, case in list(enumerate(manifest["cases"]))[part::PARTS]:
-        values = {name.split("/")[1]: a for name, a in arrays.items() if name.split("/")[0] == str(i)}
-        yield case["kwargs"], case["tags"], values
+    of_case, found = collections.defaultdict(dict), collections.defaultdict(list)
+    for name, a in arrays.items():
+        number, part = name.split("/")
+        of_case[number][part] = a
+    for i, case in enumerate(manifest["cases"]):
+        options, a = case["kwargs"], of_case[str(i)]
+        static = tuple((name, v) for name, v in options.items() if name not in ("min", "max"))
+        found[static, a["x"].dtype.str, a["x"].shape].append((options, case["tags"], a))
+    return list(found.values())
 
 
-def got_arrays(op, options, a):
-    """What the op and its vjp give for the inputs of a case, under the names of the archive."""
-    inputs = [jnp.asarray(a[name]) for name in ("x", "min", "max") if name in a]
-    y, vjp = jax.vjp(lambda *inputs: getattr(tf, op)(*inputs, **options), *inputs)
-    return {"y": y, **dict(zip(("dx", "dmin", "dmax"), vjp(jnp.asarray(a["g"])), strict=False))}
+@functools.cache
+def passes(ops, options):
+    """For a cotangent and inputs what each op gives, and its vjp; compiled, where no range is static."""
+
+    def run(g, *inputs):
+        got = {}
+        for op in ops:
+            y, vjp = jax.vjp(lambda *inputs, op=op: getattr(tf, op)(*inputs, **dict(options)), *inputs)
+            got[op] = dict(zip(("y", "dx", "dmin", "dmax"), (y, *vjp(g)), strict=False))
+        return got
+
+    return run if "min" in dict(options) else jax.jit(run)
+
+
+def got_arrays(ops, options, a):
+    """Under the names of the archive."""
+    arrays = jax.device_put([a[name] for name in ("g", "x", "min", "max") if name in a])
+    return passes(ops, tuple(options.items()))(*arrays)
 
 
 def close_sums(got, want, most) -> int:
@@ -53,47 +79,64 @@ def close_sums(got, want, most) -> int:
     return int((~same).sum())
 
 
-def compare(op, options, tags, a):
-    """The values compared, and how many differ."""
-    got = got_arrays(op, options, a)
-    want = {name: a[name] for name in ("y", "dx", "dmin", "dmax") if name in a}
-    if op == "quantize_and_dequantize":  # the gradient of the raw ops V2 and V3
-        want["dx"] = a["g"]
-    if op.startswith("quantize_and"):
-        want |= {"dmin": np.zeros_like(a["min"]), "dmax": np.zeros_like(a["max"])}
-    differ = {}
-    for name, value in want.items():
-        if name in ("dmin", "dmax") and "float" in tags:
-            most = got_arrays(op, options, a | {"g": abs(a["g"])})[name]
-            differ[name] = close_sums(got[name], value, most)
-        else:
-            differ[name] = differing(got[name], value)
-    return sum(v.size for v in want.values()), differ
+def compare(ops, options, tags, a):
+    """The values compared of each op, and how many differ."""
+    got, sums, compared = got_arrays(ops, options, a), {}, {}
+    if "float" in tags:
+        sums = got_arrays(ops, options, a | {"g": abs(a["g"])})
+    for op in ops:
+        want = {name: a[name] for name in ("y", "dx", "dmin", "dmax") if name in a}
+        if op == "quantize_and_dequantize":  # the gradient of the raw ops V2 and V3
+            want["dx"] = a["g"]
+        if op.startswith("quantize_and"):
+            want |= {"dmin": np.zeros_like(a["min"]), "dmax": np.zeros_like(a["max"])}
+        differ = {}
+        for name, value in want.items():
+            if name in ("dmin", "dmax") and sums:
+                differ[name] = close_sums(got[op][name], value, np.asarray(sums[op][name]))
+            else:
+                differ[name] = differing(got[op][name], value)
+        compared[op] = sum(v.size for v in want.values()), differ
+    return compared
 
 
-@parts
-@pytest.mark.parametrize(("archive", "op"), [(archive, op) for archive, ops in ARCHIVES.items() for op in ops])
-def test_every_case_gives_the_bits_of_tensorflow(archive, op, part, compared):
-    failed, total, number = [], 0, 0
-    for options, tags, a in cases(archive, part):
+@pytest.mark.parametrize(("part", "count"), parts(11, 3))
+@pytest.mark.parametrize("archive", ARCHIVES)
+def test_every_case_gives_the_bits_of_tensorflow(archive, part, count, compared):
+    ops, number = tuple(ARCHIVES[archive]), 0
+    failed, totals = [], collections.Counter()
+    for options, tags, a in (case for group in groups(archive)[part::count] for case in group):
         with x64(a["x"].dtype == np.float64):
-            values, differ = compare(op, options, tags, a)
-        number, total = number + 1, total + values
-        if any(differ.values()):
-            failed.append((number - 1, options, tags, differ))
-    compared("TensorFlow 2.21, recorded", op, total, sum(sum(d.values()) for *_, d in failed))
+            of_ops = compare(ops, options, tags, a)
+        number += 1
+        for op, (values, differ) in of_ops.items():
+            totals[op] += values
+            if any(differ.values()):
+                failed.append((op, options, tags, differ))
+    for op in ops:
+        compared("TensorFlow 2.21, recorded", op, totals[op], sum(sum(d.values()) for f, *_, d in failed if f == op))
     assert number >= 20
     assert not failed, f"{len(failed)} of {number} cases, the first:\n" + "\n".join(map(str, failed[:10]))
 
 
+@functools.cache
+def integers(op, options):
+    if op == "dequantize":
+        return jax.jit(lambda *a: tf.dequantize(*a, **dict(options)).astype(np.float32))
+    return jax.jit(lambda *a: tf.quantize(*a, **dict(options)))
+
+
 def integer_call(op, options, a):
     """What the op gives, under the names of the archive."""
-    inputs = [jnp.asarray(a[name]) for name in ("x", "min", "max")]
+    got = integers(op, tuple(options.items()))(*(a[name] for name in ("x", "min", "max")))
     if op == "dequantize":
-        return {"y": tf.dequantize(*inputs, **options).astype(jnp.float32)}
-    got = tf.quantize(*inputs, **options)
+        return {"y": got}
     codes = np.where(a["defined"], np.asarray(got.output), a["y"])
     return {"y": codes, "output_min": got.output_min, "output_max": got.output_max}
+
+
+def is_int32(options, tags):
+    return "qint32" in (options.get("T"), tags[0])
 
 
 def far(got, want) -> int:
@@ -104,19 +147,13 @@ def far(got, want) -> int:
     return int((~near & ~np.isclose(got, want, 0, 0, equal_nan=True)).sum())
 
 
-@parts
-@pytest.mark.parametrize("wide", [True, False], ids=["x64", "x32"])
-@pytest.mark.parametrize("op", ["quantize", "dequantize"])
-def test_every_integer_case_gives_the_bits_of_tensorflow(op, wide, part, compared):
-    """Codes and ranges to the bit; those of int32 without x64, whose scale needs float64, to 2e-7."""
+def check_integers(op, wide, groups, compared):
+    """Codes and ranges to the bit; those of int32 without x64, whose scale needs float64, to 2e-7. Returns how many."""
     failed, total, number = [], 0, 0
-    for options, tags, a in cases(op, part):
-        is_int32 = "qint32" in (options.get("T"), tags[0])
-        if wide and not is_int32:
-            continue
+    for options, tags, a in (case for group in groups for case in group):
         with x64(wide):
             got = integer_call(op, options, a)
-        measure = far if is_int32 and not wide else differing
+        measure = far if is_int32(options, tags) and not wide else differing
         differ = {name: measure(value, a[name]) for name, value in got.items()}
         number += 1
         total += sum(np.size(v) for v in got.values()) * (measure is differing)
@@ -124,5 +161,18 @@ def test_every_integer_case_gives_the_bits_of_tensorflow(op, wide, part, compare
             failed.append((number - 1, options, tags, differ))
     name = f"{op} (int32 under x64)" if wide else op
     compared("TensorFlow 2.21, recorded", name, total, sum(sum(d.values()) for *_, d in failed))
-    assert number >= (5 if wide else 20)
     assert not failed, f"{len(failed)} of {number} cases, the first:\n" + "\n".join(map(str, failed[:10]))
+    return number
+
+
+@pytest.mark.parametrize(("part", "count"), parts(11, 6))
+@pytest.mark.parametrize("op", ["quantize", "dequantize"])
+def test_every_integer_case_gives_the_bits_of_tensorflow(op, part, count, compared):
+    assert check_integers(op, False, groups(op)[part::count], compared) >= 20
+
+
+@pytest.mark.parametrize(("part", "count"), parts(3, 1))
+@pytest.mark.parametrize("op", ["quantize", "dequantize"])
+def test_every_case_of_int32_gives_the_bits_of_tensorflow_under_x64(op, part, count, compared):
+    of_int32 = [group for group in groups(op) if is_int32(*group[0][:2])]
+    assert check_integers(op, True, of_int32[part::count], compared) >= 5
