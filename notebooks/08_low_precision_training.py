@@ -37,7 +37,7 @@ output.mkdir(exist_ok=True)
 # %%
 images, labels = load_digits(return_X_y=True)
 splits = train_test_split((images / 16).astype(np.float32), labels, train_size=1200, random_state=0, stratify=labels)
-x_train, x_test, y_train, y_test = map(jnp.asarray, splits)
+x_train, _, y_train, _ = splits
 
 
 def classify(params, x):
@@ -46,11 +46,12 @@ def classify(params, x):
     return x @ params["last"]["w"] + params["last"]["b"]
 
 
-def init_classifier(key):
-    shapes = {"first": (64, 128), "second": (128, 64), "last": (64, 10)}
-    he = jax.nn.initializers.he_normal()
-    keys = jax.random.split(key, 3)
-    return {n: {"w": he(k, s), "b": jnp.zeros(s[1])} for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+def init_classifier(seed):
+    rng, params = np.random.default_rng(seed), {}
+    for name, shape in {"first": (64, 128), "second": (128, 64), "last": (64, 10)}.items():
+        w = rng.normal(0, (2 / shape[0]) ** 0.5, shape)
+        params[name] = {"w": np.float32(w), "b": np.zeros(shape[1], np.float32)}
+    return params
 
 
 # %%
@@ -79,23 +80,23 @@ def write(params, tokens):
     return normed(x, params["norm"]) @ params["head"]
 
 
-def init_writer(key):
-    normal = lambda key, *shape, size=1.0: size * jax.random.normal(key, shape)
-    keys = jax.random.split(key, 7)
+def init_writer(seed):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape, size: np.float32(rng.normal(0, size, shape))
     one, deep = WIDTH**-0.5, (2 * LAYERS * WIDTH) ** -0.5
     layers = {
-        "norms": jnp.ones((LAYERS, 2, WIDTH)),
-        "qkv": normal(keys[0], LAYERS, WIDTH, 3 * WIDTH, size=one),
-        "out": normal(keys[1], LAYERS, WIDTH, WIDTH, size=deep),
-        "up": normal(keys[2], LAYERS, WIDTH, 4 * WIDTH, size=one),
-        "down": normal(keys[3], LAYERS, 4 * WIDTH, WIDTH, size=deep / 2),
+        "norms": np.ones((LAYERS, 2, WIDTH), np.float32),
+        "qkv": normal(LAYERS, WIDTH, 3 * WIDTH, size=one),
+        "out": normal(LAYERS, WIDTH, WIDTH, size=deep),
+        "up": normal(LAYERS, WIDTH, 4 * WIDTH, size=one),
+        "down": normal(LAYERS, 4 * WIDTH, WIDTH, size=deep / 2),
     }
     return {
-        "embedding": normal(keys[4], len(alphabet), WIDTH, size=one),
-        "positions": normal(keys[5], LENGTH, WIDTH, size=0.1),
+        "embedding": normal(len(alphabet), WIDTH, size=one),
+        "positions": normal(LENGTH, WIDTH, size=0.1),
         "layers": layers,
-        "norm": jnp.ones(WIDTH),
-        "head": normal(keys[6], WIDTH, len(alphabet), size=one),
+        "norm": np.ones(WIDTH, np.float32),
+        "head": normal(WIDTH, len(alphabet), size=one),
     }
 
 
@@ -128,56 +129,68 @@ class_loss = lambda f: lambda params, x, y: cross_entropy(f(params, x), y).mean(
 text_loss = lambda f: lambda params, t: cross_entropy(f(params, t[:, :-1]), t[:, 1:]).mean()
 
 
-def windows(data, seed, steps, size):
+def windows(data, seed, steps, size=4):
     starts = np.random.default_rng(seed).integers(0, len(data) - LENGTH - 1, (steps, size))
-    return (jnp.asarray(data[starts[..., None] + np.arange(LENGTH + 1)]),)
+    return (data[starts[..., None] + np.arange(LENGTH + 1)],)
 
 
-def digits(seed, steps, size):
+def digits(seed, steps, size=60):
     rng = np.random.default_rng(seed)
     at = np.stack([rng.choice(len(x_train), size, replace=False) for _ in range(steps)])
     return x_train[at], y_train[at]
 
 
 TASKS = {
-    "digits": (init_classifier, classify, "*/w", class_loss, lambda seed, n=300: digits(seed, n, 60), 4e-3),
+    "digits": (init_classifier, classify, "*/w", class_loss, lambda seed, n=200: digits(seed, n), 4e-3),
     "text": (
         init_writer, write, re.compile("layers/.*|head"), text_loss,
-        lambda seed, n=250: windows(train_text, seed, n, 16), 6e-3,
+        lambda seed, n=250: windows(train_text, seed, n), 6e-3,
     ),
 }  # fmt: skip
 MODELS = {
     name: {"no quantization": model, **quantized(model, pattern)} for name, (_, model, pattern, *_) in TASKS.items()
 }
 
+# %% [markdown]
+# One loop trains all. What differs is the function that computes loss and gradients, which is compiled once for each
+# model and backward pass, and measured below, too.
 
-def trainer(loss, rate, steps):
-    """(params, batches) -> (params, losses), one step for each batch."""
-    optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps), b2=0.98)
+# %%
+slopes = {
+    name: {kind: jax.jit(jax.value_and_grad(loss(f))) for kind, f in MODELS[name].items()}
+    for name, (_, _, _, loss, *_) in TASKS.items()
+}
+adam = optax.scale_by_adam(b2=0.98)
+adam_init = jax.jit(adam.init)
 
-    def step(carry, batch):
-        params, state = carry
-        value, gradients = jax.value_and_grad(loss)(params, *batch)
-        updates, state = optimizer.update(gradients, state)
-        return (optax.apply_updates(params, updates), state), value
 
-    def train(params, batches):
-        (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), batches)
-        return params, losses
+@jax.jit
+def update(params, state, gradients, rate):
+    updates, state = adam.update(gradients, state)
+    return jax.tree.map(lambda p, u: p - rate * u, params, updates), state
 
-    return jax.jit(train)
+
+def train(slope, params, batches, rate):
+    """The trained parameters, and the loss of each step, one for each batch."""
+    state, losses, done = adam_init(params), [], np.linspace(0, 1, len(batches[0]), endpoint=False)
+    rates = rate * np.minimum(20 * done, (1 + np.cos(np.pi * done)) / 2)  # up in a twentieth of the steps, and down
+    for now, *batch in zip(rates, *batches, strict=True):
+        value, gradients = slope(params, *batch)
+        params, state = update(params, state, gradients, now)
+        losses.append(value)
+    return params, np.array(losses)
 
 
 # %%
 SEEDS = range(3)
 curves, trained = {}, {}
 with tqdm(total=len(TASKS) * len(GRADIENTS) * len(SEEDS), unit="run", mininterval=1) as progress:
-    for name, (init, _, _, loss, batches, rate) in TASKS.items():
+    for name, (init, _, _, _, batches, rate) in TASKS.items():
         for kind in GRADIENTS:
-            train = trainer(loss(MODELS[name][kind]), rate, len(batches(0)[0]))
             for seed in SEEDS:
                 progress.set_description(f"{name}, {kind}")
-                trained[name, kind, seed], curves[name, kind, seed] = train(init(jax.random.key(seed)), batches(seed))
+                run = train(slopes[name][kind], init(seed), batches(seed), rate)
+                trained[name, kind, seed], curves[name, kind, seed] = run
                 progress.update()
 
 # %%
@@ -202,16 +215,16 @@ rows[1, 0].set_ylabel("and minus the loss of float32")
 rows[0, 0].legend(title="backward pass")
 figure.savefig(output / "08_curves.png", dpi=150)
 plt.show()
-print("final loss, mean of the last 30 steps, and of three seeds the standard deviation")
+print("final loss, mean of the last 30 steps, of three seeds; and minus the loss of float32, seed by seed")
 for kind in GRADIENTS:
-    print(
-        f"{kind:<12}"
-        + "".join(f"{name:>10} {v.mean():.4f} ± {v.std(ddof=1):.4f}" for name in TASKS for v in [final[name, kind]])
-    )
+    of = [(final[name, kind], final[name, kind] - final[name, "float32"]) for name in TASKS]
+    values = "".join(f"{v.mean():>9.4f} ({', '.join(f'{d:+.4f}' for d in away)})" for v, away in of)
+    print(f"{kind:<12}{values}")
 
 # %% [markdown]
-# With bfloat16 and float8 the curves lie on those of float32, seed by seed, and end closer to them than two seeds are
-# to each other. int8 with one scale for g learns the text more slowly; by rows a quarter of that is left.
+# With bfloat16 and float8 the curves lie on those of float32, seed by seed: seeds see other batches, and are further
+# apart than the backward passes. int8 with one scale for g learns the text more slowly, in every seed; by rows less
+# than a third of that is left.
 
 # %% [markdown]
 # ## The error of the gradient, layer by layer
@@ -227,7 +240,7 @@ def layers_of(gradients):
     for path, g in jax.tree_util.tree_leaves_with_path(gradients):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name.startswith("layers/") and "norms" not in name:
-            found |= {f"{i}/{name[7:]}": layer for i, layer in enumerate(g)}
+            found |= {f"{i}/{name[7:]}": layer for i, layer in enumerate(np.asarray(g))}
         elif name.endswith("/w") or name == "head":
             found[name.removesuffix("/w")] = g
     last = ("second", "last", "head")
@@ -236,9 +249,9 @@ def layers_of(gradients):
 
 
 errors = {}
-for name, (_, _, _, loss, batches, _) in TASKS.items():
-    params, batch = trained[name, "float32", 0], tuple(b[0] for b in batches(100))
-    of = {kind: layers_of(jax.jit(jax.grad(loss(MODELS[name][kind])))(params, *batch)) for kind in GRADIENTS}
+for name, (*_, batches, _) in TASKS.items():
+    params, batch = trained[name, "float32", 0], [b[0] for b in batches(100, 1)]
+    of = {kind: layers_of(slopes[name][kind](params, *batch)[1]) for kind in GRADIENTS}
     for kind in LOW:
         for layer, g in of["float32"].items():
             got = of[kind][layer]
@@ -266,17 +279,16 @@ for name, layer in dict.fromkeys((name, layer) for name, _, layer in errors):
 # %% [markdown]
 # ## The time of a step
 #
-# Of the gradient of the text model, against the float model without quantization; the machine is the one that ran the
-# notebook. Integers need rows to pay: [docs/benchmarks.md](../docs/benchmarks.md) has larger layers, and more machines.
+# Of the gradient of the text model, for a batch of 256 characters, against the float model without quantization; the
+# machine is the one that ran the notebook. Integers need rows to pay: [docs/benchmarks.md](../docs/benchmarks.md) has
+# larger layers, and more machines.
 
 # %%
-batch, params = windows(train_text, 0, 1, 32)[0][0], trained["text", "float32", 0]
-steps = {kind: jax.jit(jax.grad(text_loss(f))) for kind, f in MODELS["text"].items()}
-times = {kind: [] for kind in steps}
+times = {kind: [] for kind in slopes["text"]}
 for _ in range(12):
-    for kind, step in steps.items():
+    for kind, step in slopes["text"].items():
         start = time.perf_counter()
-        jax.block_until_ready(step(params, batch))
+        jax.block_until_ready(step(params, *batch))
         times[kind].append(time.perf_counter() - start)
 float_step = np.median(times["no quantization"][2:])
 for kind in GRADIENTS:
@@ -300,31 +312,32 @@ BASES = {
     "float8": [Rule(re.compile("layers/[a-z]*|head"), float8_spec())],
     "int8, int8 inputs": [Rule(re.compile("layers/[a-z]*|head"), weight_spec(8), activation_spec(8))],
 }
-in_float = trainer(text_loss(write), 6e-3, 250)(init_writer(jax.random.key(0)), windows(train_text, 0, 250, 16))[0]
-keys = jax.random.split(jax.random.key(1), 4)
-factors = {}
-for key, name in zip(keys, ("qkv", "out", "up", "down"), strict=True):
-    _, rows, columns = in_float["layers"][name].shape
-    factors[f"{name}.down"] = jax.random.normal(key, (LAYERS, rows, RANK)) / rows**0.5
-    factors[f"{name}.up"] = jnp.zeros((LAYERS, RANK, columns))
+params, rng, factors = trained["text", "float32", 0], np.random.default_rng(1), {}
+for name in ("qkv", "out", "up", "down"):
+    _, rows, columns = params["layers"][name].shape
+    factors[f"{name}.down"] = rng.normal(0, rows**-0.5, (LAYERS, rows, RANK)).astype(np.float32)
+    factors[f"{name}.up"] = np.zeros((LAYERS, RANK, columns), np.float32)
 beside = lambda base, factors: {**base, "layers": {**base["layers"], **factors}}
-batches = windows(code, 0, 150, 16)
-test_batch = windows(test_code, 1, 1, 64)[0][0]
+batches = windows(code, 0, 150)
+tests = windows(test_code, 1, 16)[0]
 bytes_of = lambda v: v.size * (jnp.iinfo if jnp.issubdtype(v.dtype, jnp.integer) else jnp.finfo)(v.dtype).bits // 8
 
 adapted = {}
 for name, rules in BASES.items():
     q = quantize_fn(write, rules) if rules else write
-    base = q.freeze(beside(in_float, factors), test_batch[:, :-1]) if rules else beside(in_float, factors)
+    base = jax.jit(q.freeze)(beside(params, factors), tests[0, :, :-1]) if rules else params
     base = {**base, "layers": {n: w for n, w in base["layers"].items() if n not in factors}}
-    loss = lambda factors, t, q=q, base=base: text_loss(lambda f, t: q(beside(base, f), t))(factors, t)
-    ends, _ = trainer(loss, 1e-2, 150)(factors, batches)
+    loss = lambda factors, base, t, q=q: text_loss(lambda f, t: q(beside(base, f), t))(factors, t)
+    slope = jax.jit(jax.value_and_grad(loss))
+    test_loss = lambda factors, slope=slope, base=base: np.mean([slope(factors, base, t)[0] for t in tests])
+    ends, _ = train(lambda f, t, slope=slope, base=base: slope(f, base, t), factors, batches, 1e-2)
     weights = [base["head"], *(base["layers"][n] for n in ("qkv", "out", "up", "down"))]
-    kept = jax.tree.leaves(jax.vjp(lambda f, loss=loss: loss(f, batches[0][0]), factors)[1])
+    backward = lambda f, base, loss=loss: jax.vjp(lambda f: loss(f, base, batches[0][0]), f)[1]
+    kept = jax.tree.leaves(jax.eval_shape(backward, factors, base))
     kept = [v for v in kept if sorted(v.shape) in [sorted(w.shape) for w in weights]]
     adapted[name] = {
-        "before": float(loss(factors, test_batch)),
-        "after": float(loss(ends, test_batch)),
+        "before": test_loss(factors),
+        "after": test_loss(ends),
         "base": sum(w.nbytes for w in weights),
         "kept": sum(map(bytes_of, kept)),
         "dtypes": {str(v.dtype) for v in kept},
@@ -336,10 +349,10 @@ print(f"{sum(v.size for v in jax.tree.leaves(factors)):,} numbers are trained")
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true}
 away = {kind: final["text", kind] - final["text", "float32"] for kind in LOW}
-noise = final["text", "float32"].std(ddof=1)
-assert abs(away["bfloat16"].mean()) < noise / 5, (away, noise)
-for kind in ("int8 by rows", "float8"):
-    assert abs(away[kind].mean()) < noise / 2 < abs(away["int8"].mean()), (away, noise)
+assert (away["int8"] > 0.01).all(), away
+assert abs(away["int8 by rows"].mean()) < away["int8"].mean() / 3, away
+for kind in ("bfloat16", "float8"):
+    assert abs(away[kind].mean()) < away["int8"].mean() / 5, away
 assert all(cosine > 0.9999 and error < 0.005 for (_, kind, _), (cosine, error) in errors.items() if kind == "bfloat16")
 for (name, kind, layer), (_, error) in errors.items():
     if kind == "int8 by rows":
