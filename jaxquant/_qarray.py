@@ -266,7 +266,7 @@ def checked_qarray(name: str, q: Any) -> QArray:
     check_dtypes(name, q)
     groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
     kind = q.spec.granularity
-    whole = all(g == 1 for g in groups) if isinstance(kind, PerTensor) else len(groups) == q.ndim
+    whole = len(groups) == q.ndim and (not isinstance(kind, PerTensor) or all(g == 1 for g in groups))
     sizes = kind.sizes.values() if isinstance(kind, PerBlock) else ()
     fits = lambda g, n: g in (1, n) or any(g * size == n for size in sizes)
     whole = whole and all(fits(g, n) for g, n in zip(groups, q.shape, strict=False))

@@ -461,6 +461,14 @@ def test_a_forged_header_gives_an_error_or_whole_leaves(tmp_path, suffix, what):
     assert not contradictions(path, want)
 
 
+@both
+def test_a_scale_with_an_axis_too_many_is_an_error(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    _, leaves, arrays = written(path, TREE)
+    forge(path, leaves, arrays | {"q2/scale": arrays["q2/scale"][None]})
+    assert loaded(path) is None
+
+
 def span(rng, size, most=64):
     """Begin and end of a run of bytes, short ones as often as long ones."""
     length = int(2 ** rng.uniform(0, np.log2(most)))
