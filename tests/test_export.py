@@ -150,6 +150,7 @@ np.save(sys.argv[3], program.call(served["params"], np.load(sys.argv[4]), served
 """
 
 
+@pytest.mark.bits  # as the new process compiles: tanh has other bits with few optimizations
 @pytest.mark.slow
 def test_a_new_process_serves_a_frozen_function_from_two_files(tmp_path):
     """Layers in a scan, a tied embedding and an input that stays dynamic, of a batch of any size."""
