@@ -2,8 +2,9 @@
 # # Number formats: int8, int4, float8, MX, NVFP4
 #
 # Two models, a dense network on digits and a character transformer, are trained in float32 and then quantized to seven
-# formats, weights and inputs alike: after training (**PTQ**), and by quantization-aware training (**QAT**). Each is
-# frozen, saved, loaded, and served with the bits that were trained. What a format costs is the bits of a weight with
+# formats, weights and inputs alike: after training (**PTQ**), and by quantization-aware training (**QAT**; of text in
+# formats of 4 bits, where there is something to win). Each is frozen, saved, loaded, and served with the bits that were
+# trained. What a format costs is the bits of a weight with
 # its share of the scales; [docs/formats.md](../docs/formats.md) explains the formats.
 
 # %%
@@ -70,7 +71,7 @@ FORMATS = {
 figure, rows = plt.subplots(4, 1, figsize=(10, 3), layout="constrained", sharex=True)
 for axes, name in zip(rows, ("int8", "float8", "mxfp6", "nvfp4"), strict=True):
     spec = dataclasses.replace(FORMATS[name][0], granularity=PerTensor(), scale_dtype="float32")
-    values = jnp.linspace(-spec.qmax, spec.qmax, 100_001)
+    values = np.linspace(-spec.qmax, spec.qmax, 100_001, dtype=np.float32)
     axes.vlines(np.unique(fake_quant(values, spec, QParams(1.0, 0.0))) / spec.qmax, 0, 1, linewidth=0.6)
     axes.set(yticks=[], ylim=(0, 1))
     axes.set_ylabel(name, rotation=0, ha="right", va="center")
@@ -85,19 +86,18 @@ plt.show()
 # %%
 images, labels = load_digits(return_X_y=True)
 splits = train_test_split((images / 16).astype(np.float32), labels, train_size=1200, random_state=0, stratify=labels)
-x_train, x_test, y_train, y_test = map(jnp.asarray, splits)
+x_train, x_test, y_train, y_test = splits
 
 
 def classify(params, x):
-    for name in ("first", "second"):
-        x = jax.nn.relu(x @ params[name]["w"] + params[name]["b"])
+    x = jax.nn.relu(x @ params["first"]["w"] + params["first"]["b"])
     return x @ params["last"]["w"] + params["last"]["b"]
 
 
 def init_classifier(key):
-    shapes = {"first": (64, 64), "second": (64, 32), "last": (32, 10)}
+    shapes = {"first": (64, 64), "last": (64, 10)}
     he = jax.nn.initializers.he_normal()
-    keys = jax.random.split(key, 3)
+    keys = jax.random.split(key, 2)
     return {n: {"w": he(k, s), "b": jnp.zeros(s[1])} for k, (n, s) in zip(keys, shapes.items(), strict=True)}
 
 
@@ -107,7 +107,7 @@ text = "".join(c for c in "".join(pydoc_data.topics.topics.values()) if c.isasci
 alphabet = sorted(set(text))
 data = np.array([alphabet.index(c) for c in text], np.int32)
 train_text, test_text = np.split(data, [len(data) * 9 // 10])
-test_windows = jnp.asarray(test_text[: 64 * (LENGTH + 1)].reshape(64, LENGTH + 1))
+test_windows = test_text[: 64 * (LENGTH + 1)].reshape(64, LENGTH + 1)
 normed = lambda x, scale: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
 
@@ -179,7 +179,7 @@ def batches_of(seed, steps, size):
     rng = np.random.default_rng(seed)
     at = np.stack([rng.choice(len(x_train), size, replace=False) for _ in range(steps)])
     starts = rng.integers(0, len(train_text) - LENGTH - 1, (steps, size))
-    return (x_train[at], y_train[at]), (jnp.asarray(train_text[starts[..., None] + np.arange(LENGTH + 1)]),)
+    return (x_train[at], y_train[at]), (train_text[starts[..., None] + np.arange(LENGTH + 1)],)
 
 
 class_loss = lambda f: lambda params, x, y: cross_entropy(f(params, x), y).mean()
@@ -190,9 +190,10 @@ text_loss = lambda f: lambda params, t: cross_entropy(f(params, t[:, :-1]), t[:,
 class Task:
     init: Callable  # key -> params
     functions: dict  # of the name of each format, and float32
+    trained: tuple  # the names of those that are trained on
     loss: Callable  # f -> (params, *batch) -> loss
     measure: Callable  # logits of the test data -> what is reported
-    test: jax.Array
+    test: np.ndarray
     which: int  # of the batches
     size: int  # of a batch
     steps: tuple  # in float, of QAT
@@ -201,15 +202,16 @@ class Task:
 
 
 wrong_digits = lambda logits: 100 * (logits.argmax(-1) != y_test).mean()
-bits = lambda logits: cross_entropy(logits, test_windows[:, 1:]).mean() / jnp.log(2)
+bits = jax.jit(lambda logits: cross_entropy(logits, test_windows[:, 1:]).mean() / jnp.log(2))
 TASKS = {
     "digits": Task(
-        init_classifier, {"float32": classify, **quantized(classify, "*/w")}, class_loss, wrong_digits, x_test,
-        which=0, size=60, steps=(600, 120), rates=(4e-3, 1e-3), seeds=range(3),
+        init_classifier, {"float32": classify, **quantized(classify, "*/w")}, ("float32", *FORMATS), class_loss,
+        wrong_digits, x_test, which=0, size=60, steps=(600, 120), rates=(4e-3, 1e-3), seeds=range(3),
     ),
     "text": Task(
-        init_writer, {"float32": write, **quantized(write, re.compile("layers/.*|head"))}, text_loss, bits,
-        test_windows[:, :-1], which=1, size=8, steps=(1000, 40), rates=(6e-3, 3e-4), seeds=range(1),
+        init_writer, {"float32": write, **quantized(write, re.compile("layers/.*|head"))},
+        ("float32", "int4", "mxfp4", "nvfp4"), text_loss, bits, test_windows[:, :-1],
+        which=1, size=8, steps=(1000, 40), rates=(6e-3, 3e-4), seeds=range(1),
     ),
 }  # fmt: skip
 print(TASKS["digits"].functions["nvfp4"].plan(init_classifier(jax.random.key(0)), x_test))
@@ -223,11 +225,16 @@ with tqdm(total=sum(len(task.functions) for task in TASKS.values()), unit="run",
         starts = [in_float(task.init(jax.random.key(seed)), batches(seed, task.steps[0])) for seed in task.seeds]
         for kind, f in task.functions.items():
             progress.set_description(f"{name}, {kind}")
-            train, logits = trainer(task.loss(f), task.rates[1], task.steps[1]), jax.jit(f)
-            ends = [train(p, batches(100 + seed, task.steps[1])) for p, seed in zip(starts, task.seeds, strict=True)]
-            every = [[logits(p, task.test) for p in params] for params in (starts, ends)]
-            results[name, kind] = np.array([[task.measure(v) for v in row] for row in every])
-            last[name, kind] = ends[-1], every[1][-1]
+            freeze = f.freeze if kind in FORMATS else lambda params, x: params
+            logits = jax.jit(lambda params, x, f=f, freeze=freeze: (f(params, x), freeze(params, x)))
+            after = [starts]
+            if kind in task.trained:
+                train = trainer(task.loss(f), task.rates[1], task.steps[1])
+                pairs = zip(starts, task.seeds, strict=True)
+                after += [[train(params, batches(100 + seed, task.steps[1])) for params, seed in pairs]]
+            every = [[logits(params, task.test) for params in of] for of in after]
+            results[name, kind] = np.array([[task.measure(np.asarray(v)) for v, _ in of] for of in every])
+            last[name, kind] = every[-1][-1]
             progress.update()
 
 # %% [markdown]
@@ -237,13 +244,13 @@ with tqdm(total=sum(len(task.functions) for task in TASKS.values()), unit="run",
 
 # %%
 wrong, bits_per_weight = {}, {}
-for (name, kind), (params, logits) in last.items():
+for (name, kind), (logits, frozen) in last.items():
     if kind == "float32":
         continue
     q, path = TASKS[name].functions[kind], output / f"07_{name}_{kind}.npz"
-    save(path, jax.jit(q.freeze)(params, TASKS[name].test))
+    save(path, frozen)
     served = load(path)
-    wrong[name, kind] = int((jax.jit(q)(served, TASKS[name].test) != logits).sum())
+    wrong[name, kind] = int((np.asarray(jax.jit(q)(served, TASKS[name].test)) != np.asarray(logits)).sum())
     weights = [v for v in jax.tree.leaves(served, is_leaf=lambda v: isinstance(v, QArray)) if isinstance(v, QArray)]
     held = sum(w.size * w.spec.bits + w.scale.size * w.scale.dtype.itemsize * 8 for w in weights)
     bits_per_weight[name, kind] = held / sum(w.size for w in weights)
@@ -255,13 +262,16 @@ print("          bits per weight      PTQ      QAT                PTQ      QAT")
 for name in ("float32", *FORMATS):
     held = bits_per_weight.get(("text", name), 32)
     digits, characters = (results[task, name].mean(1) for task in TASKS)
-    print(f"{name:<10}{held:>15.2f}{digits[0]:>9.2f}{digits[1]:>9.2f}{characters[0]:>19.3f}{characters[1]:>9.3f}")
+    trained = f"{characters[1]:>9.3f}" if len(characters) > 1 else ""
+    print(f"{name:<10}{held:>15.2f}{digits[0]:>9.2f}{digits[1]:>9.2f}{characters[0]:>19.3f}{trained}")
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 for axes, task in zip(panels, TASKS, strict=True):
     for kind, color in enumerate(("C1", "C0")):
         for name in FORMATS:
+            if kind == 1 and name not in TASKS[task].trained:
+                continue
             values, at = results[task, name][kind], bits_per_weight[task, name]
             axes.plot([at] * len(values), values, ".", color=color, alpha=0.3)
             axes.plot(at, values.mean(), "o", color=color)
@@ -282,7 +292,8 @@ plt.show()
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true}
 assert wrong == {(task, name): 0 for task in TASKS for name in FORMATS}
-cost = lambda kind: results["text", kind].mean(1) - results["text", "float32"].mean(1)  # PTQ, QAT
+in_float = results["text", "float32"].mean(1)
+cost = lambda kind: results["text", kind].mean(1) - in_float[: len(results["text", kind])]  # PTQ, and QAT
 for kind in ("int8", "float8", "mxfp8", "mxfp6"):
     assert (cost(kind) < 0.03).all(), (kind, cost(kind))
 for kind in ("int4", "mxfp4", "nvfp4"):
