@@ -315,7 +315,7 @@ def test_the_flatbuffer_of_the_language_model_is_off_by_one_step_at_most(kernels
     off = steps(y, want, qparams)
     compared("LiteRT", "language model, by a step", y.size, off[1:].sum())
     assert len(off) <= 2
-    assert off[1] <= 0.01 * y.size
+    assert off[1:].sum() <= 0.01 * y.size  # of the kernels of some processors none
 
 
 def test_a_flatbuffer_of_several_results():
