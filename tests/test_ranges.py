@@ -275,6 +275,11 @@ def test_each_side_leaves_out_half_of_what_is_left_out():
         same(got, numpy_qparams(*F(ends), spec))
 
 
+def test_by_default_a_thousandth_is_left_out():
+    got = fit_qparams(np.arange(10_001, dtype=F), TWO[0], "percentile")
+    same(got, numpy_qparams(*F([-9990, 9990]), TWO[0]))
+
+
 @pytest.mark.slow
 def test_all_percent_are_the_ends_also_of_more_values_than_float32_counts():
     x = jnp.arange(2**24 + 4).astype(jnp.bfloat16)
