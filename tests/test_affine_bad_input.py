@@ -362,6 +362,7 @@ INTEGERS = [
     (lambda x: conv((1,), ((x[0, 0].astype(int), 0),)), TypeError, "`padding`", "int32"),
     (lambda x: conv(1, "SAME"), TypeError, "`window_strides`", "int"),
     (lambda x: conv((0,), "SAME"), ValueError, "`window_strides`", "(0,)"),
+    (lambda x: conv((1, 1), "SAME"), ValueError, "`window_strides`", "(1, 1)"),
     (lambda x: conv((1,), "SAME", rhs_dilation=2), TypeError, "`rhs_dilation`", "int"),
     (lambda x: conv((1,), ((0, 0),), lhs_dilation=2), TypeError, "`lhs_dilation`", "int"),
     (lambda x: conv((1,), "SAME", execution="fast"), ValueError, "`execution`", "'fast'"),
