@@ -222,7 +222,7 @@ for kind in GRADIENTS:
     print(f"{kind:<12}{values}")
 
 # %% [markdown]
-# With bfloat16 and float8 the curves lie on those of float32, seed by seed: seeds see other batches, and are further
+# With bfloat16 and float8 the curves lie on the float32 curves, seed by seed: seeds see other batches, and are further
 # apart than the backward passes. int8 with one scale for g learns the text more slowly, in every seed; by rows less
 # than a third of that is left.
 

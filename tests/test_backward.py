@@ -318,7 +318,7 @@ def test_each_site_product_and_turn_of_a_scan_has_noise_of_its_own():
     (found, dz), (others, _) = (jax.tree.map(np.asarray, run(seed)) for seed in (0, 1))
     each = *found["w"], found["v"], found["u"], dz
     assert len({v.tobytes() for v in each}) == 6
-    assert all((np.abs(v - g) < np.abs(g).max() / 7 * 1.001).all() for v in each)  # a level beside that of g
+    assert all((np.abs(v - g) < np.abs(g).max() / 7 * 1.001).all() for v in each)  # at most a step from g
     assert (others["v"] != found["v"]).any()
 
 

@@ -106,7 +106,7 @@ def test_parameters_frozen_without_qparams_have_no_other_scale():
     refused(ways_out, Q, frozen(False), X, qparams=qparams())
     again = Q.init_qparams(frozen(False), X, ranges=RANGES)
     same_values(
-        lambda: Q(PARAMS, X, qparams=qparams()),  # which are those of the values here
+        lambda: Q(PARAMS, X, qparams=qparams()),  # of the same values
         lambda: Q(frozen(False), X, qparams=inputs_alone(qparams())),
         lambda: Q(frozen(False), X, qparams=qparams() | {"w1": None, "w2": None}),
         lambda: Q(frozen(False), X, qparams=again),

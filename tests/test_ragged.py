@@ -185,7 +185,7 @@ def test_frozen_experts_give_the_same_bits():
     qparams = q.init_qparams(*args, ranges=q.observe(*args))
     frozen = q.freeze(*args, qparams=qparams)
     inputs = {key: v for key, v in qparams.items() if key != "w"}
-    # Those of a call without qparams: the range of the input is of the same rows.
+    # The same as of a call without qparams: the range of the input is of the same rows.
     expected = by_hand(X, W, SIZES["some in none"], Grid(8), WHOLE)
     assert_same_bits(q(frozen, *args[1:], qparams=inputs), expected)
     assert_same_bits(q(*args, qparams=qparams), expected)

@@ -34,7 +34,7 @@ from sites import (
 from jaxquant import Rule, fake_quant, quantize_fn, weight_spec
 from jaxquant._jaxpr._program import opened, programs
 
-bits = pytest.mark.bits  # of those that compare sums of floats: what is in integers has its bits however it is compiled
+bits = pytest.mark.bits  # of tests that compare sums of floats: what is in integers has its bits however it is compiled
 
 POLICIES = jax.checkpoint_policies
 

@@ -27,7 +27,7 @@ from jaxquant import (
     weight_spec,
 )
 
-bits = pytest.mark.bits  # of those that compare sums of floats
+bits = pytest.mark.bits  # of tests that compare sums of floats
 
 P2 = PARAMS | {
     "mask": np.random.default_rng(9).random((6, 6)) < 0.5,
