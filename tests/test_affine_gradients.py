@@ -108,7 +108,7 @@ def test_the_gradient_to_a_scale_is_rounded_once(symmetric, bits):
     most = 1 if bits == 2 else spec.qmax - 1  # so that 2 ** 127 times it is finite
     levels = np.where(scale > 2.0**100, 0, rng.uniform(-most - zero_point, most - zero_point))
     x = oracle.flush((levels * scale).astype(np.float32))
-    _, dscale, _ = gradients(x, widest, scale, zero_point, bits=np.int32(bits))
+    _, dscale, _ = gradients(x, widest, scale, zero_point, bits=None if bits == 16 else np.int32(bits))  # one is static
     for got, value, s in zip(*(np.ravel(v).tolist() for v in (dscale, x, scale)), strict=True):
         error = round(Fraction(value) / Fraction(s)) - Fraction(value) / Fraction(s)
         assert F(got) == F(float(error)), (value, s)
