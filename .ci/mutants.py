@@ -2,29 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes one thing at a time in the numeric floors, and says which changes no test sees.
 
-    .venv/bin/python .ci/mutants.py [--count 300] [--seed 0] [--share 1/2]
+    .venv/bin/python .ci/mutants.py [--count 300] [--seed 0] [--share 1/2] [--patience 30]
     .venv/bin/python .ci/mutants.py --table
 
 Needs the `test` extra, and a project that is installed with -e; not part of .ci/run, because it takes hours. First the
 default tests run once under coverage, nothing traced kept from one to the next, which tells the tests that reach a line
 and their seconds (kept in .mutants.json: remove it when the tests have changed). A mutant meets the tests that reach
 its lines, or its file if it is a constant: those that saw mutants of the file before, then the quickest, until one
-fails. Each --share i/n takes every n-th mutant, in a copy of the project; a run goes on where the log, .mutants.log,
-ends.
+fails. With --patience it meets as many as take so many seconds, after which its verdict is open. Each --share i/n takes
+every n-th mutant, in a copy of the project; a run goes on where the log, .mutants.log, ends, and with those left open.
 """
 
 import argparse
 import ast
+import bisect
 import collections
 import copy
 import importlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import random
+import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -140,6 +142,7 @@ def reach(files):
 
 
 OPTIONS = "-q", "-x", "-o", "addopts=-m 'not slow' --doctest-modules", "-p", "no:cacheprovider"
+OPTIONS += "-W", "ignore::pytest.PytestAssertRewriteWarning"  # of hypothesis, which is there before pytest
 
 
 class First:
@@ -157,6 +160,8 @@ def failed(tests, seconds):
     """The first of the tests that fails, run in a process that has jax already, but nothing of jaxquant; or nothing."""
     read, write = os.pipe()
     if not (child := os.fork()):
+        limit = int(60 + 5 * seconds)  # of CPU, which no work beside it takes away
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         first = First()
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1)
@@ -165,15 +170,10 @@ def failed(tests, seconds):
         os.write(write, (first.failed or (f"exit {int(code)}" if code else "")).encode())
         os._exit(0)
     os.close(write)
-    deadline = time.monotonic() + 60 + 5 * seconds
-    while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
     with os.fdopen(read) as said:
         by = said.read()
-    return by if ended else "timeout"
+    killed = os.waitpid(child, 0)[1]
+    return "timeout" if killed else by
 
 
 def run(of_test, tests_of, options, log):
@@ -181,42 +181,52 @@ def run(of_test, tests_of, options, log):
     every = [m for glob in FLOORS for path in sorted(pathlib.Path("jaxquant").glob(glob)) for m in mutants(path)]
     chosen = random.Random(options.seed).sample(every, min(options.count or len(every), len(every)))
     share, of = map(int, options.share.split("/"))
-    saw, known = collections.defaultdict(collections.Counter), log.read_text() if log.exists() else ""
+    saw, known = collections.defaultdict(collections.Counter), verdicts(log)
     for path, lines, before, after, mutated in chosen[share - 1 :: of]:
         what = f"{path}:{lines[0]}: {before}  ->  {after}".replace("\n", " ")
-        if f"{what}  [" in known:
+        if known.get(what, "open") != "open":
             continue
         reached = tests_of.get(path, {})
         tests = {t for n in lines for t in reached.get(str(n), ())} or {
             t for of_line in reached.values() for t in of_line
         }
         order = sorted(tests, key=lambda test: (-saw[path][test], of_test[test]))
+        spent = list(itertools.accumulate(of_test[test] for test in order))
+        met = max(8, bisect.bisect(spent, options.patience))
+        if met < len(order) and what in known:  # open still
+            continue
         target, start = pathlib.Path(path), time.monotonic()
         original = target.read_bytes()
         target.write_bytes(mutated)
         by = ""
         # Most do not survive the first few, which are collected sooner than all.
-        for part in (order[:8], order[8:60], order[60:]):
+        for part in (order[:8], order[8:60][: met - 8], order[60:met]):
             by = by or (failed(part, sum(of_test[test] for test in part)) if part else "")
         target.write_bytes(original)
         saw[path][by] += 1
         with log.open("a") as file:
-            verdict = "killed" if by else "survived"
-            file.write(f"{verdict}, {len(order)} tests, {time.monotonic() - start:.0f} s: {what}  [{by}]\n")
+            verdict = "killed" if by else "survived" if met >= len(order) else "open"
+            met, seconds = f"{min(met, len(order))} of {len(order)} tests", f"{time.monotonic() - start:.0f} s"
+            file.write(f"{verdict}, {met}, {seconds}: {what}  [{by}]\n")
+
+
+def verdicts(log):
+    """{mutant: its last verdict}."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return {line.split(" s: ", 1)[1].rsplit("  [", 1)[0]: line.split(",")[0] for line in lines}
 
 
 def counted(log):
-    """The verdicts by file, as a table; and what survived."""
+    """The verdicts by file, as a table; and what was not killed."""
     counts, alive = collections.defaultdict(collections.Counter), []
-    for line in log.read_text().splitlines():
-        verdict, what = line.split(",")[0], line.split(" s: ", 1)[1]
+    for what, verdict in verdicts(log).items():
         counts[what.split(":")[0]][verdict] += 1
-        alive += [what] if verdict == "survived" else []
-    print("| file | mutants | killed | survived |\n|---|---:|---:|---:|")
+        alive += [f"{verdict}: {what}"] if verdict != "killed" else []
+    print("| file | mutants | killed | survived | open |\n|---|---:|---:|---:|---:|")
     total = sum(counts.values(), collections.Counter())
     for path, of in (*sorted(counts.items()), ("all", total)):
-        print(f"| {path} | {of.total()} | {of['killed']} | {of['survived']} |")
-    print(f"\n{100 * total['killed'] / total.total():.1f} % killed. Survived:", *sorted(alive), sep="\n")
+        print(f"| {path} | {of.total()} | {of['killed']} | {of['survived']} | {of['open']} |")
+    print(f"\n{100 * total['killed'] / total.total():.1f} % killed. Of the others:", *sorted(alive), sep="\n")
 
 
 if __name__ == "__main__":
@@ -224,6 +234,7 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=0, help="a sample; 0, the default, for all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", default="1/1")
+    parser.add_argument("--patience", type=float, default=math.inf, help="seconds of tests for a mutant")
     parser.add_argument("--table", action="store_true", help="of the verdicts in the log")
     options = parser.parse_args()
     root = pathlib.Path(__file__).resolve().parents[1]

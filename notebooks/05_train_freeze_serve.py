@@ -29,8 +29,8 @@ from jaxquant import Rule, activation_spec, from_log2, load, merge_ranges, quant
 
 output = Path("output")
 output.mkdir(exist_ok=True)
-SEEDS, STEPS, MORE_STEPS = range(2), 800, 60
-LAYERS, WIDTH, HEADS, LENGTH, BATCH = 2, 64, 4, 64, 8
+SEEDS, STEPS, MORE_STEPS = range(2), 1500, 60
+LAYERS, WIDTH, HEADS, LENGTH, BATCH = 2, 64, 4, 64, 4
 
 # %% [markdown]
 # ## The text

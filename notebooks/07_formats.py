@@ -1,18 +1,17 @@
 # %% [markdown]
 # # Number formats: int8, int4, float8, MX, NVFP4
 #
-# Two models, a dense network on digits and a character transformer, are trained in float32 and then quantized to seven
-# formats, weights and inputs alike: after training (**PTQ**), and by quantization-aware training (**QAT**; of text in
-# formats of 4 bits, where there is something to win). Each is frozen, saved, loaded, and served with the bits that were
-# trained. What a format costs is the bits of a weight with
-# its share of the scales; [docs/formats.md](../docs/formats.md) explains the formats.
+# A character transformer is trained in float32 and then quantized to seven formats, weights and inputs alike: after
+# training (**PTQ**), and in the formats of 4 bits, where there is something to win, by quantization-aware training
+# (**QAT**). Each is frozen, saved, loaded, and served with the bits that were trained. What a format costs is the bits
+# of a weight with its share of the scales; [docs/formats.md](../docs/formats.md) explains the formats.
 
 # %%
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import functools
 import pydoc_data.topics
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -20,8 +19,6 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 from jaxquant import (
@@ -79,30 +76,12 @@ rows[-1].set(xlabel="levels, as fractions of the largest", xlim=(-1.02, 1.02))
 plt.show()
 
 # %% [markdown]
-# ## Two models
+# ## The model
 #
 # Plain JAX. All that is quantized contracts a multiple of 32.
 
 # %%
-images, labels = load_digits(return_X_y=True)
-splits = train_test_split((images / 16).astype(np.float32), labels, train_size=1200, random_state=0, stratify=labels)
-x_train, x_test, y_train, y_test = splits
-
-
-def classify(params, x):
-    x = jax.nn.relu(x @ params["first"]["w"] + params["first"]["b"])
-    return x @ params["last"]["w"] + params["last"]["b"]
-
-
-def init_classifier(key):
-    shapes = {"first": (64, 64), "last": (64, 10)}
-    he = jax.nn.initializers.he_normal()
-    keys = jax.random.split(key, 2)
-    return {n: {"w": he(k, s), "b": jnp.zeros(s[1])} for k, (n, s) in zip(keys, shapes.items(), strict=True)}
-
-
-# %%
-LAYERS, WIDTH, HEADS, LENGTH = 2, 64, 4, 64
+LAYERS, WIDTH, HEADS, LENGTH = 1, 64, 4, 64
 text = "".join(c for c in "".join(pydoc_data.topics.topics.values()) if c.isascii())
 alphabet = sorted(set(text))
 data = np.array([alphabet.index(c) for c in text], np.int32)
@@ -111,7 +90,7 @@ test_windows = test_text[: 64 * (LENGTH + 1)].reshape(64, LENGTH + 1)
 normed = lambda x, scale: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
 
-def write(params, tokens):
+def model(params, tokens):
     x = params["embedding"][tokens] + params["positions"][: tokens.shape[1]]
     unseen = jnp.triu(jnp.full((tokens.shape[1],) * 2, -1e30), 1)
 
@@ -127,7 +106,7 @@ def write(params, tokens):
     return normed(x, params["norm"]) @ params["head"]
 
 
-def init_writer(key):
+def init(key):
     normal = lambda key, *shape, size=1.0: size * jax.random.normal(key, shape)
     keys = jax.random.split(key, 7)
     one, deep = WIDTH**-0.5, (2 * LAYERS * WIDTH) ** -0.5
@@ -156,86 +135,53 @@ def init_writer(key):
 
 
 # %%
-def quantized(model, pattern):
-    return {name: quantize_fn(model, [Rule(pattern, *specs)]) for name, specs in FORMATS.items()}
+TRAINED = "int4", "mxfp4", "nvfp4"
+STEPS, MORE_STEPS, BATCH = 1000, 40, 8
+quantized = {name: quantize_fn(model, [Rule(re.compile("layers/.*|head"), *specs)]) for name, specs in FORMATS.items()}
+print(quantized["nvfp4"].plan(init(jax.random.key(0)), test_windows[:, :-1]))
 
 
-cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+def loss_of(f, params, windows):
+    return optax.softmax_cross_entropy_with_integer_labels(f(params, windows[:, :-1]), windows[:, 1:]).mean()
 
 
-def trainer(loss, rate, steps):
-    optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, rate, max(steps // 20, 1), steps), b2=0.98)
+def trainer(f, rate, steps):
+    optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps), b2=0.98)
 
-    def step(carry, batch):
+    def step(carry, windows):
         params, state = carry
-        updates, state = optimizer.update(jax.grad(loss)(params, *batch), state)
+        updates, state = optimizer.update(jax.grad(functools.partial(loss_of, f))(params, windows), state)
         return (optax.apply_updates(params, updates), state), None
 
     return jax.jit(lambda params, batches: jax.lax.scan(step, (params, optimizer.init(params)), batches)[0][0])
 
 
-def batches_of(seed, steps, size):
-    """Digits and windows of text, in the order of a seed."""
-    rng = np.random.default_rng(seed)
-    at = np.stack([rng.choice(len(x_train), size, replace=False) for _ in range(steps)])
-    starts = rng.integers(0, len(train_text) - LENGTH - 1, (steps, size))
-    return (x_train[at], y_train[at]), (train_text[starts[..., None] + np.arange(LENGTH + 1)],)
+def batches(seed, steps):
+    starts = np.random.default_rng(seed).integers(0, len(train_text) - LENGTH - 1, (steps, BATCH))
+    return train_text[starts[..., None] + np.arange(LENGTH + 1)]
 
 
-class_loss = lambda f: lambda params, x, y: cross_entropy(f(params, x), y).mean()
-text_loss = lambda f: lambda params, t: cross_entropy(f(params, t[:, :-1]), t[:, 1:]).mean()
+@jax.jit
+def bits(logits):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, test_windows[:, 1:])
+    return losses.mean() / jnp.log(2)
 
-
-@dataclasses.dataclass
-class Task:
-    init: Callable  # key -> params
-    functions: dict  # of the name of each format, and float32
-    trained: tuple  # the names of those that are trained on
-    loss: Callable  # f -> (params, *batch) -> loss
-    measure: Callable  # logits of the test data -> what is reported
-    test: np.ndarray
-    which: int  # of the batches
-    size: int  # of a batch
-    steps: tuple  # in float, of QAT
-    rates: tuple
-    seeds: range
-
-
-wrong_digits = lambda logits: 100 * (logits.argmax(-1) != y_test).mean()
-bits = jax.jit(lambda logits: cross_entropy(logits, test_windows[:, 1:]).mean() / jnp.log(2))
-TASKS = {
-    "digits": Task(
-        init_classifier, {"float32": classify, **quantized(classify, "*/w")}, ("float32", *FORMATS), class_loss,
-        wrong_digits, x_test, which=0, size=60, steps=(600, 120), rates=(4e-3, 1e-3), seeds=range(3),
-    ),
-    "text": Task(
-        init_writer, {"float32": write, **quantized(write, re.compile("layers/.*|head"))},
-        ("float32", "int4", "mxfp4", "nvfp4"), text_loss, bits, test_windows[:, :-1],
-        which=1, size=8, steps=(1000, 40), rates=(6e-3, 3e-4), seeds=range(1),
-    ),
-}  # fmt: skip
-print(TASKS["digits"].functions["nvfp4"].plan(init_classifier(jax.random.key(0)), x_test))
 
 # %%
 results, last = {}, {}
-with tqdm(total=sum(len(task.functions) for task in TASKS.values()), unit="run", mininterval=1) as progress:
-    for name, task in TASKS.items():
-        batches = lambda seed, steps, task=task: batches_of(seed, steps, task.size)[task.which]
-        in_float = trainer(task.loss(task.functions["float32"]), task.rates[0], task.steps[0])
-        starts = [in_float(task.init(jax.random.key(seed)), batches(seed, task.steps[0])) for seed in task.seeds]
-        for kind, f in task.functions.items():
-            progress.set_description(f"{name}, {kind}")
-            freeze = f.freeze if kind in FORMATS else lambda params, x: params
-            logits = jax.jit(lambda params, x, f=f, freeze=freeze: (f(params, x), freeze(params, x)))
-            after = [starts]
-            if kind in task.trained:
-                train = trainer(task.loss(f), task.rates[1], task.steps[1])
-                pairs = zip(starts, task.seeds, strict=True)
-                after += [[train(params, batches(100 + seed, task.steps[1])) for params, seed in pairs]]
-            every = [[logits(params, task.test) for params in of] for of in after]
-            results[name, kind] = np.array([[task.measure(np.asarray(v)) for v, _ in of] for of in every])
-            last[name, kind] = every[-1][-1]
-            progress.update()
+with tqdm(total=2 + len(FORMATS), unit="run", mininterval=1) as progress:
+    in_float = trainer(model, 6e-3, STEPS)(init(jax.random.key(0)), batches(0, STEPS))
+    progress.update()
+    for name, f in {"float32": model, **quantized}.items():
+        progress.set_description(name)
+        freeze = f.freeze if name in FORMATS else lambda params, x: params
+        logits = jax.jit(lambda params, x, f=f, freeze=freeze: (f(params, x), freeze(params, x)))
+        runs = [in_float]
+        if name not in FORMATS or name in TRAINED:
+            runs.append(trainer(f, 3e-4, MORE_STEPS)(in_float, batches(1, MORE_STEPS)))
+        ends = [logits(params, test_windows[:, :-1]) for params in runs]
+        results[name], last[name] = [float(bits(v)) for v, _ in ends], ends[-1]
+        progress.update()
 
 # %% [markdown]
 # ## Freeze, save, load, serve
@@ -244,60 +190,48 @@ with tqdm(total=sum(len(task.functions) for task in TASKS.values()), unit="run",
 
 # %%
 wrong, bits_per_weight = {}, {}
-for (name, kind), (logits, frozen) in last.items():
-    if kind == "float32":
-        continue
-    q, path = TASKS[name].functions[kind], output / f"07_{name}_{kind}.npz"
-    save(path, frozen)
-    served = load(path)
-    wrong[name, kind] = int((np.asarray(jax.jit(q)(served, TASKS[name].test)) != np.asarray(logits)).sum())
+for name, q in quantized.items():
+    logits, frozen = last[name]
+    save(output / f"07_{name}.npz", frozen)
+    served = load(output / f"07_{name}.npz")
+    wrong[name] = int((np.asarray(jax.jit(q)(served, test_windows[:, :-1])) != np.asarray(logits)).sum())
     weights = [v for v in jax.tree.leaves(served, is_leaf=lambda v: isinstance(v, QArray)) if isinstance(v, QArray)]
     held = sum(w.size * w.spec.bits + w.scale.size * w.scale.dtype.itemsize * 8 for w in weights)
-    bits_per_weight[name, kind] = held / sum(w.size for w in weights)
+    bits_per_weight[name] = held / sum(w.size for w in weights)
 print(f"{sum(wrong.values())} logits of {len(wrong)} served models differ from the trained ones")
 
 # %%
-print("                          digits, errors in %        text, bits per character")
-print("          bits per weight      PTQ      QAT                PTQ      QAT")
-for name in ("float32", *FORMATS):
-    held = bits_per_weight.get(("text", name), 32)
-    digits, characters = (results[task, name].mean(1) for task in TASKS)
-    trained = f"{characters[1]:>9.3f}" if len(characters) > 1 else ""
-    print(f"{name:<10}{held:>15.2f}{digits[0]:>9.2f}{digits[1]:>9.2f}{characters[0]:>19.3f}{trained}")
+print("          bits per weight      PTQ      QAT, bits per character")
+for name, values in results.items():
+    print(f"{name:<10}{bits_per_weight.get(name, 32):>15.2f}" + "".join(f"{v:>9.3f}" for v in values))
 
 # %%
-figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-for axes, task in zip(panels, TASKS, strict=True):
-    for kind, color in enumerate(("C1", "C0")):
-        for name in FORMATS:
-            if kind == 1 and name not in TASKS[task].trained:
-                continue
-            values, at = results[task, name][kind], bits_per_weight[task, name]
-            axes.plot([at] * len(values), values, ".", color=color, alpha=0.3)
-            axes.plot(at, values.mean(), "o", color=color)
-            if kind == 0:
-                axes.annotate(name, (at, values.mean()), xytext=(4, 4), textcoords="offset points", fontsize=8)
-        label = ("PTQ", "QAT")[kind]
-        axes.axhline(results[task, "float32"][kind].mean(), color=color, linewidth=0.7, label=f"{label}; line: float32")
-    axes.set(title=task, xlabel="bits per weight, scales counted", xlim=(3.8, 10))
-panels[0].set_ylabel("test errors in %")
-panels[1].set_ylabel("bits per character")
-panels[0].legend()
+figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+for kind, color in enumerate(("C1", "C0")):
+    for name in FORMATS if kind == 0 else TRAINED:
+        axes.plot(bits_per_weight[name], results[name][kind], "o", color=color)
+    label = ("PTQ", "QAT")[kind]
+    axes.axhline(results["float32"][kind], color=color, linewidth=0.7, label=f"{label}; line: float32")
+for name in FORMATS:
+    axes.annotate(
+        name, (bits_per_weight[name], results[name][0]), xytext=(4, 4), textcoords="offset points", fontsize=8
+    )
+axes.set(xlabel="bits per weight, scales counted", ylabel="bits per character", xlim=(3.8, 10))
+axes.legend()
 figure.savefig(output / "07_formats.png", dpi=150)
 plt.show()
 
 # %% [markdown]
 # Formats of 6 and 8 bits cost next to nothing after training. Those of 4 bits cost a few hundredths of a bit to more
-# than a tenth for each character, and training wins back a part. On digits a few images more or less are noise.
+# than a tenth for each character, and training wins back a part.
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true}
-assert wrong == {(task, name): 0 for task in TASKS for name in FORMATS}
-in_float = results["text", "float32"].mean(1)
-cost = lambda kind: results["text", kind].mean(1) - in_float[: len(results["text", kind])]  # PTQ, and QAT
-for kind in ("int8", "float8", "mxfp8", "mxfp6"):
-    assert (cost(kind) < 0.03).all(), (kind, cost(kind))
-for kind in ("int4", "mxfp4", "nvfp4"):
-    assert 0.02 < cost(kind)[0] < 0.3, (kind, cost(kind))
-for kind in ("int4", "mxfp4"):
-    assert cost(kind)[1] < 0.9 * cost(kind)[0], (kind, cost(kind))
+assert wrong == dict.fromkeys(FORMATS, 0)
+cost = {name: np.subtract(values, results["float32"][: len(values)]) for name, values in results.items()}
+for name in ("int8", "float8", "mxfp8", "mxfp6"):
+    assert (cost[name] < 0.03).all(), (name, cost[name])
+for name in TRAINED:
+    assert 0.02 < cost[name][0] < 0.3, (name, cost[name])
+for name in ("int4", "mxfp4"):
+    assert cost[name][1] < 0.9 * cost[name][0], (name, cost[name])
 print("all claims hold")

@@ -144,7 +144,7 @@ TASKS = {
     "digits": (init_classifier, classify, "*/w", class_loss, lambda seed, n=200: digits(seed, n), 4e-3),
     "text": (
         init_writer, write, re.compile("layers/.*|head"), text_loss,
-        lambda seed, n=250: windows(train_text, seed, n), 6e-3,
+        lambda seed, n=200: windows(train_text, seed, n), 6e-3,
     ),
 }  # fmt: skip
 MODELS = {
@@ -318,7 +318,7 @@ for name in ("qkv", "out", "up", "down"):
     factors[f"{name}.down"] = rng.normal(0, rows**-0.5, (LAYERS, rows, RANK)).astype(np.float32)
     factors[f"{name}.up"] = np.zeros((LAYERS, RANK, columns), np.float32)
 beside = lambda base, factors: {**base, "layers": {**base["layers"], **factors}}
-batches = windows(code, 0, 150)
+batches = windows(code, 0, 100)
 tests = windows(test_code, 1, 16)[0]
 bytes_of = lambda v: v.size * (jnp.iinfo if jnp.issubdtype(v.dtype, jnp.integer) else jnp.finfo)(v.dtype).bits // 8
 
