@@ -163,17 +163,22 @@ def failed(tests, seconds):
         limit = int(60 + 5 * seconds)  # of CPU, which no work beside it takes away
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         first = First()
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-            os.dup2(nowhere.fileno(), 2)
-            code = pytest.main([*OPTIONS, *tests], [first])
-        os.write(write, (first.failed or (f"exit {int(code)}" if code else "")).encode())
-        os._exit(0)
+        try:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
+                code = pytest.main([*OPTIONS, *tests], [first])
+            os.write(write, (first.failed or (f"exit {int(code)}" if code else "")).encode())
+            os._exit(0)
+        finally:  # never on in the code of the parent
+            os._exit(1)
     os.close(write)
     with os.fdopen(read) as said:
         by = said.read()
-    killed = os.waitpid(child, 0)[1]
-    return "timeout" if killed else by
+    status = os.waitpid(child, 0)[1]
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        raise ChildProcessError(f"pytest did not run {tests[0]} ...")
+    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else by
 
 
 def run(of_test, tests_of, options, log):
