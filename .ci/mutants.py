@@ -168,8 +168,8 @@ def failed(tests, seconds):
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
                 code = pytest.main([*OPTIONS, *tests], [first])
-            os.write(write, (first.failed or (f"exit {int(code)}" if code else "")).encode())
-            os._exit(0)
+            os.write(write, first.failed.encode())
+            os._exit(0 if first.failed or not code else 1)
         finally:  # never on in the code of the parent
             os._exit(1)
     os.close(write)
