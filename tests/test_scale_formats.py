@@ -196,6 +196,52 @@ def test_mse_takes_the_better_scale(name):
         np.testing.assert_allclose(best, want, rtol=1e-5)
 
 
+@bits
+def test_mse_takes_the_best_of_three_neighbours_in_e4m3():
+    """Of each that is a normal number, but for the largest, which stays."""
+    codes = np.r_[126, np.arange(8, 126), np.full(9, 8)]
+    held = lambda codes: np.uint8(codes).view(ml_dtypes.float8_e4m3fn).astype(F)[:, None]
+    x = np.random.default_rng(0).normal(size=(128, 16))
+    x, spec = F(x / abs(x).max(1, keepdims=True)) * held(codes) * F(6), SPECS["nvfp4"]
+    error = lambda scale: ((cast(x / scale, "float4_e2m1fn") * np.float64(scale) - x) ** 2).sum(1)
+    _, stays, _ = three = [error(held(np.minimum(codes + i, 126))) for i in (-1, 0, 1)]
+    want = np.where(codes == 126, stays, np.min(three, 0))
+    q = jq.quantize(x.reshape(SHAPE), spec, jq.fit_qparams(x.reshape(SHAPE), spec, "mse"))
+    assert q.tensor_scale == 1
+    np.testing.assert_allclose(error(np.asarray(q.scale).astype(F).reshape(-1, 1)), want, rtol=1e-5)
+
+
+@bits
+@pytest.mark.parametrize("name", ["mxint8", "nvfp4"])
+def test_mse_of_scales_in_float8_takes_what_is_not_finite_for_zeros(name):
+    x, spec = np.random.default_rng(0).standard_t(3, size=SHAPE).astype(F) * F(1e-4), SPECS[name]
+    x[0], x[:, ::7] = 0, 0
+    y = x.copy()
+    y[:, ::7] = np.resize(F([np.nan, np.inf, -np.inf]), y[:, ::7].shape)
+    scale = np.asarray(jq.fit_qparams(x, spec, "mse").scale)
+    assert_same_bits(jq.fit_qparams(y, spec, "mse").scale, scale)
+    assert name == "nvfp4" or (scale[0] == 1).all()
+
+
+@bits
+def test_scales_of_data_and_of_their_range_are_their_formula():
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype(F)
+    x[0], x[1], x[2] = 0, -abs(x[1]), abs(x[2])
+    unsigned = QuantSpec(signed=False, granularity=PerBlock(-1, 32), scale_dtype="float8_e8m0fnu", scale_rule="floor")
+    specs = [SPECS["nvfp4"], SPECS["mxfp4 floor"], SPECS["mxfp8 floor"], unsigned]
+    scales = lambda x, spec: (jq.fit_qparams(x, spec), jq.qparams_from_range(jq.observe(x, spec), spec))
+    fitted = jax.jit(lambda x: [scales(x, spec) for spec in specs])(x)
+    for spec, both in zip(specs, fitted, strict=True):
+        largest = (abs(x) if spec.signed else np.maximum(x, 0)).reshape(4, -1, spec.granularity.size).max(-1)
+        if spec.has_tensor_scale:
+            want = np.where(largest > 0, largest / F(spec.qmax), np.finfo(F).tiny)
+        else:
+            exponent = np.frexp(largest)[1] - np.frexp(F(spec.qmax))[1]
+            want = np.where(largest > 0, np.ldexp(F(1), exponent), F(1))
+        for got in both:
+            assert_same_bits(got.scale, want, spec)
+
+
 PAIRS = [("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4"), ("mxfp6", "mxint8"), ("mxint8", "mxint8")]
 PAIRS = in_turn(PAIRS, ["int8", "float32"])
 
