@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from fractions import Fraction
 
 import jax
@@ -418,6 +419,7 @@ EMPTY = {(0, 3): (1, 3), (3, 0): (1, 0), (0,): ()}
         ((0, 3), "minmax", THREE[0]),
         ((0, 3), "lsq", THREE[2]),
         ((3, 0), "percentile", THREE[1]),
+        ((3, 0), "mse", THREE[0]),
         ((0,), "mse", THREE[0]),
     ],
 )
@@ -517,6 +519,47 @@ def check_search(columns, spec, bits, widest):
     assert worse == {}
 
 
+@pytest.mark.parametrize("spec", TWO, ids=repr)
+def test_mse_leaves_out_what_is_far_from_many_values(spec):
+    """No worse than the grid that fits the others."""
+    rng = np.random.default_rng(0)
+    normal, positive = rng.normal(size=4096), rng.exponential(size=4096)
+    kinds = [(normal, 20), (normal, 30), (normal, 12), (abs(normal), -20), (positive, -30), (normal + 3, -20)]
+    kinds = [(sign * v, sign * far) for v, far in kinds for sign in (1, -1)]
+    others = np.stack([v for v, _ in kinds], -1)
+    others[0] = 0
+    x = others.copy()
+    x[0] = [far for _, far in kinds]
+    x = np.concatenate([x, others], 1).astype(F)
+    fitted, of_others = np.split(np.arange(x.shape[1]), 2)
+    for bits in (2, 3, 4) if spec.symmetric else (3, 4):
+        scale, zero_point = of_columns(x, spec, "mse", bits)
+        of_x = x.T[fitted].astype(np.float64), with_(spec, bits=bits)
+        error, without = (squared_error(of_x[0], scale[0, i], zero_point[0, i], of_x[1]) for i in (fitted, of_others))
+        assert (error <= 1.01 * without).all()
+        assert not (spec.symmetric and zero_point.any())
+
+
+@pytest.mark.parametrize(("spec", "bits"), [(TWO[0], 6), (TWO[1], 5)])
+def test_mse_leaves_no_better_grid_beside(spec, bits):
+    """None that is better by 1 %, whose scale is at most a quarter larger and, if affine, the zero point 2 away."""
+    narrower, x = with_(spec, bits=bits), np.stack(list(distributions(4096).values()), -1).astype(F)
+    scale, zero_point = of_columns(x, spec, "mse", bits)
+    ratios, shifts = np.geomspace(0.8, 1.25, 101), [0] if spec.symmetric else np.arange(-2, 3)
+    ratios, shifts = (v.ravel() for v in np.meshgrid(ratios, shifts))
+    for v, s, z in zip(x.T.astype(np.float64), scale[0].astype(np.float64), zero_point[0], strict=True):
+        beside = squared_error(v, s * ratios, np.clip(z + shifts, narrower.qmin, narrower.qmax), narrower)
+        assert squared_error(v, s, z, narrower) <= 1.01 * beside.min()
+
+
+@pytest.mark.parametrize(("spec", "about", "of_few"), [(TWO[0], 190, 4300), (TWO[1], 800, 10_000)])
+def test_mse_passes_over_the_values_no_more_often_than_it_says(spec, about, of_few):
+    program = lambda n: str(jax.make_jaxpr(lambda x: fit_qparams(x, spec, "mse"))(np.ones(n, F)))
+    passes = lambda n: sum(int(length) for length in re.findall(r"length=(\d+)", program(n)))
+    assert all(passes(n) <= 1.05 * about for n in (2048, 2**20))
+    assert all(passes(n) <= of_few for n in (1, 16, 32, 256))
+
+
 @pytest.mark.slow
 def test_mse_leaves_out_one_outlier_of_many_values():
     x, spec = np.random.default_rng(0).normal(size=8192), QuantSpec(bits=3, symmetric=False)
@@ -525,7 +568,7 @@ def test_mse_leaves_out_one_outlier_of_many_values():
     assert error.min() <= 1.01 * dense_search(x, spec)
 
 
-@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [(8, THREE[2])])
+@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [*itertools.product([8], THREE), (3, THREE[2])])
 def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
     columns = distributions(256)
     if not spec.signed:
@@ -548,6 +591,7 @@ def test_mse_takes_what_is_not_finite_for_zeros(spec):
     """A zero lies on every grid, and so costs nothing either."""
     x = np.stack(list(distributions(rows(spec)).values()), -1)
     x[:4, 3], x[1::7, 0], x[:, 1] = (np.inf, -np.inf, np.nan, np.inf), np.nan, np.nan
+    x[4:, 7:] = np.nan
     same(of_columns(x, spec, "mse", 3), of_columns(np.where(np.isfinite(x), x, 0), spec, "mse", 3))
 
 
@@ -583,7 +627,7 @@ def test_scales_follow_powers_of_two(spec, method):
 @cases(("bits", "spec"), [(3, THREE[0]), (8, THREE[1]), (4, THREE[2])], [(4, THREE[2])])
 def test_lsq_is_its_formula(spec, bits):
     x = np.stack(list(distributions(rows(spec)).values()), -1).astype(F)
-    x[::7] = np.nan
+    x[::7], x[2:, 0] = np.nan, np.nan
     scale, zero_point = of_columns(x, spec, "lsq", bits)
     zero, narrower = zero_point.astype(np.float64), with_(spec, bits=bits)
     steps = narrower.qmax if spec.symmetric else np.maximum(narrower.qmax - zero, zero - narrower.qmin)
@@ -591,6 +635,14 @@ def test_lsq_is_its_formula(spec, bits):
     np.testing.assert_allclose(scale, want, 1e-6)
     assert scale.dtype == F
     same((zero_point,), (of_columns(x, spec, "minmax", bits).zero_point,))
+
+
+def test_lsq_of_2_bits_reaches_both_ends_of_the_scales():
+    x = np.zeros((16, 2), F)
+    x[0, 0], x[:, 1] = 8 * TINY, 2 * LARGEST
+    least, largest = of_columns(x, THREE[0], "lsq", 2).scale[0]
+    assert least == TINY  # 2 * 8 * TINY / 16
+    assert largest == LARGEST
 
 
 def some_ranges():
@@ -605,6 +657,7 @@ def test_merged_ranges():
     want = Range(np.minimum(a.x_min, b.x_min), np.maximum(a.x_max, b.x_max))
     jax.tree.map(assert_same_bits, jax.jit(merge_ranges)(tree(a), tree(b)), tree(want))
     same(functools.reduce(merge_ranges, (NEUTRAL, Range(-1, 2), Range(np.float16(-3), 1.0))), Range(F(-3), F(2)))
+    assert list(merge_ranges({"b": a, "a": a}, {"a": b, "b": b})) == ["b", "a"]
 
 
 def test_averaged_ranges():
@@ -648,6 +701,19 @@ def test_calibrated_ranges_are_those_of_numpy(granularity):
 
 def test_no_data_have_the_neutral_range():
     same(observe(np.ones(0, F), QuantSpec()), NEUTRAL)
+
+
+@pytest.mark.parametrize("end", F([np.inf, -np.inf]))
+def test_infinities_alone_are_left_out(end):
+    x = F([1, end, -3, end])
+    for f in (observe, fit_qparams):
+        same(f(x, SPECS["affine"]), f(x[::2], SPECS["affine"]))
+
+
+def test_ends_of_float64_beyond_float32_are_its_largest():
+    with x64():
+        for x, want in ([1e300, -np.inf, -1e39], [-2 * LARGEST, 2 * LARGEST]), ([np.nan, np.inf, np.nan], NEUTRAL):
+            same(observe(np.float64(x), QuantSpec()), F(want))
 
 
 # Histograms.
@@ -696,6 +762,14 @@ def test_a_range_of_a_histogram_holds_the_percentile_and_little_more(percentile)
     assert (inside >= percentile / 100 - 1e-9).all()
     beyond = np.abs([got.x_min - low, got.x_max - high])
     assert (beyond <= 0.032 * np.abs([low, high]) + 4e-40).all()
+
+
+@pytest.mark.parametrize(("left_out", "percentile"), [(500, [90.0]), (5, [])])
+def test_a_histogram_leaves_out_half_on_each_side_a_thousandth_by_default(left_out, percentile):
+    h = Histogram(counts_of(np.repeat(F([-8, -4, 2, 4, 8]), [left_out, 1, 9999 - 2 * left_out, 1, left_out])))
+    x_min, x_max = range_from_histogram(h, *percentile)
+    assert -4.125 < x_min <= -4
+    assert 4 <= x_max < 4.125
 
 
 def test_a_range_of_an_empty_histogram_is_neutral():
