@@ -552,6 +552,17 @@ def test_mse_leaves_no_better_grid_beside(spec, bits):
         assert squared_error(v, s, z, narrower) <= 1.01 * beside.min()
 
 
+def test_mse_cuts_off_more_on_one_side_than_on_the_other():
+    rng, spec = np.random.default_rng(0), activation_spec(5)
+    uniform, positive = rng.uniform(-1, 1, 4096), rng.exponential(size=4096)
+    x = np.stack([uniform, uniform, -positive, positive], -1).astype(F)
+    x[:2] = np.transpose([(7, -35), (8, -40), (-50, 10), (50, -10)])
+    scale, zero_point = of_columns(x, TWO[1], "mse", spec.bits)
+    ratios, zeros = (v.ravel() for v in np.meshgrid(np.geomspace(0.5, 2, 41), np.arange(spec.qmin, spec.qmax + 1)))
+    for v, s, z in zip(x.T.astype(np.float64), scale[0].astype(np.float64), zero_point[0], strict=True):
+        assert squared_error(v, s, z, spec) <= 1.01 * squared_error(v, s * ratios, zeros, spec).min()
+
+
 @pytest.mark.parametrize(("spec", "about", "of_few"), [(TWO[0], 190, 4300), (TWO[1], 800, 10_000)])
 def test_mse_passes_over_the_values_no_more_often_than_it_says(spec, about, of_few):
     program = lambda n: str(jax.make_jaxpr(lambda x: fit_qparams(x, spec, "mse"))(np.ones(n, F)))
