@@ -96,6 +96,16 @@ def test_a_symbolic_length_that_may_be_too_long_raises_with_the_constraint_to_sa
             jax.export.export(jax.jit(q))(PARAMS, x)
 
 
+def test_a_symbolic_length_that_is_short_enough_is_contracted():
+    (n,) = jax.export.symbolic_shape("n", constraints=["n <= 1000"])
+    of = lambda v: QArray(v, np.float32(0.5), np.int8(0), SYMMETRIC, np.float32)
+    both = lambda v, w: [dot_general(of(v), of(w), MATMUL, execution=execution) for execution in ("int8", "float32")]
+    exported = jax.export.export(jax.jit(both))(*(jax.ShapeDtypeStruct(shape, np.int8) for shape in ((4, n), (n, 5))))
+    v, w = (RNG.integers(-127, 128, shape).astype(np.int8) for shape in ((4, 37), (37, 5)))
+    for y in exported.call(v, w):
+        assert_same_bits(y, v.astype(np.float32) @ w.astype(np.float32) * np.float32(0.25))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [activation_spec(8), weight_spec(4, channel_axis=1)])
 def test_the_ops_take_symbolic_sizes(spec):

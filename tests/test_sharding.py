@@ -28,6 +28,7 @@ from jaxquant import (
     QParams,
     QuantSpec,
     Range,
+    Rule,
     activation_spec,
     dequantize_params,
     fake_quant,
@@ -36,6 +37,7 @@ from jaxquant import (
     init_qparams,
     observe,
     qparams_from_range,
+    quantize_fn,
     quantize_params,
     weight_spec,
 )
@@ -335,6 +337,23 @@ def test_the_gradient_of_a_static_range_is_sharded_as_its_input():
         got = jax.jit(grad)(sharded)
         assert jax.typeof(got).sharding.spec == P("data")
     same(got, grad(x))
+
+
+@pytest.mark.parametrize(
+    ("equation", "x", "w", "split"),
+    [("btk,kn->btn", (3, 4, 6), (6, 5), (None, "model")), ("bt,n->btn", (4, 4), (5,), ("data", "model"))],
+    ids=["time", "all axes"],
+)
+def test_a_gradient_is_split_as_its_operand_on_an_explicit_mesh(equation, x, w, split):
+    rng, spec = np.random.default_rng(15), QuantSpec()
+    x, w, g = (rng.integers(-127, 128, shape).astype(F) for shape in (x, w, (*x[:2], 5)))
+    w[0] = 127  # a scale of 1
+    f = quantize_fn(lambda w, x: jnp.einsum(equation, x, w), [Rule("**", spec, spec)], execution="float32")
+    with jax.set_mesh(of := mesh("Explicit", *GRID)):
+        put = lambda v: jax.device_put(v, NamedSharding(of, P(*split)))
+        dx = jax.jit(lambda w, x, g: jax.vjp(lambda x: f(w, x), x)[1](g)[0])(w, put(x), put(g))
+    assert jax.typeof(dx).sharding.spec[:2] == split
+    same(dx, g @ w.T)
 
 
 TILES = QuantSpec(bits=4, granularity=PerBlock((0, 1), (4, 6)))
