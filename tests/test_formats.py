@@ -310,9 +310,12 @@ def test_sums_of_digits_are_rounded_once():
     numbers = [n >> int(s) for n, s in zip(numbers, [*rng.integers(0, 62, 4000), *[0] * 6], strict=True)]
     numbers += [(2**24 + k) * 2**s + d for k in range(4) for s in range(1, 37) for d in (-1, 0, 1)]
     numbers += [(2**25 + 2 * k + 1) * 2**s + d for k in range(4) for s in range(1, 36) for d in (-1, 0, 1)]
+    for top in range(26, 63):  # between two floats, and what each bit below makes of it
+        between = [2**top + 2 ** (top - 24) + bit for bit in (0, *(2**i for i in range(top - 24)))]
+        numbers += [sign * n for sign in (1, -1) for n in between]
     digits = []
     for n in numbers:  # digits that int32 sums may be, and not those of base 256
-        parts = [int(v) for v in rng.integers(-(2**24), 2**24, 6)]
+        parts = [int(v) for v in rng.integers(-(2**31) + 512, 2**31 - 512, 6)]
         rest = n - sum(p << (8 * i) for i, p in enumerate(parts))
         low = rest & 255
         digits.append([parts[0] + low, *parts[1:6], (rest - low) >> 48, 0])
@@ -356,11 +359,24 @@ def test_a_nan_is_in_what_it_enters():
     x[1, 2] = np.nan
     spec = float8_spec()
     of = lambda v: jq.QArray(v.astype(spec.dtype), F(1), np.zeros((), spec.dtype), spec, F)
-    y = jq.dot_general(of(x), of(np.ones((4, 2), F)), MATMUL)
+    of_rank_1 = dataclasses.replace(of(x), scale=F([1]), zero_point=np.zeros(1, spec.dtype))
+    y = jq.dot_general(of_rank_1, of(np.ones((4, 2), F)), MATMUL)
     image, kernel = of(x.reshape(3, 2, 2, 1)), of(np.ones((1, 1, 1, 2), F))
     of_image = jq.conv_general_dilated(image, kernel, (1, 1), "VALID", dimension_numbers=NHWC)
     assert np.isnan(y).tolist() == [[False] * 2, [True] * 2, [False] * 2]
     assert np.isnan(of_image).all((1, 2, 3)).tolist() == [False, True, False]
+
+
+@bits
+def test_a_nan_in_a_tile_is_in_its_row_alone():
+    rng, tiles = np.random.default_rng(0), QuantSpec(format="float8_e3m4", granularity=PerBlock((0, 1), (2, 8)))
+    x = rng.choice(level_values("float8_e3m4"), (4, 16))
+    x[1, 2] = np.nan
+    w, scales = rng.integers(-127, 128, (16, 3)), F(rng.uniform(1, 2, (2, 2)))
+    a = jq.QArray(x.astype(tiles.dtype), scales, np.zeros((2, 2), tiles.dtype), tiles, F)
+    y = jq.dot_general(a, jq.QArray(w.astype(np.int8), F(1.3), np.int8(0), QuantSpec(), F), MATMUL)
+    steps = np.repeat(scales, 2, 0) * F(1.3)
+    assert_same_bits(y, F(x[:, :8] @ w[:8]) * steps[:, :1] + F(x[:, 8:] @ w[8:]) * steps[:, 1:])
 
 
 def test_gradients_of_a_product_are_those_of_the_real_values():
@@ -452,6 +468,50 @@ def test_an_affine_operand_beside_a_float_does_not_overflow():
     of_w = jax.eval_shape(lambda: jq.quantize(jnp.ones((length + 1, 1)), w))
     with pytest.raises(ValueError, match="no more than 65793 of"):
         jax.eval_shape(lambda a, b: jq.dot_general(a, b, MATMUL), longer, of_w)
+
+
+def largest(spec, length):
+    """A row of the value of the largest magnitude, where scales of float8 have theirs, and that value."""
+    value = spec.qmin if spec.symmetric and -spec.qmin > spec.qmax else spec.qmax
+    zero, scale = 0 if spec.symmetric else spec.qmin, 448 if spec.has_tensor_scale else 1
+    groups = qparams_shape(spec, (1, length))
+    q = jq.QArray(
+        np.full((1, length), value, spec.dtype), np.full(groups, scale, dtype_of(spec.scale_dtype)),
+        np.full(groups, zero, spec.dtype), spec, F, tensor_scale=F(1) if spec.has_tensor_scale else None,
+    )  # fmt: skip
+    return q, int(value - zero) * scale
+
+
+E4M3 = dict(scale_dtype="float8_e4m3fn", granularity=PerBlock(1, 1))
+LONGEST = [
+    (QuantSpec(narrow_range=False), float8_spec(), 131_071),
+    (QuantSpec(bits=9, symmetric=False), float8_spec(), 65_535),
+    (QuantSpec(bits=16), float8_spec(), 43_690),
+    (float8_spec("float8_e5m2"), float8_spec(), 10_699),
+    (QuantSpec(format="float4_e2m1fn", **E4M3), QuantSpec(format="float4_e2m1fn", **E4M3), 43_690),
+    (QuantSpec(narrow_range=False, **E4M3), QuantSpec(narrow_range=False, **E4M3), 10_699),
+]
+
+
+@bits
+@pytest.mark.parametrize(("of_a", "of_b", "length"), LONGEST)
+def test_the_longest_sum_of_the_largest_is_exact(of_a, of_b, length):
+    dot, rows = lambda a, b: jq.dot_general(a, b, ALONG), lambda n: [largest(spec, n) for spec in (of_a, of_b)]
+    (a, x), (b, w) = rows(length)
+    assert_same_bits(dot(a, b), F([[rounded(length * x * w)]]))
+    with pytest.raises(ValueError, match=f"no more than {length} of"):
+        jax.eval_shape(dot, *(q for q, _ in rows(length + 1)))
+
+
+@bits
+def test_a_chunk_in_float32_holds_the_largest_digits():
+    """Their products are of 2 ** 14, and one is odd, which only a sum below 2 ** 24 keeps."""
+    wide, spec = QuantSpec(narrow_range=False), float8_spec()
+    a, b = np.full((1, 2064), -128), np.full((1, 2064), 448.0)
+    a[:, 0], b[:, 0], b[:, 1032:] = 1, 0.5, -448
+    of = lambda v, spec: jq.QArray(v.astype(spec.dtype), F(1), np.zeros((), spec.dtype), spec, F)
+    got = jq.dot_general(of(a, wide), of(b, spec), ALONG, execution="float32")
+    assert_same_bits(got, F([[128 * 448 + 0.5]]))
 
 
 BAD = [
