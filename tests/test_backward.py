@@ -205,6 +205,42 @@ def test_scales_of_blocks_are_multiplied_into_g():
         assert_same_bits(dx, want)
 
 
+SCALED = [  # the blocks of a weight, the gradient towards x, and whether a scale varies along its sum
+    ("bthd,nhd->btn", (8, 2, 3), "bfloat16", False),
+    ("bthd,nhd->btn", (8, 2, 3), QuantSpec(), False),
+    ("bthd,nhd->btn", (1, 2, 3), QuantSpec(), True),
+    ("btk,khd->bthd", (5, 1, 6), QuantSpec(), True),
+    ("btk,khd->bthd", (5, 4, 6), "bfloat16", False),
+]
+
+
+@pytest.mark.bits
+def test_scales_along_two_axes():
+    """That x has, or that are summed. g is of integers, which bfloat16 holds."""
+    rng, sizes = np.random.default_rng(0), {"b": 2, "t": 3, "k": 5, "h": 4, "d": 6, "n": 8}
+    draw = lambda of: F(rng.integers(-100, 100, [sizes[c] for c in of]))
+    operands = [[draw(of) for of in equation.replace("->", ",").split(",")] for equation, *_ in SCALED]
+    in_blocks = lambda sizes: QuantSpec(granularity=PerBlock((0, 1, 2), sizes))
+
+    def towards_x(equation, blocks, precision, folded, x, w, g):
+        rule = Rule("w", in_blocks(blocks), QuantSpec(), gradient=(precision, None))
+        q = quantize_fn(lambda p, x: jnp.einsum(equation, x, p["w"]), [rule])
+        return jax.vjp(lambda x: q({"w": w}, x), x)[1](g)[0]
+
+    found = jax.jit(lambda of: [towards_x(*case, *v) for case, v in zip(SCALED, of, strict=True)])(operands)
+    for dx, (equation, blocks, precision, folded), (_, w, g) in zip(found, SCALED, operands, strict=True):
+        of_x, of_w, of_g = equation.replace("->", ",").split(",")
+        q = jq.quantize(w, in_blocks(blocks))
+        values, scales = np.asarray(q.values).astype(np.int64), np.kron(q.scale, np.ones(blocks, F))
+        of_both = of_g + "".join(c for c in of_w if c not in of_g)
+        by, scale = np.einsum(f"{of_g},{of_w}->{of_both}", g, scales if folded else np.ones_like(scales)), F(1)
+        if precision != "bfloat16":
+            by, scale, _ = by_hand.levels(by, Grid(whole=True), None)
+        of_sum = F(1) if folded else scales[tuple(slice(None) if c in of_x else 0 for c in of_w)]
+        want = F(np.einsum(f"{of_both},{of_w}->{of_x}", by, values)) * (np.ravel(scale) * of_sum)
+        assert_same_bits(dx, want)
+
+
 def test_what_is_not_finite_is_nan_in_what_it_enters():
     g = G.copy()
     g[3, 5], g[7, 1] = np.inf, np.nan
@@ -418,6 +454,24 @@ def test_nothing_is_summed():
     assert not np.asarray(dw).any()
     dx, dw = of_matmul("channels", "int8")(W, X[:0], G[:0])
     assert (dx.shape, np.asarray(dw).any()) == ((0, 64), False)
+
+
+def test_nothing_is_contracted():
+    """The matrices hold no blocks, and there are none of them."""
+    rule = Rule("w", QuantSpec(granularity=PerBlock((0, 1, 2), (1, 1, 8))), QuantSpec(), gradient=QuantSpec())
+    shapes = (0, 0, 32), (0, 3, 0), (0, 3, 32)
+    found = gradients(lambda p, x: x @ p["w"], [rule])(*(np.zeros(shape, F) for shape in shapes))
+    assert [d.shape for d in found] == [(0, 3, 0), (0, 0, 32)]
+
+
+def test_a_sum_of_a_gradient_that_may_not_fit_int32_is_refused():
+    """Of 127 times up to 255, of affine channels whose scales are multiplied into g."""
+    rule = Rule("w", OPERANDS["affine"][0], QuantSpec(), gradient=(QuantSpec(), None))
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, F)
+    of = lambda n: jax.eval_shape(gradients(matmul, [rule]), struct(8, n), struct(1, 8), struct(1, n))
+    of(66_000)
+    with pytest.raises(ValueError, match="does not fit int32"):
+        of((2**31 - 1) // (127 * 255) + 1)
 
 
 ORDERS = ["tk,nk->tn", "kt,kn->nt", "btk,kn->tbn", "tbk,kn->btn", "btk,khd->bthd", "bthd,hdk->tbk", "kbt,nk->bnt"]
