@@ -324,6 +324,7 @@ INTEGERS = [
     (lambda x: jq.dot_general(Q, Q, (((1,), (-1,)), ((), ()))), ValueError, "`dimension_numbers of b`", "(-1,)"),
     (lambda x: jq.dot_general(Q, Q, (((1.0,), (1,)), ((), ()))), TypeError, "`dimension_numbers of a`", "float"),
     (lambda x: jq.dot_general(Q, Q, ((1,), (1,))), TypeError, "`dimension_numbers`", "((1,), (1,))"),
+    (lambda x: jq.dot_general(Q, Q, (((1,), (1,), ()), ((), ()))), TypeError, "`dimension_numbers`", "(1,), ())"),
     (lambda x: jq.dot_general(Q, Q, None), TypeError, "`dimension_numbers`", "None"),
     (lambda x: jq.dot_general(Q, Q, ((1, 1), ((), ()))), TypeError, "`dimension_numbers`", "((1, 1), ((), ()))"),
     (lambda x: jq.dot_general(Q, Q, (((1,), (1,)), ((), ())), execution="int4"), ValueError, "`execution`", "'int4'"),

@@ -154,6 +154,7 @@ DIMENSIONS = [
     ((2, 0), (0, 3), MATMUL),
     ((0, 2), (2, 3), MATMUL),
     ((), (), (((), ()), ((), ()))),
+    ((3, 70, 2), (70, 2, 3), (((1, 2), (0, 1)), ((0,), (2,)))),
 ]
 
 
@@ -201,6 +202,9 @@ def test_scales_along_batch_and_free_axes(execution):
     scale = np.asarray(a.scale).reshape(4, 6, 1) * np.asarray(b.scale)[0].T.reshape(4, 1, 5)
     got = dot_general(a, b, (((2,), (0,)), ((0,), (2,))), execution=execution)
     assert_same_bits(got, exact * scale)
+    a, b = array(rng, (3,), per_channel(TYPES["affine"], 0)), array(rng, (4,), per_channel(QuantSpec(), 0))
+    want = np.outer(centred(a), centred(b)).astype(np.float32) * np.outer(a.scale, b.scale)
+    assert_same_bits(dot_general(a, b, (((), ()), ((), ())), execution=execution), want)
 
 
 def in_blocks(a, b, size):
@@ -239,6 +243,9 @@ def test_a_scale_for_each_element_that_is_contracted(execution):
     a, b = array(rng, (6, 96), per_channel(QuantSpec(), 0)), array(rng, (96, 10), QuantSpec(granularity=PerBlock(1, 2)))
     with pytest.raises(ValueError, match="a scale of its own for each element"):  # blocks on a free axis
         dot_general(a, b, MATMUL, execution=execution)
+    a, b = array(rng, (6, 2), per_channel(QuantSpec(), 1)), array(rng, (2, 10), QuantSpec())
+    with pytest.raises(ValueError, match=r"Axis 1 of `a`.*a scale of its own for each element"):
+        dot_general(a, b, MATMUL, execution=execution)
 
 
 @cases("execution", EXECUTIONS, ["float32"])
@@ -252,7 +259,7 @@ def test_blocks_along_two_contracted_axes(execution):
     assert_same_bits(got, in_blocks(reshaped(a, (3, 8), ()), reshaped(b, (8, 5), (2, 5)), 4))
 
 
-WIDE = (16, 8, 516, "int8"), (12, 12, 14, "float32"), (9, 4, 3000, "int8")
+WIDE = (16, 8, 516, "int8"), (12, 12, 14, "float32"), (9, 4, 3000, "int8"), (16, 16, 2, "int8")
 
 
 @cases(
@@ -269,6 +276,14 @@ def test_values_wider_than_8_bits(bits_a, bits_b, length, execution):
     assert_same_bits(dot_general(a, b, MATMUL, execution=execution), matmul64(a, b))
 
 
+def test_one_product_as_large_as_float32_counts():
+    rng, spec = np.random.default_rng(7), QuantSpec(bits=13, narrow_range=False)
+    a, b = (array(rng, shape, spec, True) for shape in ((4, 7), (7, 5)))
+    assert_same_bits(dot_general(a, b, MATMUL, execution="float32"), matmul64(a, b))
+    nothing = dataclasses.replace(a, values=a.values[:, :0]), dataclasses.replace(b, values=b.values[:0])
+    assert_same_bits(dot_general(*nothing, MATMUL, execution="float32"), np.zeros((4, 5), np.float32))
+
+
 def test_the_longest_contraction_is_where_int32_ends():
     shape = lambda n, spec: jax.eval_shape(lambda: array_of_ones(n, spec))
     wide = QuantSpec(narrow_range=False)
@@ -276,6 +291,7 @@ def test_the_longest_contraction_is_where_int32_ends():
         (QuantSpec(), QuantSpec(), 133_144),
         (QuantSpec(symmetric=False), QuantSpec(), 66_311),
         (wide, wide, 131_071),
+        (QuantSpec(bits=2), QuantSpec(bits=2), 2**31 - 1),
     )
     for a, b, longest in pairs:
         dot = lambda a, b: dot_general(a, b, (((0,), (0,)), ((), ())))
@@ -506,6 +522,20 @@ def test_sharded(kind, axis_type, columns):
         got = jax.jit(f)(a, b)
     assert_same_bits(got, want[0])
     assert got.sharding.spec[-1 if columns else 0] == "data"
+
+
+def test_transposed_and_in_an_outer_product_on_an_explicit_mesh():
+    rng, on, affine = np.random.default_rng(13), mesh("Explicit"), TYPES["affine"]
+    a, b, v = array(rng, (6, 8), affine), array(rng, (6, 5), affine), array(rng, (8,), affine)
+    put = lambda q, *axes: dataclasses.replace(q, values=jax.device_put(q.values, NamedSharding(on, P(*axes))))
+    outer = lambda q, b: dot_general(q, b[0], (((), ()), ((), ())))
+    with jax.set_mesh(on):
+        got = jax.jit(lambda a, b, v: (dot_general(a, b, (((0,), (0,)), ((), ()))), outer(v, b)))(
+            put(a, None, "data"), put(b, None, None), put(v, "data")
+        )
+    assert_same_bits(got[0], (centred(a).T @ centred(b)).astype(np.float32) * (a.scale * b.scale))
+    assert_same_bits(got[1], np.outer(centred(v), centred(b)[0]).astype(np.float32) * (v.scale * b.scale))
+    assert [y.sharding.spec[0] for y in got] == ["data", "data"]
 
 
 @pytest.mark.parametrize("qparams", [None, QParams(np.float32(0.5), np.float32(0))], ids=["dynamic", "static"])
