@@ -73,6 +73,7 @@ def test_reshaped_keeps_what_it_can():
         ((1, 2, 2), (4, 2, 3, 2), (1, 2, 1, 2)),
         ((1, 6, 1), (24, 2), (24, 1)),
         ((1, 3, 1), (4, 2, 3, 2), (1, 2, 3, 1)),
+        ((1, 6, 1), (2, 1, 2, 6, 2), (1, 1, 1, 6, 1)),
     ]:
         assert shape_of(lambda v, new=new: groups.reshaped(v, SHAPE, new), sizes) == want
 
@@ -82,13 +83,20 @@ def test_an_axis_of_size_1_that_comes_or_goes_stands_alone():
         ((1,), (1, 1), [((), (0,)), ((0,), (1,))]),
         ((1, 1), (1,), [((0,), ()), ((1,), (0,))]),
         ((3, 1), (3, 1, 1), [((0,), (0,)), ((), (1,)), ((1,), (2,))]),
+        ((3, 1, 1), (3, 1), [((0,), (0,)), ((1,), ()), ((2,), (1,))]),
+        ((3, 1), (3,), [((0,), (0,)), ((1,), ())]),
     ]:
         assert [tuple(map(tuple, run)) for run in groups.segments(old, new)] == want
 
 
 def test_the_runs_of_a_reshape_are_as_short_as_possible():
-    runs = [tuple(map(tuple, run)) for run in groups.segments((2, 2, 6, 5), (4, 2, 3, 5))]
-    assert runs == [((0, 1), (0,)), ((2,), (1, 2)), ((3,), (3,))]
+    for old, new, want in [
+        ((2, 2, 6, 5), (4, 2, 3, 5), [((0, 1), (0,)), ((2,), (1, 2)), ((3,), (3,))]),
+        ((2, 2, 2, 5), (8, 5), [((0, 1, 2), (0,)), ((3,), (1,))]),
+        ((2, 3), (6, 1), [((0, 1), (0,)), ((), (1,))]),
+        ((6, 1), (2, 3), [((0,), (0, 1)), ((1,), ())]),
+    ]:
+        assert [tuple(map(tuple, run)) for run in groups.segments(old, new)] == want
 
 
 def test_reshaped_to_and_from_nothing():
@@ -96,9 +104,12 @@ def test_reshaped_to_and_from_nothing():
     assert shape_of(lambda v: groups.reshaped(v, (), (1, 1)), ()) == (1, 1)
     empty = np.ones((3, 0), np.float32)
     check([(lambda v: groups.reshaped(v, (0, 3), (3, 0)), (np.ones((1, 3), np.float32),), empty)])
+    for sizes, old, new in [((1, 1), (0, 3), (3, 0)), ((1, 1), (3, 0), (0,)), ((0,), (0,), (3, 0))]:
+        assert shape_of(lambda v, old=old, new=new: groups.reshaped(v, old, new), sizes) == new
 
 
 SLICES = (0, 1, 3, 1), (1, 2, 6, 1), (1, 0, 5, 2), (2, 1, 2, 1), (0, 0, 4, 2), (1, 1, 5, 1), (1, 2, 4, 2), (0, 2, 4, 1)
+SLICES += (1, 2, 5, 1), (1, 1, 4, 1)
 
 
 def test_sliced():
@@ -115,6 +126,15 @@ def test_sliced():
 def test_whole_blocks_stay_blocks():
     assert shape_of(lambda v: groups.sliced(v, 1, 6, 2, 6), (1, 3, 1)) == (1, 2, 1)
     assert shape_of(lambda v: groups.sliced(v, 1, 6, 1, 5), (1, 3, 1)) == (1, 4, 1)
+    assert shape_of(lambda v: groups.sliced(v, 1, 6, 0, 6), (1, 3, 1)) == (1, 3, 1)
+    assert shape_of(lambda v: groups.sliced(v, 0, 0, 0, 0), (0, 1)) == (0, 1)
+
+
+def test_what_is_picked_keeps_what_it_can():
+    pick = lambda axis, n, size: shape_of(lambda v: groups.picked(v, axis, n, np.int32(0), size), (1, 3, 1))
+    assert pick(0, 4, 2) == (1, 3, 1)
+    assert pick(1, 6, 6) == (1, 3, 1)
+    assert pick(1, 6, 2) == (1, 2, 1)
 
 
 def test_joined():
@@ -124,6 +144,13 @@ def test_joined():
         join = lambda *parts, axis=axis: groups.joined(parts, [SHAPE] * 2, axis)
         made.append((join, (v, w), np.concatenate([x, y], axis)))
     check(made)
+
+
+def test_blocks_beside_the_same_or_a_shared_value_stay_blocks():
+    join = lambda *sizes: shape_of(lambda v: groups.joined([v, np.ones(sizes, np.float32)], [SHAPE] * 2, 0), (1, 3, 1))
+    assert join(4, 3, 1) == join(1, 1, 1) == (8, 3, 1)
+    assert join(1, 2, 1) == (8, 6, 1)
+    assert shape_of(lambda v: groups.joined([v], [SHAPE], 0), (1, 3, 1)) == (4, 3, 1)
 
 
 def test_broadcasted():
