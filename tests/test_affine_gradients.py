@@ -114,6 +114,14 @@ def test_the_gradient_to_a_scale_is_rounded_once(symmetric, bits):
         assert F(got) == F(float(error)), (value, s)
 
 
+def test_the_gradient_to_a_scale_is_rounded_once_of_float64():
+    spec, x, scale = QuantSpec(granularity=PerChannel(0)), np.array([0.7, -3.3, 1 + 1e-12]), F([0.75, 0.375, 1])
+    with x64():
+        dscale = jax.jit(jax.grad(lambda s: fake_quant(x, spec, QParams(s, np.zeros(3, F))).sum()))(scale)
+    quotients = [Fraction(v) / Fraction(s) for v, s in zip(x.tolist(), scale.tolist(), strict=True)]
+    assert_same_bits(dscale, F([float(round(v) - v) for v in quotients]))
+
+
 AFFINE4 = QuantSpec(bits=4, symmetric=False)  # [-8, 7]
 
 
@@ -343,6 +351,18 @@ def test_nan_gives_no_gradient_also_where_the_cotangent_is_nan():
     _, dscale, dzero_point = gradients(x, AFFINE4, 0.5, g=g)
     assert_same_bits(dscale, gradients(padded(0, 1.2), AFFINE4, 0.5, g=padded(0, 1))[1])
     assert dzero_point.item() == 0
+
+
+def test_a_gradient_is_sharded_as_its_argument_on_an_explicit_mesh():
+    """One of an array made before the mesh is wherever the other argument is."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x, spec = jax.device_put(np.ones((8, 16), F)), QuantSpec(granularity=PerChannel(0))
+    f = jax.grad(lambda x, s: fake_quant(x, spec, QParams(s, jnp.zeros_like(s))).sum(), (0, 1))
+    on = lambda v, *axes: jax.device_put(v, jax.NamedSharding(mesh, P(*axes)))
+    every = [[v, on(v, None, None), on(v, "data", None)] for v in (x, x[:, :1])]
+    for args in itertools.product(*every):
+        for of, v in zip(jax.eval_shape(f, *args), args, strict=True):
+            assert jax.typeof(v).sharding.mesh.empty or of.sharding.spec == v.sharding.spec
 
 
 @cases("where", [P(), P("data")], [])

@@ -283,6 +283,16 @@ def test_channels_sharded(name, what, kind):
         same(f(*args, jax.device_put(g, y.sharding)), want)
 
 
+@pytest.mark.parametrize("name", ["per channel", "V4 given, axis"])
+def test_a_gradient_is_sharded_as_its_argument(name):
+    with_mesh, grad = mesh("Explicit"), jax.grad(lambda *args: OPS[name].call(*args).sum(), (0, 1, 2))
+    at = lambda shape, *axes: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(with_mesh, P(*axes)))
+    for x, ranges in ((None, None), "data"), ((None, "data"), None):
+        args = at((16, 8), *x), at((8,), ranges), at((8,), ranges)
+        with jax.set_mesh(with_mesh):
+            assert [v.sharding.spec for v in jax.eval_shape(grad, *args)] == [P(*x), P(ranges), P(ranges)]
+
+
 @cases("name", [name for name, op in OPS.items() if not op.from_data], ["per channel 4 narrow"])
 def test_shard_map(name):
     f, sharded = all_values(OPS[name]), functools.partial(jax.shard_map, mesh=mesh("Auto"))

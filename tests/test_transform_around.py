@@ -240,6 +240,14 @@ def test_columns_on_an_explicit_mesh_stay_where_they_are():
     assert_same_bits(y, by_hand.exactly(X, PARAMS["first"]))
 
 
+def test_operands_on_several_devices_are_contracted_where_f_asks_for_the_sum():
+    on = mesh("Explicit")
+    q = quantize_fn(lambda w, x: jnp.dot(x, w, out_sharding=NamedSharding(on, P())), BOTH)
+    at = lambda shape, *axes: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(on, P(*axes)))
+    y = jax.eval_shape(q, at((8, 6), "data", None), at((3, 8), None, "data"))
+    assert (y.shape, y.sharding.spec) == ((3, 6), P(None, None))
+
+
 @pytest.mark.slow
 def test_a_contraction_over_sharded_axes_has_the_sharding_that_f_asks_for():
     whole, rows, columns = (NamedSharding(mesh("Explicit"), P(*axes)) for axes in ((), ("data",), (None, "data")))
