@@ -76,7 +76,8 @@ TABLE = [
     (lambda: Q(X, -1.0, 1.0, "int8", narrow_range=1), TypeError, "`narrow_range`", "int"),
     (lambda: Q(X, -1.0, 1.0, "int8", ensure_minimum_range=V3), TypeError, "`ensure_minimum_range`", "float32"),
     (lambda: Q(X, -1.0, 1.0, "int8", ensure_minimum_range=NAN), ValueError, "`ensure_minimum_range`", "nan"),
-    (lambda: Q(X, -1.0, 1.0, "int8", ensure_minimum_range=-5), ValueError, "`ensure_minimum_range`", "-5"),
+    (lambda: Q(X, -1.0, 1.0, "int8", ensure_minimum_range=-0.5), ValueError, "`ensure_minimum_range`", "-0.5"),
+    (lambda: Q(X, -1.0, 1.0, "int8", ensure_minimum_range=np.inf), ValueError, "`ensure_minimum_range`", "inf"),
     (lambda: Q(X, -1.0, 1.0, "int8", ensure_minimum_range=None), TypeError, "`ensure_minimum_range`", "NoneType"),
     (lambda: VARS(X, -(10**400), 1), ValueError, "`min`", "beyond float64"),
     (lambda: jax.jit(lambda x, t: Q(x, -1.0, 1.0, t))(X, 8), TypeError, "`T`", "int32"),
@@ -99,6 +100,7 @@ TABLE = [
     (lambda: PER(X, -V3, jnp.ones(2)), ValueError, "`max`", "(2,)"),
     (lambda: PER(X, -V3, jnp.ones((1, 3))), ValueError, "`max`", "(1, 3)"),
     (lambda: PER(jnp.float32(0.5), -V3, V3), ValueError, "`inputs`", "()"),
+    (lambda: PER(jnp.float32(0.5), -1.0, 1.0), ValueError, "`inputs`", "()"),
     (lambda: PER(X, [-1.0] * 3, V3), TypeError, "`min`", "list"),
     (lambda: ARGS(X, 1.0, 1.0), ValueError, "`min`", "min=1.0 and max=1.0"),
     (lambda: ARGS(X, 2.0, 1.0), ValueError, "`min`", "min=2.0 and max=1.0"),
@@ -116,6 +118,7 @@ TABLE = [
     (lambda: QDQ2(X, V3, V3, range_given=True), ValueError, "`input_min`", "(3,)"),
     (lambda: QDQ2(X, V3, V3, range_given=True, axis=0), ValueError, "`input_min`", "(3,)"),
     (lambda: QDQ2(X, -1.0, V3, range_given=True, axis=1), ValueError, "`input_min`", "()"),
+    (lambda: QDQ2(X, V3, V3, axis=0), ValueError, "`input_min`", "(3,)"),
     (lambda: QDQ2(X, None, 1.0), TypeError, "`input_min`", "NoneType"),
     # Static integers.
     *[
@@ -211,6 +214,31 @@ def test_integers_compose_in_float64():
         for low, y in jax.jit(there_and_back)(x):
             assert (low.dtype, y.dtype) == (jnp.float64, jnp.float32)
             assert np.abs(np.asarray(y) - x.astype(F)).max() < 1e-4
+
+
+def test_what_is_beyond_int32_has_one_code_in_both_precisions():
+    x = np.array([np.inf, -np.inf])
+    with x64():
+        wide, narrow = (jax.jit(lambda x: Q(x, -1.0, 1.0, "int32", "MIN_FIRST").output)(x) for x in (x, x.astype(F)))
+    assert_same_bits(wide, narrow)
+
+
+def test_a_range_of_zero_width_has_one_code():
+    q = Q(np.array([-3, 0, 5], F), 0.0, 0.0, "int8", "MIN_FIRST", ensure_minimum_range=0.0)
+    assert q.output.tolist() == [-128] * 3
+
+
+def test_a_negative_zero_is_no_end_of_a_range():
+    assert_same_bits(Q(X, -1.0, -0.0, "int8").output_max, F(0))
+
+
+def test_a_narrow_grid_is_scaled_by_its_lowest_code():
+    assert DQ(np.int8([-127, 5]), -127.0, 1.0, "SCALED", narrow_range=True).tolist() == [-127.0, 5.0]
+
+
+def test_bits_of_quantize_and_dequantize_at_both_ends():
+    for bits, signed in (1, True), (61, True), (1, False), (62, False):
+        assert jax.eval_shape(lambda n=bits, s=signed: QDQ2(X, -1.0, 1.0, s, n)).shape == X.shape
 
 
 def test_numbers_out_of_range_are_infinite_as_in_tensorflow():

@@ -139,6 +139,18 @@ def test_a_masked_cotangent_is_a_product():
     assert np.isnan(dmax)
 
 
+def test_a_sum_of_one_negative_zero_is_zero():
+    """As TensorFlow's, which starts at 0."""
+    _, *ends = tf.fake_quant_with_min_max_vars_gradient(F(-1), F(0.5), -1.0, 1.0)
+    for end in ends:
+        assert_same_bits(end, F(0))
+
+
+def test_an_infinite_range_has_no_inside_and_no_outside():
+    for low, high in (-np.inf, 1.0), (-1.0, np.inf), (-np.inf, np.inf):
+        assert [v.any() for v in vars_gradient(np.ones(4, F), np.array([-9, 0, 1, 9], F), low, high)] == [False] * 3
+
+
 def test_nan_in_x_is_in_no_mask():
     x, g = np.array([np.nan, 0.0, np.nan, np.nan], F), np.array([1, 1, 0, 0], F)
     dx, dmin, dmax = map(np.asarray, vars_gradient(g, x, -1.0, 1.0))
