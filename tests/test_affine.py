@@ -401,6 +401,7 @@ def test_values_that_do_not_fit_are_not_packed():
     for values, bits in ((np.array([8], np.int8), 4), (np.array([-5], np.int8), 3), (np.array([4], np.uint8), 2)):
         with pytest.raises(ValueError, match="`values` must be in"):
             pack(values, bits)
+    assert jax.jit(pack, static_argnums=1)(np.int8([17, -1]), 4).tolist() == [0xF1]  # traced ones keep their low bits
     with pytest.raises(ValueError, match="`packed` must have shape"):
         unpack(np.zeros(2, np.uint8), 4, (5,))
 

@@ -245,7 +245,7 @@ AFFINE = [
             ({"scale": 0.1}, TypeError, "`qparams`", "dict"),
             (QParams(V3, V3), ValueError, "`qparams.scale`", "(3,)"),
             (QParams(0.1, V3), ValueError, "`qparams.zero_point`", "(3,)"),
-            (QParams(np.ones((1, 1, 1), F), 0.0), ValueError, "`qparams.scale`", "(1, 1, 1)"),
+            (QParams(*[np.ones((1, 1, 1), F)] * 2), ValueError, "`qparams.scale`", "(1, 1, 1)"),
             (QParams(None, 0.0), TypeError, "`qparams.scale`", "NoneType"),
             (QParams("1", 0.0), TypeError, "`qparams.scale`", "str"),
             (QParams(put(np.int32(1)), 0.0), TypeError, "`qparams.scale`", "int32"),
@@ -253,6 +253,7 @@ AFFINE = [
             (QParams(0.1, [0.0]), TypeError, "`qparams.zero_point`", "list"),
         ]
     ],
+    (lambda x: fake(S, (0.1, 0.0), bits=4), TypeError, "`qparams`", "tuple"),
     (lambda x: jq.fake_quant(x, of(PerChannel(-1)), QParams(0.1, 0.0)), ValueError, "`qparams.scale`", "(1, 6)"),
     (lambda x: jq.fake_quant(x, of(PerChannel(0)), QParams(x[0], x[0])), ValueError, "`qparams.scale`", "(4, 1)"),
     (lambda x: jq.fake_quant(x, of(PerBlock(1, 3)), QParams(x, x)), ValueError, "`qparams.scale`", "(4, 2)"),
@@ -294,7 +295,7 @@ AFFINE = [
     (lambda x: jq.pack(np.zeros(3, np.int16), 4), TypeError, "`values`", "int16"),
     (lambda x: jq.pack(CODES[0], 4), ValueError, "`values`", "[0, 8]"),
     (lambda x: jq.pack(CODES[1], 2), ValueError, "`values`", "[-3, 0]"),
-    (lambda x: jq.pack(CODES[2], 4), ValueError, "`values`", "[16, 16]"),
+    (lambda x: jq.pack(CODES[2], 4), ValueError, "`values` must be in [0, 15]", "[16, 16]"),
     (lambda x: jq.unpack(np.zeros(2, np.int8), 4, (4,)), TypeError, "`packed`", "int8"),
     (lambda x: jq.unpack([1, 2], 4, (4,)), TypeError, "`packed`", "list"),
     (lambda x: jq.unpack(np.zeros(3, np.uint8), 4, (4,)), ValueError, "`packed`", "(3,)"),
@@ -421,6 +422,12 @@ def test_float64_is_not_narrowed_silently():
         for name, call in calls.items():
             with pytest.raises(TypeError, match=rf"`{name}` is float64, expected float32.*astype"):
                 call()
+
+
+def test_leading_axes_of_size_1_may_be_missing_in_qparams():
+    for spec, shapes in (S, [(), (1,), (1, 1)]), (of(PerChannel(-1)), [(6,), (1, 6)]):
+        for v in (np.ones(shape, F) for shape in shapes):
+            assert jax.eval_shape(lambda x, v=v, spec=spec: jq.fake_quant(x, spec, QParams(v, v)), X).shape == X.shape
 
 
 def test_a_type_has_more_than_one_name():

@@ -17,6 +17,7 @@ from jax import lax
 import jaxquant
 from jaxquant import (
     Log2QParams,
+    PerChannel,
     PerToken,
     QArray,
     QParams,
@@ -154,16 +155,21 @@ def test_qparams_of_another_spec():
 
 
 def test_scales_that_are_known_to_differ():
-    other = {key: v._replace(scale=np.asarray(v.scale) * F(1.25)) for key, v in qparams().items()}
+    def but_one(v):
+        v = np.array(v)
+        v.flat[0] += 1
+        return v
+
+    other = {key: v._replace(scale=but_one(v.scale)) for key, v in qparams().items()}
     for call in (Q, Q, jax.jit(lambda p, x, **kw: Q(frozen(), x, qparams=other))):  # twice: nothing is noted as right
         with pytest.raises(ValueError, match=r"At 'w1'.*frozen with other qparams"):
             call(frozen(), X, qparams=other)
-    affine = quantize_fn(model, [Rule("w2", QuantSpec(symmetric=False), A8)])
+    affine = quantize_fn(model, [Rule("w2", QuantSpec(symmetric=False, granularity=PerChannel(-1)), A8)])
     s = affine.init_qparams(PARAMS, X, ranges={"w2:input": RANGES["w2:input"]})
     of = affine.freeze(PARAMS, X, qparams=s)
     jax.eval_shape(lambda: affine(of, X, qparams=s))
     with pytest.raises(ValueError, match=r"At 'w2'.*frozen with other qparams"):
-        affine(of, X, qparams=s | {"w2": s["w2"]._replace(zero_point=np.asarray(s["w2"].zero_point) + F(1))})
+        affine(of, X, qparams=s | {"w2": s["w2"]._replace(zero_point=but_one(s["w2"].zero_point))})
 
 
 def test_arrays_that_were_cast():

@@ -38,8 +38,14 @@ def test_rounding_modes_differ_where_they_should():
     assert num.round_half_up(v).tolist() == [3.0, -2.0, 1.0]
 
 
+def test_stochastic_rounding_goes_up_for_noise_below_the_fraction():
+    v, noise = np.float32([2, -3, 0, 2.25, 2.25, -2.25]), np.float32([0, 0, 0.75, 0.125, 0.25, 0.5])
+    assert num.round_stochastic(v, noise).tolist() == [2.0, -3.0, 0.0, 3.0, 2.0, -2.0]
+
+
 def test_guard_is_the_identity_and_its_own_derivative():
-    assert_same_bits(jax.jit(num.guard)(V), V)
+    for guard in num.guard, jax.jit(num.guard):
+        assert_same_bits(guard(V), V)
     two, three = np.float32([2, 3])
     assert float(jax.grad(num.guard)(two)) == 1
     assert tuple(map(float, jax.jvp(num.guard, (two,), (three,)))) == (2, 3)

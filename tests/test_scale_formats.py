@@ -160,6 +160,22 @@ def test_scales_where_an_optimizer_left_them(name):
 
 
 @bits
+def test_a_scale_that_is_nan_changes_no_other_block():
+    x, scale = np.full(SHAPE, 1e-3, F), np.full((SHAPE[0], SHAPE[1] // 16), 1e-4, F)
+    lost = scale.copy()
+    lost[3] = np.nan
+    y, others = (np.asarray(jq.fake_quant(x, nvfp4_spec(-1), QParams(s, np.zeros_like(s)))) for s in (lost, scale))
+    assert_same_bits(np.delete(y, 3, 0), np.delete(others, 3, 0))
+
+
+@bits
+def test_a_sum_behind_two_scales_is_not_contracted():
+    x, bias = np.random.default_rng(4).normal(size=(2, *SHAPE)).astype(F)
+    got = jax.jit(lambda x, bias: jq.fake_quant(x, nvfp4_spec(-1)) + bias)(x, bias)
+    assert_same_bits(got, np.asarray(jq.fake_quant(x, nvfp4_spec(-1))) + bias)
+
+
+@bits
 @cases(("name",), SPECS, ["mxfp4 floor", "nvfp4"])
 def test_gradients_pass_straight_through_the_scale(name):
     spec, x = SPECS[name], np.random.default_rng(2).normal(size=SHAPE).astype(F)
