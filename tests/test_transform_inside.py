@@ -31,7 +31,7 @@ from sites import (
     values_and_gradients,
 )
 
-from jaxquant import Rule, fake_quant, quantize_fn, weight_spec
+from jaxquant import QuantSpec, Rule, fake_quant, quantize_fn, weight_spec
 from jaxquant._jaxpr._program import opened, programs
 
 bits = pytest.mark.bits  # of tests that compare sums of floats: what is in integers has its bits however it is compiled
@@ -483,3 +483,29 @@ def test_float64_keeps_its_dtype():
         assert_same_bits(q(params, x), np.float64(exactly(x, params["w"])))
         gradients = jax.eval_shape(lambda *args: jax.vjp(q, *args)[1](x), params, x)
         assert {v.dtype for v in jax.tree.leaves(gradients)} == {np.dtype("float64")}
+
+
+def noises(f, params, rule):
+    """What stochastic rounding makes of one array, wherever f puts it to a dot with the identity: different arrays."""
+    ys = quantize_fn(f, [rule])(params, X, key=jax.random.key(3))
+    return len({np.asarray(y).tobytes() for y in ys})
+
+
+NOISY_INPUT = Rule("w", weight_spec(8), QuantSpec(bits=4, rounding="stochastic"))
+
+
+def test_parts_of_one_operand_are_rounded_with_noise_of_their_own():
+    f = lambda p, x: jnp.split(x @ jnp.concatenate([p["q"], p["k"], p["v"]], 1), 3, 1)
+    params = dict.fromkeys("qkv", X.T @ X)
+    assert noises(f, params, ("*", weight_spec(4, rounding="stochastic"))) == 3
+
+
+def test_the_turns_of_a_loop_are_rounded_with_noise_of_their_own():
+    def f(p, x):
+        dot = lambda i: x @ p["w"] + 0 * i
+        _, of_scan = lax.scan(lambda carry, i: (carry, dot(i)), 0.0, np.arange(3, dtype=np.float32))
+        put = lambda state: (state[0] + 1, state[1].at[state[0]].set(dot(state[0])))
+        _, of_while = lax.while_loop(lambda state: state[0] < 3, put, (0, jnp.zeros((3, *x.shape))))
+        return *of_scan, *of_while, dot(0)
+
+    assert noises(f, {"w": jnp.eye(X.shape[-1])}, NOISY_INPUT) == 7

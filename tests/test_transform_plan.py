@@ -581,6 +581,15 @@ def test_stochastic_rounding_needs_a_key(weight, activation, name):
     assert q(*args, key=KEY).shape == (3, 5)
 
 
+def test_names_that_look_like_a_list_of_names_have_their_own_spec_and_state():
+    f = lambda p, x: (x @ p["a"]) @ p["a, b"]
+    params, x = {"a": shaped(4, 4), "a, b": shaped(4, 4)}, shaped(2, 4)
+    q = jq.quantize_fn(f, [("a", W8), ("a, b", weight_spec(4))])
+    qparams = q.init_qparams(zeros(params), zeros(x)) | {"a": None}
+    found = q.plan(params, x, qparams=qparams)
+    assert [(found[name].entry_spec.bits, found[name].state) for name in params] == [(8, "dynamic"), (4, "static")]
+
+
 @pytest.mark.parametrize(
     ("key", "kind", "text"),
     [

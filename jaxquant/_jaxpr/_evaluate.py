@@ -30,20 +30,19 @@ from ._program import (
     while_programs,
 )
 
-GRADIENT_KEY = ""  # no entry is called so
-
 
 class Scope(NamedTuple):
     """What a program is evaluated with, beside its arguments.
 
     Attributes:
-      qparams: of the inputs of the contractions in it, by entry; and by GRADIENT_KEY the PRNG key with which gradients
-        are rounded stochastically, if they are.
+      qparams: of the inputs of the contractions in it, by entry.
+      key: PRNG key with which they, and gradients, are rounded stochastically, or None; of each turn of a loop its own.
       observed: what its contractions have seen of their inputs, by entry; filled while it is evaluated.
       memo: what they have computed and may use again.
     """
 
     qparams: Mapping[str, Any]
+    key: Any
     observed: dict[str, Any]
     memo: dict[Any, Any]
 
@@ -71,7 +70,7 @@ class Inputs(NamedTuple):
         """The qparams that are needed at a location, or inside of it."""
         n = len(location)
         needed = {key for at, keys in self.used.items() if at[:n] == location for key in keys}
-        return {key: v for key, v in qparams.items() if key in needed or key == GRADIENT_KEY}
+        return {key: v for key, v in qparams.items() if key in needed}
 
     def seen(self, location: Location, ins: Sequence[Any]) -> dict[str, Any]:
         """What is observed inside of a location where nothing is seen; on the devices where `ins` are."""
@@ -130,15 +129,15 @@ class Replacements:
         return [self.read(v, by) if isinstance(v, QuantizedParam) else v for v in values]
 
     def inner(self, eqn: JaxprEqn, k: int, location: Location, holding: Sequence[bool] = ()) -> Callable:
-        """Program `k` of an equation as a function (qparams, *args) -> (results, what it observes) that JAX traces.
+        """Program `k` of an equation as a function (qparams, key, *args) -> (results, what it observes) for JAX.
 
         Results are arrays, but those that `holding` says.
         """
         jaxpr, consts = programs(eqn)[k]
         holding = holding or [False] * len(jaxpr.outvars)
 
-        def f(qparams: Mapping[str, Any], *args: Any) -> tuple[list[Any], dict[str, Any]]:
-            scope = Scope(qparams, {}, {})
+        def f(qparams: Mapping[str, Any], key: Any, *args: Any) -> tuple[list[Any], dict[str, Any]]:
+            scope = Scope(qparams, key, {}, {})
             outs = self.program(jaxpr, consts, args, (*location, k), scope)
             outs = [v if h else self.floats([v], kind(eqn))[0] for v, h in zip(outs, holding, strict=True)]
             return outs, scope.observed
@@ -165,7 +164,7 @@ def _remat(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Locat
     policy, prevent_cse = param(eqn, "policy"), param(eqn, "prevent_cse")
     inner = replace.inner(eqn, 0, location, [True] * len(eqn.outvars))
     checkpointed = jax.checkpoint(inner, prevent_cse=prevent_cse, policy=policy)
-    outs, observed = checkpointed(replace.inputs.within(scope.qparams, location), *ins)
+    outs, observed = checkpointed(replace.inputs.within(scope.qparams, location), scope.key, *ins)
     scope.observed.update(observed)
     return outs
 
@@ -176,7 +175,7 @@ def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Loca
     if replace.custom[location] == "inline":
         return _call(replace, eqn, ins, location, scope)
     inner = replace.inner(eqn, 0, location)
-    leaves, structure = jax.tree.flatten((replace.inputs.within(scope.qparams, location), *ins))
+    leaves, structure = jax.tree.flatten((replace.inputs.within(scope.qparams, location), scope.key, *ins))
 
     @jax.custom_vjp
     def kept(*leaves):
@@ -193,7 +192,7 @@ def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Loca
 
         def original(of_varied):
             leaves = [of_varied.get(i, v) for i, v in enumerate(values)]
-            _, *ins = jax.tree.unflatten(structure, leaves)
+            _, _, *ins = jax.tree.unflatten(structure, leaves)
             unquantized = lambda v: v.floats["real"] if "real" in v.floats else replace.read(v, None)
             ins = [unquantized(v) if isinstance(v, QuantizedParam) else v for v in ins]
             return bound(eqn, ins, programs(eqn)[0][0])
@@ -265,21 +264,19 @@ def _scan(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Locati
     inputs = replace.inputs
     is_stacked = lambda key: location in inputs.scans[key]
     qparams = inputs.within(scope.qparams, location)
-    of_turns = {key: v for key, v in qparams.items() if key != GRADIENT_KEY and is_stacked(key)}
+    of_turns = {key: v for key, v in qparams.items() if is_stacked(key)}
     shared = {key: v for key, v in qparams.items() if key not in of_turns}
-    if GRADIENT_KEY in shared:
-        own = functools.partial(jax.random.fold_in, shared.pop(GRADIENT_KEY))
-        of_turns[GRADIENT_KEY] = jax.vmap(own)(jnp.arange(length))
+    keys = None if scope.key is None else jax.vmap(lambda i: jax.random.fold_in(scope.key, i))(jnp.arange(length))
     seen = {key: v for key, v in inputs.seen(location, ins).items() if not is_stacked(key)}
 
     def body(state, turn):
-        (changing, seen), (xs, of_turn) = state, turn
-        outs, observed = inner({**shared, **of_turn}, *consts, *carry.whole(changing), *xs)
+        (changing, seen), (xs, of_turn, own) = state, turn
+        outs, observed = inner({**shared, **of_turn}, own, *consts, *carry.whole(changing), *xs)
         seen = {key: inputs.merge(v, observed.pop(key)) for key, v in seen.items()}
         return (carry.changing(outs[:n]), seen), (outs[n:], observed)
 
     (changing, seen), (ys, observed) = lax.scan(
-        body, (carry.start, seen), (list(xs), of_turns), length, param(eqn, "reverse"), param(eqn, "unroll")
+        body, (carry.start, seen), (list(xs), of_turns, keys), length, param(eqn, "reverse"), param(eqn, "unroll")
     )
     scope.observed.update(seen | observed)
     return [*carry.whole(changing), *ys]
@@ -291,16 +288,19 @@ def _while(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Locat
     carry = _Carry(replace, eqn, programs(eqn)[k][0], len(consts), carry)
     condition, inner = replace.inner(eqn, i, location), replace.inner(eqn, k, location, carry.constant)
     qparams = replace.inputs.within(scope.qparams, location)
+    first = None if scope.key is None else jnp.int32(0)  # turn; counted for the sake of the keys alone
+    key_of = lambda turn: None if turn is None else jax.random.fold_in(scope.key, turn)
 
     def body(state):
-        changing, seen = state
-        outs, observed = inner(qparams, *consts, *carry.whole(changing))
-        return carry.changing(outs), {key: replace.inputs.merge(v, observed[key]) for key, v in seen.items()}
+        changing, seen, turn = state
+        outs, observed = inner(qparams, key_of(turn), *consts, *carry.whole(changing))
+        seen = {key: replace.inputs.merge(v, observed[key]) for key, v in seen.items()}
+        return carry.changing(outs), seen, None if turn is None else turn + 1
 
-    changing, seen = lax.while_loop(
-        lambda state: condition(qparams, *condition_consts, *carry.whole(state[0]))[0][0],
+    changing, seen, _ = lax.while_loop(
+        lambda state: condition(qparams, key_of(state[2]), *condition_consts, *carry.whole(state[0]))[0][0],
         body,
-        (carry.start, replace.inputs.seen(location, ins)),
+        (carry.start, replace.inputs.seen(location, ins), first),
     )
     scope.observed.update(seen)
     return carry.whole(changing)
@@ -311,8 +311,8 @@ def _cond(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Locati
     inner = [replace.inner(eqn, k, location, holding) for k in range(len(programs(eqn)))]
 
     def branch(f: Callable) -> Callable:
-        def all_seen(qparams, *args):
-            outs, observed = f(qparams, *args)
+        def all_seen(qparams, key, *args):
+            outs, observed = f(qparams, key, *args)
             outs = [ordered(v) if isinstance(v, QuantizedParam) else v for v in outs]  # all branches alike
             return outs, {k: replace.inputs.merge(v, observed[k]) if k in observed else v for k, v in nothing.items()}
 
@@ -320,7 +320,7 @@ def _cond(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Locati
 
     qparams = replace.inputs.within(scope.qparams, location)
     try:
-        outs, observed = lax.switch(ins[0], list(map(branch, inner)), qparams, *ins[1:])
+        outs, observed = lax.switch(ins[0], list(map(branch, inner)), qparams, scope.key, *ins[1:])
     except TypeError as error:
         paths = {path for v in ins if isinstance(v, QuantizedParam) for path in v.paths}
         if not any(holding):
@@ -345,15 +345,15 @@ def _shard_map(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: L
     ]
     whole = lambda values: jax.tree.map(lambda _: P(), values)
 
-    def on_device(qparams, *args):
-        outs, observed = inner(qparams, *args)
+    def on_device(qparams, key, *args):
+        outs, observed = inner(qparams, key, *args)
         return tuple(outs), {key: inputs.across(v, axes) for key, v in observed.items()}
 
     outs, observed = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(whole(qparams), *(spec for _, spec in taken)),
+        on_device, mesh=mesh, in_specs=(whole(qparams), whole(scope.key), *(spec for _, spec in taken)),
         out_specs=(tuple(of("out_specs")), whole(inputs.seen(location, []))), check_vma=of("check_vma"),
         axis_names=set(axes),
-    )(qparams, *(v for v, _ in taken))  # fmt: skip
+    )(qparams, scope.key, *(v for v, _ in taken))  # fmt: skip
     scope.observed.update(observed)
     return outs
 

@@ -16,7 +16,7 @@ from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin, Walk
 from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
 from .._tree import KINDS, Rule, named_in_errors
 from ._backward import precisions
-from ._entries import Entries
+from ._entries import Entries, Entry
 from ._match import Matcher, Op, gathered_by_data, is_wanted, names_of, ops_of
 from ._plan import Count, Plan, Site, nearest
 
@@ -218,7 +218,9 @@ def decide(
             read = tuple(sorted(reads.get(path, ())))
             entries.of[path] = entry._replace(reads=read, order=None if read else entry.order)
     entries.left = {site.name: site.why for site in sites if site.spec is None}
-    plan = Plan(tuple(_stated(site, entries, static, frozen) for site in sites), _counts(matcher, quantized))
+    keys = {decision.names[side]: of[0] for _, decision in made for side, of in enumerate(decision.keys) if of}
+    stated = (_stated(site, entries.of.get(keys.get(site.name, site.entry)), static, frozen) for site in sites)
+    plan = Plan(tuple(stated), _counts(matcher, quantized))
     return Decisions(plan, decisions, custom, entries)
 
 
@@ -284,12 +286,10 @@ def _read_everywhere(
         )  # fmt: skip
 
 
-def _stated(site: Site, entries: Entries, static: Set[str], frozen: Set[str]) -> Site:
-    """With what the plan says of its entry."""
-    if site.spec is None:
+def _stated(site: Site, entry: Entry | None, static: Set[str], frozen: Set[str]) -> Site:
+    """With what the plan says of its entry, the first where it has several."""
+    if site.spec is None or entry is None:
         return site
-    of_site = lambda key: site.entry == key or site.entry.startswith(f"{key}, ")
-    entry = next(entry for key, entry in entries.of.items() if of_site(key))
     state = "frozen" if entry.key in frozen else "static" if entry.key in static else "dynamic"
     return site._replace(entry_spec=entry.spec, state=state)
 

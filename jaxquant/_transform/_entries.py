@@ -2,9 +2,12 @@
 """What has qparams of its own: each parameter that is quantized, and each input of the ops that use one."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from .._affine import qparams_of_shape
 from .._jaxpr._program import Location
@@ -31,8 +34,7 @@ class Entry(NamedTuple):
       order: of a parameter's last axes in memory, once it is frozen, as in QArray; None where it is read in float.
       is_multiplied: of a parameter, whether a product of integers reads it.
       is_dynamic: whether its range is always taken from the values at hand: the batch is in the shape of its scale.
-      location: of the first op that uses it, and
-      turn: which operand it is there, counted over all ops.
+      location: of the first op that uses it.
       stack: the scans over parameters around an input, and their lengths: each turn has a scale of its own.
       is_seen: whether it can be observed: not in the condition of a loop.
     """
@@ -50,7 +52,6 @@ class Entry(NamedTuple):
     is_multiplied: bool = False
     is_dynamic: bool = False
     location: Location = ()
-    turn: int = 0
     stack: tuple[tuple[Location, int], ...] = ()
     is_seen: bool = True
 
@@ -80,12 +81,11 @@ class Entries:
         """Notes an operand that is quantized."""
         operand = contraction.operands[side]
         at = self.keys.setdefault(contraction.location, [(), ()])
-        turn = 2 * (len(self.keys) - 1) + side
         if is_weight:
             at[side] = operand.origin.parts
             for path in operand.origin.parts:
                 with named_in_errors(name, rule=rule):
-                    self._add_weight(path, contraction, side, name, spec, rule, contracted, turn)
+                    self._add_weight(path, contraction, side, name, spec, rule, contracted)
             return
         alike = operand.origin.value, spec, str(operand.dtype), contraction.stack
         key = self._of_value.setdefault(alike, name) if operand.origin.value is not None else name
@@ -101,7 +101,7 @@ class Entries:
         is_dynamic = isinstance(spec.granularity, PerBlock) or isinstance(kind, PerToken)
         self.of[key] = Entry(
             key, spec, operand.shape, operand.dtype, False, rule, (name,), is_dynamic=is_dynamic,
-            location=contraction.location, turn=turn, stack=contraction.stack, is_seen=not contraction.in_condition,
+            location=contraction.location, stack=contraction.stack, is_seen=not contraction.in_condition,
         )  # fmt: skip
 
     def share(self, contraction: Contraction, side: int, name: str, key: str) -> None:
@@ -110,7 +110,7 @@ class Entries:
         self.of[key] = self.of[key]._replace(sites=(*self.of[key].sites, name))
 
     def _add_weight(self, path: str, contraction: Contraction, side: int, name: str, spec: QuantSpec, rule: Rule,
-                    contracted: Sequence[int], turn: int) -> None:  # fmt: skip
+                    contracted: Sequence[int]) -> None:  # fmt: skip
         leaf, operand = self.leaves[path], contraction.operands[side]
         spec = on_parameter(spec, operand, path, leaf.shape)
         summed = _along(operand.origin, list(contracted))
@@ -123,7 +123,7 @@ class Entries:
         if entry is None:
             self.of[path] = Entry(
                 path, spec, leaf.shape, leaf.dtype, True, rule, (name,), own, order=order,
-                is_multiplied=is_multiplied, turn=turn,
+                is_multiplied=is_multiplied,
             )  # fmt: skip
             return
         if entry.spec != spec:
@@ -154,10 +154,20 @@ class Entries:
                         "weight_spec(bits, channel_axis=...), counted on the parameter."
                     )
                 shared = _shared(spec, leaf.shape)
-            self.of[path] = Entry(path, spec, leaf.shape, leaf.dtype, True, rule, (), shared, turn=2**16 + len(self.of))
+            self.of[path] = Entry(path, spec, leaf.shape, leaf.dtype, True, rule, (), shared)
         entry = self.of[path]
         self.of[path] = entry._replace(sites=(*entry.sites, name))
         return entry
+
+    @functools.cached_property
+    def _streams(self) -> dict[Any, int]:
+        parameters = (key for key, entry in self.of.items() if entry.is_weight)
+        ops = ((location, of) for location in self.keys for of in (0, 1, "gradient"))
+        return {of: i for i, of in enumerate((*parameters, *ops))}
+
+    def noise_key(self, key: Any, of: str | tuple[Location, int | str]) -> Any:
+        """The PRNG key with which a parameter, by its path, or an operand or "gradient" at a location is rounded."""
+        return jax.random.fold_in(key, self._streams[of])
 
     def inputs_of(self, path: str) -> set[str]:
         """The keys of what a parameter is contracted with."""

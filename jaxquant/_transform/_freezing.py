@@ -32,7 +32,7 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
     with named_in_errors(path, rule=entry.rule):
         _refuse_nan(leaf)
         rounds = entry.spec.rounding == "stochastic"
-        own = jax.random.fold_in(key, entry.turn) if rounds and key is not None else None
+        own = entries.noise_key(key, path) if rounds and key is not None else None
         q = quantize(leaf, entry.spec, qparams.get(path), key=own)
     values, spec = q.values, entry.spec
     if spec.bits <= 4 and not spec.format and not entry.is_multiplied:

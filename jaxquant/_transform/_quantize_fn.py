@@ -462,7 +462,7 @@ class QuantizedFunction:
         read = {key for key, entry in entries.items() if entry.reads and not entry.rule.everywhere}
         replacements = sites.replacements(program.walk.holding)
         while True:
-            scope = Scope({**inputs, **sites.gradient_key()}, {}, {})
+            scope = Scope(inputs, sites.key_of_inputs(), {}, {})
             args = [
                 v if path is None else sites.parameter(path, v, qparams.get(path), path in read)
                 for path, v in zip(program.paths, arrays, strict=True)

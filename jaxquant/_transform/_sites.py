@@ -17,7 +17,7 @@ from .._integer._contract import Precision, contract
 from .._integer._conv import Conv
 from .._integer._dot import Dot
 from .._integer._ragged import Ragged
-from .._jaxpr._evaluate import GRADIENT_KEY, Inputs, Replacements, Scope
+from .._jaxpr._evaluate import Inputs, Replacements, Scope
 from .._jaxpr._moves import QuantizedParam, dequantized, from_integers, qarray
 from .._jaxpr._program import CONTRACTIONS, CONV, NAME, RAGGED, Location, params_of
 from .._jaxpr._walk import Contraction
@@ -100,7 +100,7 @@ class Sites(NamedTuple):
             return self._to_view(entry, value, qparams)
         with named_in_errors(path, rule=entry.rule):
             real, q, flags = quantize_straight_through(
-                value, entry.spec, tuple(sorted(entry.contracted)), self._key(entry.spec, entry.turn), qparams
+                value, entry.spec, tuple(sorted(entry.contracted)), self._key(entry.spec, self.key, path), qparams
             )
         floats = {"real": real} | ({"raw": value} if is_read else {})
         return _held(path, q, entry.spec, floats, flags)
@@ -128,10 +128,8 @@ class Sites(NamedTuple):
             return held.floats["raw"]
         raise ReadInFloat(held.paths, by, "real" in held.floats)
 
-    def _key(self, spec: QuantSpec, turn: int) -> Any:
-        if self.key is None or not is_stochastic(spec):
-            return None
-        return jax.random.fold_in(self.key, turn)
+    def _key(self, spec: Precision, key: Any, of: Any) -> Any:
+        return self.decisions.entries.noise_key(key, of) if key is not None and is_stochastic(spec) else None
 
     def _result(self, decision: Decision, inputs: Inputs, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
         """Of a contraction, with what was decided about its operands."""
@@ -163,7 +161,8 @@ class Sites(NamedTuple):
                 values[side] = _of_value(v, decision.contracted[side]) if decision.shared[side] else v
             else:
                 values[side] = self._in_integers(decision, side, spec, v, scope)
-        key = self._key_of_gradient(decision, scope)
+        spec = next(filter(is_stochastic, decision.gradient), None)
+        key = self._key(spec, scope.key, (decision.contraction.location, "gradient"))
 
         def contracted(*values: Any) -> Array:
             operands, more = values[:2], values[2:]
@@ -198,7 +197,7 @@ class Sites(NamedTuple):
         if self.view:
             return self._given(*self._of_site(decision, 0, v, scope))
         with named_in_errors(decision.names[0], rule=decision.rules[0]):
-            axes, own = tuple(range(v.ndim)), self._key(spec, self._turn(decision, 0))
+            axes, own = tuple(range(v.ndim)), self._key(spec, scope.key, (decision.contraction.location, 0))
             real, q, _ = quantize_straight_through(v, spec, axes, own, scope.qparams.get(key))
         return dataclasses.replace(_held(key, q, spec, {"real": real}, None), is_value=True)
 
@@ -209,7 +208,7 @@ class Sites(NamedTuple):
         contracted = decision.contracted[side]
         with named_in_errors(decision.names[side], rule=decision.rules[side]):
             (name,) = decision.keys[side]
-            key = self._key(spec, self._turn(decision, side))
+            key = self._key(spec, scope.key, (decision.contraction.location, side))
             at = id(v), spec, contracted, name
             if key is None and at in scope.memo:
                 return scope.memo[at][1]
@@ -217,18 +216,11 @@ class Sites(NamedTuple):
             scope.memo[at] = v, result  # the value too: no other then gets its id
             return result
 
-    def _turn(self, decision: Decision, side: int) -> int:
-        return 2 * list(self.decisions.of).index(decision.contraction.location) + side
-
-    def gradient_key(self) -> dict[str, Any]:
-        """The key of gradients, apart from the keys of all that is rounded in the forward pass."""
-        is_needed = any(is_stochastic(precision) for of in self.decisions.of.values() for precision in of.gradient)
-        return {GRADIENT_KEY: jax.random.fold_in(self.key, 2**32 - 1)} if is_needed and self.key is not None else {}
-
-    def _key_of_gradient(self, decision: Decision, scope: Scope) -> Any:
-        if not any(map(is_stochastic, decision.gradient)) or GRADIENT_KEY not in scope.qparams:
-            return None
-        return jax.random.fold_in(scope.qparams[GRADIENT_KEY], self._turn(decision, 0))
+    def key_of_inputs(self) -> Any:
+        """The key of what is rounded where the program runs; None if it is parameters alone, or nothing."""
+        of_inputs = lambda of: [spec for side, spec in enumerate(of.specs) if side != of.weight]
+        specs = [spec for of in self.decisions.of.values() for spec in (*of_inputs(of), *of.gradient)]
+        return self.key if any(map(is_stochastic, specs)) else None
 
     def _in_float(self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope) -> Any:
         """An operand of an op whose other one is in float: the value of its quantizer."""
@@ -237,7 +229,7 @@ class Sites(NamedTuple):
                 return _checked_held(v)
             if decision.shared[side]:
                 return self.read(_checked_held(v), decision.names[side])
-            key = self._key(spec, self._turn(decision, side))
+            key = self._key(spec, scope.key, (decision.contraction.location, side))
             return _fake_quantized(v, spec, scope.qparams.get(decision.keys[side][0]), key)
 
     def _of_view(self, view: View, decision: Decision, eqn: Any, values: list[Any], scope: Scope) -> Array:
