@@ -35,6 +35,7 @@ CODES = np.int8([0, 8]), put(np.int8([-3, 0])), put(np.uint8([16]))
 of = lambda granularity, **kw: QuantSpec(granularity=granularity, **kw)
 fake = functools.partial(jq.fake_quant, X)
 conv = functools.partial(jq.conv_general_dilated, IMAGE, KERNEL)
+conv_in_2d = functools.partial(jq.conv_general_dilated, *[qarray((1, 1, 4, 6), S)] * 2)
 BLOCKS = "Sizes that do: 1, 2, 3, 6."
 not_floats = [
     (put(np.arange(3, dtype=np.int32)), "int32"),
@@ -354,17 +355,15 @@ INTEGERS = [
     (lambda x: conv((1,), None), TypeError, "`padding`", "None"),
     (lambda x: conv((1,), ((0.5, 1.5),)), TypeError, "`padding`", "float"),
     (lambda x: conv((1,), (1,)), TypeError, "`padding`", "(1,)"),
-    (
-        lambda x: jq.conv_general_dilated(*[jq.quantize(x[None, None], S)] * 2, (1, 1), ((1, 1), 1)),
-        TypeError,
-        "`padding`",
-        "((1, 1), 1)",
-    ),
+    (lambda x: conv_in_2d((1, 1), ((1, 1), 1)), TypeError, "`padding`", "((1, 1), 1)"),
     (lambda x: conv((1,), ((1, 1, 1),)), TypeError, "`padding`", "((1, 1, 1),)"),
+    (lambda x: conv((1,), ((1, 1), (0, 0))), TypeError, "`padding`", "((1, 1), (0, 0))"),
     (lambda x: conv((1,), ((x[0, 0].astype(int), 0),)), TypeError, "`padding`", "int32"),
     (lambda x: conv(1, "SAME"), TypeError, "`window_strides`", "int"),
     (lambda x: conv((0,), "SAME"), ValueError, "`window_strides`", "(0,)"),
     (lambda x: conv((1, 1), "SAME"), ValueError, "`window_strides`", "(1, 1)"),
+    (lambda x: conv_in_2d((1, 0), "SAME"), ValueError, "`window_strides`", "(1, 0)"),
+    (lambda x: conv_in_2d((1, 1), "SAME", (2, 1)), ValueError, "`padding`", "(2, 1)"),
     (lambda x: conv((1,), "SAME", rhs_dilation=2), TypeError, "`rhs_dilation`", "int"),
     (lambda x: conv((1,), ((0, 0),), lhs_dilation=2), TypeError, "`lhs_dilation`", "int"),
     (lambda x: conv((1,), "SAME", execution="fast"), ValueError, "`execution`", "'fast'"),

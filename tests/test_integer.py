@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 import string
 
 import jax
@@ -359,9 +360,10 @@ def test_convolution(n, of, execution, compared):
 
 
 LARGE = {
-    "features": ((1, 4, 5, 128), (3, 3, 128, 4), 1),
-    "groups": ((1, 4, 4, 256), (3, 3, 128, 4), 2),
-    "window": ((1, 1, 700, 1), (1, 600, 1, 2), 1),
+    "features": ((1, 512, 4, 5), (3, 3, 512, 4), 1),
+    "groups": ((1, 256, 4, 4), (3, 3, 128, 4), 2),
+    "window": ((1, 1, 41, 61), (40, 60, 1, 4), 1),
+    "518 in a window": ((1, 4, 15, 38), (14, 37, 4, 8), 1),  # which are as many as float32 holds
 }
 
 
@@ -373,24 +375,44 @@ LARGE = {
 def test_convolutions_that_one_float32_sum_does_not_hold(of, execution):
     rng, (shape_a, shape_b, groups) = np.random.default_rng(8), LARGE[of]
     a, b = array(rng, shape_a, TYPES["affine"], True), array(rng, shape_b, weight_spec(8, -1), True)
-    args = (1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1), NHWC, groups
-    assert_same_bits(conv_general_dilated(a, b, *args, execution=execution), conv64(a, b, *args))
+    args = (1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1)
+    got = conv_general_dilated(a, b, *args, ("NCHW", "HWIO", "NHWC"), groups, execution=execution)
+    last = dataclasses.replace(a, values=np.moveaxis(a.values, 1, -1))
+    assert_same_bits(got, conv64(last, b, *args, NHWC, groups))
 
 
-def test_a_convolution_of_16_bits_with_8():
+@pytest.mark.parametrize(("bits_a", "bits_b"), [(16, 8), (9, 8), (16, 12)])
+def test_a_convolution_of_values_wider_than_8_bits(bits_a, bits_b):
     rng = np.random.default_rng(9)
-    a, b = array(rng, (2, 5, 4, 3), QuantSpec(bits=16)), array(rng, (3, 2, 3, 4), weight_spec(8, -1))
+    a, b = array(rng, (2, 5, 4, 3), QuantSpec(bits=bits_a)), array(rng, (3, 2, 3, 4), weight_spec(bits_b, -1))
     args = (1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1), NHWC
     assert_same_bits(conv_general_dilated(a, b, *args), conv64(a, b, *args))
 
 
-PADDINGS = ((0, 0), (-1, 1)), ((0, 0), (5, 5))  # negative, and wider than the window
+@both_executions
+def test_a_convolution_without_a_window_is_a_matmul(execution):
+    rng = np.random.default_rng(9)
+    a, b = array(rng, (5, 7), TYPES["affine"]), array(rng, (7, 1), TYPES["unsigned affine"])
+    got = conv_general_dilated(a, b, (), (), dimension_numbers=("NC", "IO", "NC"), execution=execution)
+    assert_same_bits(got, matmul64(a, b))
+
+
+def test_values_of_8_bits_meet_as_int8():
+    rng = np.random.default_rng(9)
+    a, b = array(rng, (4, 5, 5), TYPES["affine"]), array(rng, (4, 5, 5), TYPES["unsigned affine"])
+    both = lambda a, b: (dot_general(a, b, (((1,), (1,)), ((0,), (0,)))), conv_general_dilated(a, b, (1,), "SAME"))
+    products = re.findall(r"stablehlo.(dot_general|convolution)\b.*: \((.*)\) ->", jax.jit(both).lower(a, b).as_text())
+    assert {op for op, _ in products} == {"dot_general", "convolution"}
+    assert all(operands.count("xi8>") == 2 for _, operands in products), products
+
+
+PADDINGS = ((0, 0), (-1, 1)), ((-3, 3), (-2, 2)), ((2, 2), (2, 0))  # negative, and wider than the window
 
 
 @cases(
     ("padding", "execution"),
     [(padding, execution) for padding in PADDINGS for execution in EXECUTIONS],
-    [(PADDINGS[0], "float32"), (PADDINGS[1], "int8")],
+    zip(PADDINGS, ("float32", "int8", "int8"), strict=True),
 )
 def test_padding_that_xla_gets_wrong(padding, execution):
     """In float32 without dilation (openxla/xla 48713), also in the gradient."""
