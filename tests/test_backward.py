@@ -3,6 +3,8 @@
 
 import dataclasses
 import functools
+import itertools
+import re
 
 import hand_written as by_hand
 import jax
@@ -273,8 +275,8 @@ def convolution(p, x):
 
 @cases(
     ("operands", "precision"),
-    [("channels", "int8"), ("affine", "bfloat16"), ("affine", "int8"), ("float8", "bfloat16"), ("float8", "int8")],
-    [("affine", "bfloat16")],
+    itertools.product(["channels", "affine", "float8"], ["bfloat16", "int8"]),
+    [("channels", "bfloat16"), ("affine", "bfloat16")],
 )
 def test_a_convolution_has_the_gradient_of_a_rounded_g(operands, precision):
     g = F(rng.normal(size=jax.eval_shape(convolution, {"w": KERNEL}, IMAGE).shape))
@@ -292,24 +294,40 @@ def in_groups_of_examples(p, x):
 CONVOLUTIONS = {"features": convolution, "examples": in_groups_of_examples}
 
 
+OF_G = {  # of the rule, and the grid of each
+    "int8": (QuantSpec(), Grid(whole=True)),
+    "9 bits": ((QuantSpec(bits=9, granularity=PerToken()), QuantSpec(bits=9, granularity=PerChannel(None))), Grid(9)),
+}
+
+
 @cases(
-    ("groups", "symmetric"),
-    [(groups, symmetric) for groups in CONVOLUTIONS for symmetric in (True, False)],
-    [("features", False), ("examples", True)],
+    ("groups", "symmetric", "precision"),
+    [*itertools.product(CONVOLUTIONS, (True, False), ("int8",)), ("features", True, "9 bits")],
+    [("features", False, "int8"), ("examples", True, "int8"), ("features", True, "9 bits")],
 )
-def test_an_int8_gradient_of_a_convolution_is_exact_on_the_integers(groups, symmetric):
-    f, rule = CONVOLUTIONS[groups], Rule("w", QuantSpec(), QuantSpec(symmetric=symmetric), gradient=QuantSpec())
+def test_an_int8_gradient_of_a_convolution_is_exact_on_the_integers(groups, symmetric, precision):
+    f, (gradient, grid) = CONVOLUTIONS[groups], OF_G[precision]
+    rule = Rule("w", QuantSpec(), QuantSpec(symmetric=symmetric), gradient=gradient)
     kernel = KERNEL if f is convolution else F(rng.normal(size=(3, 2, 4, 8)))
     g = F(rng.normal(size=jax.eval_shape(f, {"w": kernel}, IMAGE).shape))
     dx, dw = gradients(f, [rule])(kernel, IMAGE, g)
-    (of_g, scale, _), (of_w, w_scale, _), (of_x, x_scale, _) = (
+    (of_w, w_scale, _), (of_x, x_scale, _) = (
         by_hand.levels(v, Grid(affine=affine, whole=True), None)
-        for v, affine in ((g, False), (kernel, False), (IMAGE, not symmetric))
+        for v, affine in ((kernel, False), (IMAGE, not symmetric))
     )
     pull = jax.jit(lambda w, x, g: jax.vjp(lambda w, x: f({"w": w}, x), w, x)[1](g))
-    in_integers = pull(F(of_w), F(of_x), F(of_g))  # below 2 ** 24
-    assert_same_bits(dw, np.asarray(in_integers[0]) * (scale * x_scale).ravel())
-    assert_same_bits(dx, np.asarray(in_integers[1]) * (scale * w_scale).ravel())
+    for side, got, other in (0, dw, x_scale), (1, dx, w_scale):
+        of_g, scale, _ = by_hand.levels(g, grid, ((0, 1, 2), (1, 2, 3))[side])
+        in_integers = pull(F(of_w), F(of_x), F(of_g))[side]  # below 2 ** 24
+        assert_same_bits(got, np.asarray(in_integers) * (scale * other))
+
+
+def test_the_convolutions_of_an_int8_gradient_are_of_int8():
+    f = gradients(convolution, rules("tensors", "int8"))
+    g = jax.eval_shape(convolution, {"w": KERNEL}, IMAGE)
+    operands = re.findall(r"stablehlo.convolution\(.*: \((.*)\) ->", f.lower(KERNEL, IMAGE, g).as_text())
+    assert sum(pair.count("xi8>") == 2 for pair in operands) == 2
+    assert all("f32" in pair or "xi8>" in pair for pair in operands), operands
 
 
 STOCHASTIC = QuantSpec(bits=4, rounding="stochastic")
