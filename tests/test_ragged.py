@@ -39,6 +39,7 @@ SIZES = {
     "none": (0, 0, 0, 0),
     "uneven": (1, 1, 21, 1),
     "more than there are": (20, 20, 20, 20),
+    "the last is empty": (7, 16, 1, 0),
 }
 SIZES = {name: np.int32(sizes) for name, sizes in SIZES.items()}
 TOKENS, TOKEN, WHOLE = activation_spec(8, granularity=PerToken()), Grid(8, affine=True), Grid(8, True, whole=True)
@@ -169,6 +170,31 @@ def test_an_int8_gradient_is_integer_arithmetic():
     assert_same_bits(q({"w": W}, X, sizes), by_hand(X, W, sizes, whole, whole))
 
 
+def test_axes_in_any_order():
+    """Examples, other rows, features, rows in groups, other rows; features, outputs, examples, groups."""
+    numbers = lax.RaggedDotDimensionNumbers((((2,), (0,)), ((0,), (2,))), (3,), (3,))
+    f = lambda p, x, sizes: lax.ragged_dot_general(x, p["w"], sizes, numbers)
+    x, w, g = normal(2, 3, 4, 5, 2), normal(4, 7, 2, 3), normal(2, 3, 5, 2, 7)
+    sizes = np.int32([[[2, 1, 1], [0, 5, 0], [0, 0, 0]], [[1, 0, 4], [5, 0, 0], [3, 1, 1]]])
+    group = np.stack([[groups(5, some) for some in each] for each in sizes])
+    is_in = (group[..., None] == np.arange(3)).astype(int)
+
+    (of_x, x_scale, _), (of_w, w_scale, _) = levels(x, TOKEN, (2,)), levels(w, Grid(8), (0,))
+    acc = np.einsum("brkms,knbg->brmsgn", of_x, of_w).astype(F) * np.einsum("brkms,knbg->brmsgn", x_scale, w_scale)
+    y = quantize_fn(f, rules(weight_spec(8), TOKENS))({"w": w}, x, sizes)
+    assert_same_bits(y, np.einsum("brmsgn,brmg->brmsn", acc, F(is_in)))
+
+    whole = Grid(8, whole=True)
+    (of_x, x_scale, _), (of_w, w_scale, _), (of_g, g_scale, _) = (
+        levels(v, whole, ()) for v in (x, w, g * is_in.any(-1)[..., None, None])
+    )
+    dw, dx = gradients(quantize_fn(f, rules(INT8, INT8, gradient=INT8)))(w, x, sizes, g)
+    towards_x = np.einsum("brmsn,brmg,knbg->brkms", of_g, is_in, of_w)
+    towards_w = np.einsum("brmsn,brmg,brkms->knbg", of_g, is_in, of_x)
+    assert_same_bits(dx, F(towards_x) * (g_scale.item() * w_scale.squeeze()))
+    assert_same_bits(dw, F(towards_w) * (g_scale.item() * x_scale.squeeze()))
+
+
 def test_a_weight_only_site_is_the_ragged_dot_of_its_real_values():
     blocks, scale, _ = levels(W.reshape(4, 4, 8, 16), Grid(4), (2,))
     of_blocks, of_float = (blocks * scale).astype(F).reshape(W.shape), dequantize(quantize(W, float8_spec()))
@@ -234,17 +260,41 @@ def test_of_a_symbolic_number_of_rows_and_of_nothing():
 
 
 def test_fewer_rows_than_groups():
-    q, x = quantize_fn(experts, rules(weight_spec(8), TOKENS)), X[:3]
-    for sizes in (1, 0, 1, 1), (0, 0, 0, 3), (0, 1, 0, 0), (2, 0, 0, 0):
-        assert_same_bits(q({"w": W}, x, np.int32(sizes)), by_hand(x, W, sizes, Grid(8), TOKEN))
+    q = quantize_fn(experts, rules(weight_spec(8), TOKENS))
+    for x in X[:2], X[:1]:
+        for sizes in (1, 0, 1, 1), (0, 0, 0, 3), (0, 1, 0, 0), (2, 0, 0, 0):
+            assert_same_bits(q({"w": W}, x, np.int32(sizes)), by_hand(x, W, sizes, Grid(8), TOKEN))
+
+
+def test_groups_that_share_scales():
+    q, sizes = quantize_fn(experts, rules(QuantSpec(granularity=PerChannel(-1)), TOKENS)), SIZES["uneven"]
+    (of_x, x_scale, _), (of_w, w_scale, _) = levels(X, TOKEN, (1,)), levels(W, Grid(8), (0, 1))
+    acc = np.einsum("mk,mkn->mn", of_x, of_w[groups(24, sizes)])
+    assert_same_bits(q({"w": W}, X, sizes), acc.astype(F) * (x_scale * w_scale[0]))
+
+
+def test_rows_of_one_value():
+    """Nothing is contracted: each has a scale of its own."""
+    numbers = lax.RaggedDotDimensionNumbers((((), ()), ((), ())), (0,), (0,))
+    x, w, sizes = normal(6), normal(3, 4), np.int32([2, 1, 2])
+    q = quantize_fn(
+        lambda p, x, s: lax.ragged_dot_general(x, p["w"], s, numbers),
+        rules(QuantSpec(granularity=PerChannel(-1)), TOKENS),
+    )
+    (of_x, x_scale, _), (of_w, w_scale, _) = levels(x, TOKEN, ()), levels(w, Grid(8), (0,))
+    y = F(of_x[:5, None] * of_w[groups(5, sizes)]) * (x_scale[:5, None] * w_scale)
+    assert_same_bits(q({"w": w}, x, sizes), np.append(y, np.zeros((1, 4), F), 0))
 
 
 def test_a_sum_of_one_group_is_no_longer_for_others():
     """Of 70 groups of 2048 columns: 143,360 products, of which 2048 are of one group; 133,144 fit int32."""
     of = rules(QuantSpec(), QuantSpec(), gradient=(INT8, None))
-    params, x, sizes = {"w": jax.ShapeDtypeStruct((70, 8, 2048), jnp.float32)}, normal(4, 8), np.zeros(70, np.int32)
-    gradient = jax.grad(lambda x, p: quantize_fn(experts, of)(p, x, sizes).sum())
-    assert jax.eval_shape(gradient, x, params).shape == x.shape
+    x, sizes = normal(4, 8), np.zeros(70, np.int32)
+    gradient = jax.grad(lambda x, p, sizes: quantize_fn(experts, of)(p, x, sizes).sum())
+    params = lambda *shape: {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    assert jax.eval_shape(gradient, x, params(70, 8, 2048), sizes).shape == x.shape
+    with pytest.raises(ValueError, match="more than 133144 of them"):
+        jax.eval_shape(gradient, x, params(2, 8, 133_145), sizes[:2])
 
 
 def test_the_sizes_may_be_of_a_small_dtype():
