@@ -126,8 +126,10 @@ def _nearby_scale(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
         others = [lax.max(start.scale * 0.5, TINY)]
     else:  # e4m3 beside e4m3; but for the largest, from which the scale of the tensor is derived
         held = FLOATS["float8_e4m3fn"]
-        beside = lambda by: num.clip(held.nearest(num.guard(start.scale * by), "half_even", None), held.unit, held.qmax)
-        others = [num.select(start.scale == held.qmax, start.scale, beside(by)) for by in (0.937, 1.063)]
+        step = lax.max(num.guard(start.scale * 0.063), np.float32(held.unit))  # below 2 ** -6 all are a unit apart
+        beside = lambda v: num.clip(held.nearest(v, "half_even", None), held.unit, held.qmax)
+        neighbours = (beside(v) for v in (start.scale - step, start.scale + step))
+        others = [num.select(start.scale == held.qmax, start.scale, scale) for scale in neighbours]
 
     def error(scale: Array) -> Array:
         grid = Grid(scale, None, *limits, start.tensor_scale).over(x)
@@ -151,7 +153,6 @@ def _mse(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
     x = num.upcast(x, num.compute_dtype(x.dtype)).astype(jnp.float32)
     v = num.divide(x, broadcast_groups(start.scale, x.shape))
     size = math.prod(x.shape) // max(math.prod(start.scale.shape), 1)
-    low, high = qmin - start.zero_point, qmax - start.zero_point
 
     def search(best: _Trial, grid_of: Callable, candidates: Any) -> _Trial:
         def step(best, candidate):
@@ -160,16 +161,19 @@ def _mse(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
 
         return lax.scan(step, best, jnp.asarray(candidates, jnp.float32))[0]
 
-    def of_ends(ends):
-        ratio = jnp.maximum((high * ends[1] - low * ends[0]) / (qmax - qmin), TINY)
-        return ratio, jnp.clip(qmin - jnp.round(low * ends[0] / ratio), qmin, qmax)
-
     best = _trial(v, jnp.ones_like(start.scale), start.zero_point, nearest, limits)
     steps = (spec.levels.number - 1) // (2 if spec.signed or not spec.symmetric else 1)
     dense = np.geomspace(1.6, 0.25, _density(size, steps, 64, 4096))
-    best = search(best, lambda ratio: (jnp.ones_like(low) * ratio, start.zero_point), np.r_[_SHRINK, dense])
+    best = search(best, lambda ratio: (jnp.ones_like(start.scale) * ratio, start.zero_point), np.r_[_SHRINK, dense])
     shifts, near = [0.0], np.linspace(0.9, 1.1, 33)
     if not spec.symmetric:
+        # Of the values, not of the grid of min-max, which ends at 0 where they end within half a step of it.
+        low, high = range_of(v, spec, lambda x_min, x_max, _: (jnp.minimum(x_min, 0), jnp.maximum(x_max, 0)))
+
+        def of_ends(ends):
+            ratio = jnp.maximum((high * ends[1] - low * ends[0]) / (qmax - qmin), TINY)
+            return ratio, jnp.clip(qmin - jnp.round(low * ends[0] / ratio), qmin, qmax)
+
         best = search(best, of_ends, [(a, b) for a in _SHRINK_END for b in _SHRINK_END if a or b])
         shifts, near = np.arange(-2, 3), np.geomspace(0.8, 1.25, _density(size, steps // 4, 33, 1024))
     centre = best
@@ -207,9 +211,9 @@ def fit_qparams(
       |x| if symmetric and signed. Its ends are values of x, the outer ones where it falls between two, so that in
       groups of fewer than 1 / (1 - percentile / 100) values it is "minmax".
     - "mse": the grid with the least mean squared error. Searched from shrunken min-max ranges, each followed by the
-      least-squares step of the scale; within 1 % of a dense search. About 190 passes over x, 800 if affine, and more
-      in groups of fewer than 1,024 values, whose error has many valleys: up to 4,300, affine 10,000, at 8 bits. Of
-      scales in float8 the better one beside the scale of "minmax": two or three passes.
+      least-squares step of the scale; within 1 % of a dense search (4 % in groups of more than 256 values). About 190
+      passes over x, 800 if affine, and more in groups of up to 1,024 values, whose error has many valleys: up to 4,300,
+      affine 10,000, at 8 bits. Of scales in float8 the better one beside the scale of "minmax": two or three passes.
     - "lsq": scale = 2 * mean(|x|) / sqrt(qmax), from which learned scales train best at 2 and 3 bits, and far from the
       least error at 8; if affine, with the zero point of "minmax" and the steps on the longer side of it for qmax.
 
