@@ -207,7 +207,8 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
       An array of the shape and dtype of `x`.
 
     Gradient: to x the incoming `g` where the level is not clipped, tested after rounding, and 0 elsewhere and at NaN;
-    scale_rule="half_step" without qparams clips no gradient, although it rounds the ends of the range inwards.
+    scale_rule="half_step" without qparams clips no gradient within half the largest float, although it rounds the ends
+    of the range inwards.
     To scale the sum of `g * (round(x / scale) - x / scale)`, whose difference is rounded once (stochastic: up to
     twice), where not clipped and `g * (qmin or qmax - zero_point)` where clipped. To zero_point the sum of
     `-scale * g` where clipped; 0 if symmetric. Rounding and limits of the qparams are passed straight through; qparams

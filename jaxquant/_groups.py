@@ -115,7 +115,7 @@ def broadcasted(v: Array, rank: int, axes: Sequence[int]) -> Array:
 
 def sliced(v: Array, axis: int, n: int, start: int, stop: int, stride: int = 1) -> Array:
     """Where a tensor of length `n` along an axis is sliced there."""
-    if v.shape[axis] == 1 or (start, stop, stride) == (0, n, 1):
+    if v.shape[axis] in (0, 1) or (start, stop, stride) == (0, n, 1):
         return v
     size = n // v.shape[axis]
     if stride == 1 and start % size == 0 and stop % size == 0:  # whole blocks

@@ -480,6 +480,9 @@ def test_nothing_is_contracted():
     shapes = (0, 0, 32), (0, 3, 0), (0, 3, 32)
     found = gradients(lambda p, x: x @ p["w"], [rule])(*(np.zeros(shape, F) for shape in shapes))
     assert [d.shape for d in found] == [(0, 3, 0), (0, 0, 32)]
+    rule = Rule("w", QuantSpec(granularity=PerBlock((0, 1), (1, 4))), QuantSpec(), gradient=QuantSpec())
+    found = gradients(matmul, [rule])(*(np.zeros(shape, F) for shape in ((0, 32), (8, 0), (8, 32))))
+    assert [d.shape for d in found] == [(8, 0), (0, 32)]
 
 
 def test_a_sum_of_a_gradient_that_may_not_fit_int32_is_refused():

@@ -108,6 +108,10 @@ def test_reshaped_to_and_from_nothing():
         assert shape_of(lambda v, old=old, new=new: groups.reshaped(v, old, new), sizes) == new
 
 
+def test_sliced_from_nothing():
+    assert shape_of(lambda v: groups.sliced(v, 0, 0, 0, 0, 2), (0, 3)) == (0, 3)
+
+
 SLICES = (0, 1, 3, 1), (1, 2, 6, 1), (1, 0, 5, 2), (2, 1, 2, 1), (0, 0, 4, 2), (1, 1, 5, 1), (1, 2, 4, 2), (0, 2, 4, 1)
 SLICES += (1, 2, 5, 1), (1, 1, 4, 1)
 

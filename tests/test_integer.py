@@ -648,6 +648,14 @@ def test_nothing_contracted_is_zero(granularity, execution):
 
 
 @both_executions
+def test_no_features_in_a_window_too_large_for_float32(execution):
+    rng = np.random.default_rng(0)
+    x, w = array(rng, (1, 2000, 0), QuantSpec()), array(rng, (1500, 0, 2), QuantSpec())
+    got = conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), execution=execution)
+    assert_same_bits(got, np.zeros((1, 501, 2), np.float32))
+
+
+@both_executions
 def test_a_kernel_without_outputs(execution):
     rng = np.random.default_rng(0)
     x, w = array(rng, (1, 4, 2), QuantSpec()), array(rng, (3, 2, 0), QuantSpec())

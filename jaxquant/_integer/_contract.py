@@ -198,7 +198,7 @@ def _contract_bwd(op, residuals, g):
     x, w, a, b, key, more = residuals
     gradients = list(jax.vjp(lambda x, w: op.real(x, w, *more), _held(x, a), _held(w, b))[1](g))
     for side, (precision, other) in enumerate(zip(op.gradient, (b, a), strict=True)):
-        if precision is not None:
+        if precision is not None and 0 not in gradients[side].shape:
             own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]
             low = op.towards(side, lax.stop_gradient(g), other, exact.shape, own, *more)
             gradients[side] = with_gradient_of(exact, low.astype(exact.dtype))

@@ -123,7 +123,7 @@ class Conv(NamedTuple):
             yield x, w
             return
         grouped = lambda v: v.reshape(*v.shape[:feature], self.feature_groups, features, *v.shape[feature + 1 :])
-        for start in range(0, features, size):
+        for start in range(0, max(features, 1), size):
             end = min(start + size, features)
             part = lax.slice_in_dim(grouped(x), start, end, axis=feature + 1)
             part = part.reshape(*x.shape[:feature], self.feature_groups * (end - start), *x.shape[feature + 1 :])
