@@ -11,6 +11,8 @@ and their seconds (kept in .mutants.json: remove it when the tests have changed)
 its lines, or its file if it is a constant: those that saw mutants of the file before, then the quickest, until one
 fails. With --patience it meets as many as take so many seconds, after which its verdict is open. Each --share i/n takes
 every n-th mutant, in a copy of the project; a run goes on where the log, .mutants.log, ends, and with those left open.
+What a reader finds of a survivor is appended there as "equivalent, read, 0 s: FILE:LINE: BEFORE  ->  AFTER  [why]", or
+"free", where the result is another one of those that are promised. --table makes .ci/mutants.txt of the log.
 """
 
 import argparse
@@ -215,23 +217,33 @@ def run(of_test, tests_of, options, log):
             file.write(f"{verdict}, {met}, {seconds}: {what}  [{by}]\n")
 
 
-def verdicts(log):
-    """{mutant: its last verdict}."""
+def noted(log):
+    """{mutant: its last verdict, and the test that killed it or what a reader says}."""
     lines = log.read_text().splitlines() if log.exists() else []
-    return {line.split(" s: ", 1)[1].rsplit("  [", 1)[0]: line.split(",")[0] for line in lines}
+    parts = ((line.split(",")[0], *line.split(" s: ", 1)[1].rsplit("  [", 1)) for line in lines)
+    return {what: (verdict, by.removesuffix("]")) for verdict, what, by in parts}
+
+
+def verdicts(log):
+    return {what: verdict for what, (verdict, _) in noted(log).items()}
+
+
+VERDICTS = "killed", "equivalent", "free", "survived", "open"
 
 
 def counted(log):
     """The verdicts by file, as a table; and what was not killed."""
     counts, alive = collections.defaultdict(collections.Counter), []
-    for what, verdict in verdicts(log).items():
+    for what, (verdict, why) in noted(log).items():
         counts[what.split(":")[0]][verdict] += 1
-        alive += [f"{verdict}: {what}"] if verdict != "killed" else []
-    print("| file | mutants | killed | survived | open |\n|---|---:|---:|---:|---:|")
+        alive += [f"{verdict}: {what}{f'  [{why}]' if why else ''}"] if verdict != "killed" else []
+    print("| file | mutants |", " | ".join(VERDICTS), "|\n|---|", "---:|" * (len(VERDICTS) + 1), sep="")
     total = sum(counts.values(), collections.Counter())
     for path, of in (*sorted(counts.items()), ("all", total)):
-        print(f"| {path} | {of.total()} | {of['killed']} | {of['survived']} | {of['open']} |")
-    print(f"\n{100 * total['killed'] / total.total():.1f} % killed. Of the others:", *sorted(alive), sep="\n")
+        print(f"| {path} | {of.total()} |", " | ".join(str(of[v]) for v in VERDICTS), "|")
+    share = 100 * total["killed"] / (total.total() - total["equivalent"])
+    print(f"\n{100 * total['killed'] / total.total():.1f} % killed, {share:.1f} % of those that are not equivalent.")
+    print("\nNot killed:", *sorted(alive), sep="\n")
 
 
 if __name__ == "__main__":
