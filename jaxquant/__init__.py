@@ -27,6 +27,8 @@ from ._ranges._range import ema_ranges as ema_ranges
 from ._ranges._range import merge_ranges as merge_ranges
 from ._ranges._range import observe as observe
 from ._ranges._range import qparams_from_range as qparams_from_range
+from ._report import Report as Report
+from ._report import ReportRow as ReportRow
 from ._report import choose_bits as choose_bits
 from ._report import report as report
 from ._spec import PerBlock as PerBlock
@@ -42,6 +44,10 @@ from ._spec import mxfp8_spec as mxfp8_spec
 from ._spec import mxint8_spec as mxint8_spec
 from ._spec import nvfp4_spec as nvfp4_spec
 from ._spec import weight_spec as weight_spec
+from ._transform._plan import Op as Op
+from ._transform._plan import Plan as Plan
+from ._transform._plan import Site as Site
+from ._transform._quantize_fn import QuantizedFunction as QuantizedFunction
 from ._transform._quantize_fn import quant_point as quant_point
 from ._transform._quantize_fn import quantize_fn as quantize_fn
 from ._tree import Rule as Rule

@@ -21,6 +21,7 @@ from jaxquant import (
     QArray,
     QParams,
     QuantSpec,
+    ReportRow,
     Rule,
     activation_spec,
     choose_bits,
@@ -29,7 +30,6 @@ from jaxquant import (
     save,
     weight_spec,
 )
-from jaxquant._report import ReportRow
 
 W4, A4 = weight_spec(4), activation_spec(4)
 COLUMNS, WHOLE = Grid(4), Grid(4, affine=True, whole=True)

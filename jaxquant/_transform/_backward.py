@@ -10,11 +10,11 @@ from .._integer._contract import Precision
 from .._jaxpr._program import CONV, RAGGED
 from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
 from .._tree import Rule, named_in_errors
-from ._match import Op
+from ._match import MatchedOp
 
 
 def precisions(
-    op: Op, names: Sequence[str], rules: Sequence[Rule | None], specs: Sequence[QuantSpec | None]
+    op: MatchedOp, names: Sequence[str], rules: Sequence[Rule | None], specs: Sequence[QuantSpec | None]
 ) -> tuple[Precision, Precision]:
     """The precision of the products towards the two operands."""
     found: list[Precision] = [None, None]
@@ -39,7 +39,7 @@ def precisions(
     return found[0], found[1]
 
 
-def _check_gradient(op: Op, side: int, precision: QuantSpec | str, other: QuantSpec) -> None:
+def _check_gradient(op: MatchedOp, side: int, precision: QuantSpec | str, other: QuantSpec) -> None:
     if not isinstance(precision, QuantSpec):
         if not other.format and other.bits > 8:
             raise ValueError(

@@ -17,7 +17,7 @@ from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparam
 from .._tree import KINDS, Rule, named_in_errors
 from ._backward import precisions
 from ._entries import Entries, Entry
-from ._match import Matcher, Op, gathered_by_data, is_wanted, names_of, ops_of
+from ._match import MatchedOp, Matcher, gathered_by_data, is_exact, is_wanted, names_of, ops_of
 from ._plan import Count, Plan, Site, nearest
 
 
@@ -224,7 +224,7 @@ def decide(
     return Decisions(plan, decisions, custom, entries)
 
 
-def _shared(op: Op, decision: Decision, values: Mapping[Location, tuple[str, QuantSpec]]) -> Decision:
+def _shared(op: MatchedOp, decision: Decision, values: Mapping[Location, tuple[str, QuantSpec]]) -> Decision:
     """With the operands noted that are quantized already, where they are named."""
     shared = []
     for side, (operand, spec) in enumerate(zip(op.contraction.operands, decision.specs, strict=True)):
@@ -252,7 +252,7 @@ def _point(decision: Decision) -> tuple[str, QuantSpec]:
 
 
 def _with_entries(
-    op: Op, decision: Decision, entries: Entries, reads: dict[str, set[str]],
+    op: MatchedOp, decision: Decision, entries: Entries, reads: dict[str, set[str]],
     values: Mapping[Location, tuple[str, QuantSpec]],
 ) -> Decision:  # fmt: skip
     """With the keys of its operands, which the entries learn; what reads a parameter in float is noted."""
@@ -294,7 +294,7 @@ def _stated(site: Site, entry: Entry | None, static: Set[str], frozen: Set[str])
     return site._replace(entry_spec=entry.spec, state=state)
 
 
-def _quantized_parameters(made: Sequence[tuple[Op, Decision]]) -> set[str]:
+def _quantized_parameters(made: Sequence[tuple[MatchedOp, Decision]]) -> set[str]:
     """The paths of the parameters that some site quantizes, as they are or in what is computed from them."""
     paths = set()
     for op, decision in made:
@@ -320,7 +320,7 @@ def _counts(matcher: Matcher, quantized: set[str]) -> dict[str, Count]:
     return {what: counts[what] for what in order if what in counts}
 
 
-def _left_in_float(made: Sequence[tuple[Op, Decision]], matcher: Matcher, quantized: set[str]) -> str:
+def _left_in_float(made: Sequence[tuple[MatchedOp, Decision]], matcher: Matcher, quantized: set[str]) -> str:
     """What is wrong where a rule quantizes a parameter that meets its ops only as something else; else nothing."""
     found = []
     for op, decision in made:
@@ -336,7 +336,7 @@ def _left_in_float(made: Sequence[tuple[Op, Decision]], matcher: Matcher, quanti
     return next(iter(found), "")
 
 
-def _left(op: Op, name: str, origin: Origin, due: list[tuple[str, Rule]]) -> str:
+def _left(op: MatchedOp, name: str, origin: Origin, due: list[tuple[str, Rule]]) -> str:
     paths, (_, rule) = [path for path, _ in due], due[0]
     gathered = bool(gathered_by_data(origin))
     how, kind = ("gathered by data", "act_act") if gathered else ("computed with", "derived")
@@ -350,7 +350,9 @@ def _left(op: Op, name: str, origin: Origin, due: list[tuple[str, Rule]]) -> str
     )
 
 
-def _refuse_captured_model(ops: Sequence[Op], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str) -> None:
+def _refuse_captured_model(
+    ops: Sequence[MatchedOp], rules: Sequence[Rule], leaves: Mapping[str, Any], params: str
+) -> None:
     """A model that is a function, and so closes over its weights, with the data passed as the params."""
     if not any(map(is_wanted, rules)) or any(rule.kind == "captured" for rule in rules):
         return
@@ -374,7 +376,7 @@ def _numbered(name: str, seen: collections.Counter) -> str:
     return name if seen[name] == 1 else f"{name}#{seen[name]}"
 
 
-def _decision(op: Op, names: list[str], matcher: Matcher, strict: bool) -> Decision:
+def _decision(op: MatchedOp, names: list[str], matcher: Matcher, strict: bool) -> Decision:
     contraction = op.contraction
     contracted = contracted_axes(contraction)
     if op.kind == "value":
@@ -389,7 +391,7 @@ def _decision(op: Op, names: list[str], matcher: Matcher, strict: bool) -> Decis
         spec = rule and (rule.weight if is_weight else rule.activation)
         if rule is not None and spec is not None:
             with named_in_errors(names[side], rule=rule):
-                raises = strict or _is_exact(rule) or _is_input(op, side, rule)
+                raises = strict or is_exact(rule) or _is_input(op, side, rule)
                 spec = _of_operand(spec, operand, contracted[side], matcher, raises, is_weight)
         rules.append(rule)
         specs.append(spec)
@@ -402,7 +404,7 @@ def _decision(op: Op, names: list[str], matcher: Matcher, strict: bool) -> Decis
     return Decision(contraction, tuple(specs), tuple(names), tuple(rules), contracted, weight, gradient)
 
 
-def _decision_of_value(op: Op, names: list[str], matcher: Matcher) -> Decision:
+def _decision_of_value(op: MatchedOp, names: list[str], matcher: Matcher) -> Decision:
     """What is quantized where it is named: whole, by one scale."""
     rule, (operand,) = matcher.first(op, 0), op.contraction.operands
     assert rule is not None
@@ -423,15 +425,10 @@ def _decision_of_value(op: Op, names: list[str], matcher: Matcher) -> Decision:
     return Decision(op.contraction, (rule.activation,), tuple(names), (rule,), ((), ()), None, shared=(False,))
 
 
-def _is_input(op: Op, side: int, rule: Rule) -> bool:
+def _is_input(op: MatchedOp, side: int, rule: Rule) -> bool:
     """Whether an operand is what a parameter that is quantized is contracted with."""
     is_input = op.kind == "weight" and side != op.weight and rule.weight is not None
     return is_input and checks.is_float(op.contraction.operands[1 - side].dtype)
-
-
-def _is_exact(rule: Rule) -> bool:
-    """Whether its pattern is the name of a site."""
-    return isinstance(rule.pattern, str) and "*" not in rule.pattern
 
 
 def _of_operand(
@@ -453,7 +450,7 @@ def _of_operand(
     return spec
 
 
-def _sites(op: Op, decision: Decision, frozen: Set[str]) -> Iterator[Site]:
+def _sites(op: MatchedOp, decision: Decision, frozen: Set[str]) -> Iterator[Site]:
     c = op.contraction
     for side, (operand, spec) in enumerate(zip(c.operands, decision.specs, strict=True)):
         rule = decision.rules[side]
@@ -468,7 +465,7 @@ def _sites(op: Op, decision: Decision, frozen: Set[str]) -> Iterator[Site]:
         )  # fmt: skip
 
 
-def _why(op: Op, operand: Operand, rule: Rule | None) -> str:
+def _why(op: MatchedOp, operand: Operand, rule: Rule | None) -> str:
     """Why a site is left as it is."""
     origin = operand.origin
     if rule is not None and not is_wanted(rule):
@@ -490,7 +487,7 @@ def _why(op: Op, operand: Operand, rule: Rule | None) -> str:
     }[op.kind]
 
 
-def _closed(op: Op, names: list[str], matcher: Matcher) -> Iterator[Site]:
+def _closed(op: MatchedOp, names: list[str], matcher: Matcher) -> Iterator[Site]:
     """Those parameters that go where nothing can be replaced; an error if a rule wants one quantized."""
     for name, operand in zip(names, op.contraction.operands, strict=True):
         path = operand.origin.path
@@ -525,7 +522,7 @@ def _refuse_gradient(sites: list[Site], decisions: Mapping[Location, Decision], 
         raise ValueError(_differentiates(sites[0].name))
 
 
-def _refuse_ragged_gradient(op: Op, rules: Sequence[Rule]) -> None:
+def _refuse_ragged_gradient(op: MatchedOp, rules: Sequence[Rule]) -> None:
     """The gradient of a ragged dot with respect to its matrices, which is closed."""
     said = any(rule.kind == "gradient" for rule in rules)
     if op.contraction.op == RAGGED and op.contraction.gradient and any(map(is_wanted, rules)) and not said:
@@ -541,7 +538,7 @@ def _differentiates(name: str) -> str:
     )
 
 
-def _note_custom(op: Op, decision: Decision, custom: dict[Location, str]) -> None:
+def _note_custom(op: MatchedOp, decision: Decision, custom: dict[Location, str]) -> None:
     """How the calls with a derivative of their own around an op are treated."""
     said = [rule.custom for rule, spec in zip(decision.rules, decision.specs, strict=True) if rule and spec]
     for location in op.contraction.custom:
@@ -558,7 +555,7 @@ def _note_custom(op: Op, decision: Decision, custom: dict[Location, str]) -> Non
         custom[location] = choices.pop() or ""
 
 
-def _unused(i: int, rule: Rule, matcher: Matcher, ops: list[Op]) -> str:
+def _unused(i: int, rule: Rule, matcher: Matcher, ops: list[MatchedOp]) -> str:
     """What is wrong with a rule that decided nothing."""
     if i in matcher.shadowed:
         name, earlier = matcher.shadowed[i]

@@ -12,7 +12,7 @@ from .._jaxpr._walk import Contraction, Operand, Origin, computed
 from .._tree import Rule
 
 
-class Op(NamedTuple):
+class MatchedOp(NamedTuple):
     """A contraction with its kind, its name, and which of its operands is the weight."""
 
     contraction: Contraction
@@ -51,7 +51,7 @@ def kind_of(contraction: Contraction) -> str:
     return next((role for role in ("weight", "derived", "captured") if role in roles), "act_act")
 
 
-def ops_of(contractions: Sequence[Contraction]) -> list[Op]:
+def ops_of(contractions: Sequence[Contraction]) -> list[MatchedOp]:
     """The contractions with names, without those of constants alone."""
     counts, ops = collections.Counter(), []
     for c in contractions:
@@ -64,11 +64,11 @@ def ops_of(contractions: Sequence[Contraction]) -> list[Op]:
         name = f"{base}_{counts[base]}"
         counts[base] += 1
         weight = roles.index(kind) if kind in ("weight", "derived", "captured") else None
-        ops.append(Op(c, kind, name, weight))
+        ops.append(MatchedOp(c, kind, name, weight))
     return ops
 
 
-def names_of(op: Op) -> list[str]:
+def names_of(op: MatchedOp) -> list[str]:
     """The names of the operands, before equal ones are numbered."""
     origins = [operand.origin for operand in op.contraction.operands]
     if op.kind == "value":
@@ -92,7 +92,7 @@ class Matcher:
         self.rules, self.leaves, self.params = rules, leaves, params
         self.used, self.shadowed = set(), {}
 
-    def first(self, op: Op, side: int) -> Rule | None:
+    def first(self, op: MatchedOp, side: int) -> Rule | None:
         """The rule for an operand."""
         operand, found = op.contraction.operands[op.weight or 0 if op.kind == "weight" else side], None
         for i, rule in enumerate(self.rules):
@@ -113,14 +113,14 @@ class Matcher:
         candidates = (rule for rule in of_kind if contraction is None or is_for(rule, contraction))
         return next((rule for rule in candidates if rule.matches(path, self.leaves[path])), None)
 
-    def of_parameter(self, op: Op, origin: Origin) -> Rule | None:
+    def of_parameter(self, op: MatchedOp, origin: Origin) -> Rule | None:
         """The rule for a parameter where it is no operand that a rule of kind "weight" is for."""
         rule = self.for_path(origin.held[0], op.contraction) if origin.held else None
         if rule is not None:
             self.used.add(self.rules.index(rule))
         return rule
 
-    def due(self, op: Op, origin: Origin, quantized: Set[str]) -> list[tuple[str, Rule]]:
+    def due(self, op: MatchedOp, origin: Origin, quantized: Set[str]) -> list[tuple[str, Rule]]:
         """The parameters in a value that a rule would quantize, and that no site does; with the rule of each."""
         paths = sorted({*origin.computed, *gathered_by_data(origin)})
         chosen = [(path, rule) for path in paths if (rule := self.for_path(path, op.contraction)) is not None]
@@ -145,7 +145,7 @@ class Matcher:
 
         return contraction._replace(operands=tuple(map(of, contraction.operands)))
 
-    def resolved(self, op: Op) -> Op:
+    def resolved(self, op: MatchedOp) -> MatchedOp:
         """Of two parameters the one that a rule quantizes is the weight, and the other its input."""
         rules = [self.of_parameter(op, origin) for origin in op.origins]
         wanted = [side for side, rule in enumerate(rules) if is_wanted(rule)]
@@ -165,6 +165,11 @@ class Matcher:
 def is_for(rule: Rule, contraction: Contraction) -> bool:
     """Whether the op and the scope of a rule allow a contraction; its pattern is not asked."""
     return rule.op in (None, contraction.op) and rule.in_scope(contraction.scope)
+
+
+def is_exact(rule: Rule) -> bool:
+    """Whether its pattern is the name of a site."""
+    return isinstance(rule.pattern, str) and "*" not in rule.pattern
 
 
 def is_wanted(rule: Rule | None) -> bool:

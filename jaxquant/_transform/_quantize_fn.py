@@ -29,7 +29,7 @@ from ._call import Call, Static, is_qarray, is_traced, misuse, noted, paths_of, 
 from ._decide import Decisions, decide
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
-from ._observers import HISTOGRAMS, RANGES, TALLIES, has_range
+from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, has_range
 from ._plan import Plan, Site, pattern_in_words
 from ._sites import ReadInFloat, Sites, View, is_stochastic
 
@@ -37,12 +37,9 @@ from ._sites import ReadInFloat, Sites, View, is_stochastic
 class _How(NamedTuple):
     """What a call computes; static."""
 
-    observes: str | None = None  # "ranges", "histograms" or "tallies" of inputs
+    observer: Observer | None = None  # of inputs
     is_float: bool = False
     lsq_gradient: bool = False
-
-
-_OBSERVERS = {None: None, "ranges": RANGES, "histograms": HISTOGRAMS, "tallies": TALLIES}
 
 
 class _Program(NamedTuple):
@@ -131,8 +128,8 @@ class QuantizedFunction:
         """
         passed = self._passed(qparams)
         with_value = checks.static_bool("with_value", with_value)
-        observes = "histograms" if checks.static_bool("histogram", histogram) else "ranges"
-        value, observed = self._result(_How(observes, is_float=qparams is None), args, {**kwargs, **passed})
+        observer = HISTOGRAMS if checks.static_bool("histogram", histogram) else RANGES
+        value, observed = self._result(_How(observer, is_float=qparams is None), args, {**kwargs, **passed})
         return (value, observed) if with_value else observed
 
     def tallies(self, *args: Any, qparams: Any = None, **kwargs: Any) -> tuple[dict[str, Entry], dict[str, Tally]]:
@@ -144,7 +141,7 @@ class QuantizedFunction:
             )
         passed = self._passed(qparams)
         _, entries = self._planned(args, {**kwargs, **passed})
-        _, found = self._result(_How("tallies", is_float=True), args, {**kwargs, **passed})
+        _, found = self._result(_How(TALLIES, is_float=True), args, {**kwargs, **passed})
         return entries.of, found
 
     def init_qparams(self, *args: Any, ranges: Any = None, method: str = "minmax", **kwargs: Any) -> dict[str, Any]:
@@ -447,7 +444,7 @@ class QuantizedFunction:
             for name, entry in entries.of.items():
                 if (used := of_entries[name]) is not None and name not in frozen:
                     of_entries[name] = with_lsq_gradient(used, entry.size, entry.spec, None)
-        sites = Sites(program.decisions, self._execution, key, _OBSERVERS[how.observes], how.is_float, view)
+        sites = Sites(program.decisions, self._execution, key, how.observer, how.is_float, view)
         outs, observed = self._outs(program, sites, arrays, of_entries)
         results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]
