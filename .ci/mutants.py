@@ -237,7 +237,7 @@ def counted(log):
     for what, (verdict, why) in noted(log).items():
         counts[what.split(":")[0]][verdict] += 1
         alive += [f"{verdict}: {what}{f'  [{why}]' if why else ''}"] if verdict != "killed" else []
-    print("| file | mutants |", " | ".join(VERDICTS), "|\n|---|", "---:|" * (len(VERDICTS) + 1), sep="")
+    print("| file | mutants |", " | ".join(VERDICTS), f"|\n|---|{'---:|' * (len(VERDICTS) + 1)}")
     total = sum(counts.values(), collections.Counter())
     for path, of in (*sorted(counts.items()), ("all", total)):
         print(f"| {path} | {of.total()} |", " | ".join(str(of[v]) for v in VERDICTS), "|")
