@@ -36,7 +36,17 @@ import time
 import coverage
 import pytest
 
-FLOORS = "_numerics.py", "_groups.py", "_grid.py", "_affine.py", "_pack.py", "_integer/*.py", "_ranges/*.py", "tf/*.py"
+FLOORS = (
+    "_numerics.py",
+    "_sharding.py",
+    "_groups.py",
+    "_grid.py",
+    "_affine.py",
+    "_pack.py",
+    "_integer/*.py",
+    "_ranges/*.py",
+    "tf/*.py",
+)
 COMPARED = {"Lt": "LtE Gt", "LtE": "Lt GtE", "Gt": "GtE Lt", "GtE": "Gt LtE", "Eq": "NotEq", "NotEq": "Eq"}
 COMPARED |= {"Is": "IsNot", "IsNot": "Is", "In": "NotIn", "NotIn": "In"}
 COMPUTED = {"Add": "Sub", "Sub": "Add", "Mult": "Div", "Div": "Mult", "FloorDiv": "Mult", "Mod": "FloorDiv"}

@@ -20,6 +20,7 @@ from ._qarray import QArray, checked_qarray
 from ._qparams import QParams
 from ._ranges._fit import fit_qparams
 from ._ranges._range import grid_of_range, if_finite, range_of
+from ._sharding import is_explicit, shard_like, vary_together, varying_axes
 from ._spec import QuantSpec, checked, has_grid_of, limits_of, qparams_shape
 
 
@@ -43,10 +44,10 @@ def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None, spec: QuantS
     shape, grid = grid.scale.shape, grid.used(spec).over(x)
     # The mask is of the level after rounding: the largest weight over its own scale can be 127.00001 levels.
     level = grid.level(x, spec, noise)
-    g, zero = num.shard_like(g, level), grid.zero_point
+    g, zero = shard_like(g, level), grid.zero_point
     zero = jnp.zeros((), x.dtype) if zero is None else zero
     if zero.shape == x.shape:  # a select of two arrays wants one sharding
-        zero = num.shard_like(zero, level)
+        zero = shard_like(zero, level)
     below, above = level < grid.qmin, level > grid.qmax
     inside = (grid.qmin <= level) & (level <= grid.qmax)
     wide = num.upcast(g, x.dtype)
@@ -80,7 +81,7 @@ def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None, spe
         grid = grid.used(spec, fitted=True).over(x)
         level = grid.level(x, spec, noise)
         inside = (grid.qmin <= level) & (level <= grid.qmax)
-    return _passed(num.shard_like(g, inside), inside)
+    return _passed(shard_like(g, inside), inside)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -96,9 +97,9 @@ def _fake_quant_fwd(x, grid, noise, spec, fitted):
 def _fake_quant_bwd(spec, fitted, residuals, g):
     x, grid, noise = residuals
     if fitted:
-        return num.shard_like(_gradient_of_fitted(g, x, grid, noise, spec), x), None, None
+        return shard_like(_gradient_of_fitted(g, x, grid, noise, spec), x), None, None
     dx, dgrid = _gradients(g, x, grid, noise, spec)
-    return num.shard_like(dx, x), jax.tree.map(num.shard_like, dgrid, grid._replace(qmin=None, qmax=None)), None
+    return shard_like(dx, x), jax.tree.map(shard_like, dgrid, grid._replace(qmin=None, qmax=None)), None
 
 
 _fake_quant.defvjp(_fake_quant_fwd, _fake_quant_bwd)
@@ -179,7 +180,7 @@ def _scale_gradient(x, factor):
 
 
 def _scale_gradient_bwd(factor, g):
-    return num.shard_like(num.guard(num.upcast(g, factor.dtype) * factor).astype(g.dtype), g), None
+    return shard_like(num.guard(num.upcast(g, factor.dtype) * factor).astype(g.dtype), g), None
 
 
 _scale_gradient.defvjp(lambda x, factor: (_scale_gradient(x, factor), factor), _scale_gradient_bwd)
@@ -231,7 +232,7 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     x, spec = checks.float_array("x", x), checked(spec)
     grid = grid_of(checked_qparams(x, spec, qparams, bits), spec, limits_of(spec, bits))
     grid = grid if qparams is None else _trained(grid, spec)
-    return _fake_quant(*num.vary_together(x, grid, _noise(x, spec, key)), spec, qparams is None)
+    return _fake_quant(*vary_together(x, grid, _noise(x, spec, key)), spec, qparams is None)
 
 
 def _held(x: Array, grid: Grid, noise: Array | None, spec: QuantSpec) -> Array:
@@ -336,7 +337,7 @@ def quantize_straight_through(
         trained = _trained(grid_of(qparams, spec, limits), spec)
         used = Grid(*lax.stop_gradient(trained[:2]), *limits).used(spec)
         integers, flags = if_finite(values, lambda finite: quantized(used, finite))
-    real = _straight_through(*num.vary_together(x, trained, noise), spec, qparams is None)
+    real = _straight_through(*vary_together(x, trained, noise), spec, qparams is None)
     return real, _qarray(integers, used, spec, x.dtype), flags
 
 
@@ -348,12 +349,12 @@ def _trained(grid: Grid, spec: QuantSpec) -> Grid:
     """
     if grid.zero_point is None:
         return grid
-    return grid._replace(zero_point=_scale_gradient(*num.vary_together(grid.zero_point, _used_scale(grid, spec))))
+    return grid._replace(zero_point=_scale_gradient(*vary_together(grid.zero_point, _used_scale(grid, spec))))
 
 
 def nan_flags(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
     """NaN where the values along the contracted axes, of size 1 here, hold a NaN; 0 elsewhere, or if all are finite."""
-    if finite and not num.is_explicit(values) and not num.varying_axes(values):
+    if finite and not is_explicit(values) and not varying_axes(values):
         shape = [1 if i in contracted else n for i, n in enumerate(values.shape)]
         return jnp.zeros(shape, jnp.float32)
     # Not by a sum of NaN, whose program takes three times as long to compile.
@@ -433,4 +434,4 @@ def scale_gradient(x: Any, factor: Any) -> Array:
     x = checks.float_array("x", x)
     factor, _ = checks.ends(("factor", ""), (checks.unwrapped(factor), 0.0), num.compute_dtype(x.dtype))
     checks.shape("factor", factor, (), "one for the array")
-    return _scale_gradient(*num.vary_together(x, factor))
+    return _scale_gradient(*vary_together(x, factor))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic that every quantizer shares: rounding, guards, exact division, clipping, nudging, the affine form.
+"""The arithmetic that every quantizer shares: rounding, guards, exact division, clipping, the affine form.
 
 "Exact" means the bits of IEEE arithmetic evaluated one operation at a time, as NumPy and TensorFlow's CPU
 kernels do. XLA keeps real-number identities rather than those bits: it turns divisions into multiplications by a
@@ -8,24 +8,20 @@ formula gives other bits under `jit`, under `vmap` and beside other code, and at
 Each function below says which rewrite it stops.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ._sharding import is_explicit
+
 
 def compute_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which values of `dtype` are quantized: float64 for float64, else float32."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
-def is_explicit(v: Array) -> bool:
-    """Whether `v` is on a mesh with explicit axes, where the sharding of every result is part of its type."""
-    return not jax.typeof(v).sharding.mesh.empty
 
 
 def select(condition: Array, a: Any, b: Any) -> Array:
@@ -180,81 +176,6 @@ def product_of_scales(scale: Array, tensor_scale: Array | None) -> Array:
     return scale if tensor_scale is None else guard(scale * tensor_scale)
 
 
-def masked_product(g: Array, mask: Array) -> Array:
-    """`g * mask` for a boolean mask, with a product's signs: a masked -1 gives -0 and a masked NaN stays NaN.
-
-    Of the product itself XLA makes `select(mask, g, 0)`. The guard is for speed: of a select of a plain load XLA:CPU
-    makes a masked load, which takes twice the time.
-    """
-    g = guard(shard_like(g, mask))
-    return jnp.where(mask, g, g * 0)
-
-
-class Nudged(NamedTuple):
-    """A range moved so that real 0 falls on a level; five arrays of one shape.
-
-    `inverse` is not the rounded `1 / scale` but a quotient of its own. `zero` is `-x_min * inverse`, rounded, which is
-    never negative: -1 marks a range that is not set, `x_min == x_max == 0`.
-    """
-
-    scale: Array
-    inverse: Array
-    x_min: Array
-    x_max: Array
-    zero: Array
-
-
-def nudge(x_min: Array, x_max: Array, qmin: float, qmax: float) -> Nudged:
-    """Moves the real range `[x_min, x_max]` of one tensor onto the levels `qmin .. qmax`.
-
-    Ranges that do not contain 0 are shifted, not extended: `[1, 2]` becomes `[0, 1]`.
-
-    Args:
-      x_min, x_max: scalars of one floating dtype. Nothing is checked: what an empty, reversed or non-finite range
-        gives is what the same operations give in TensorFlow's kernels.
-      qmin, qmax: static, integers.
-    """
-    # Constants would be folded before the rewrites that the selects stop, and the selects with them.
-    x_min, x_max = lax.optimization_barrier((x_min, x_max))
-    steps = qmax - qmin
-    width = x_max - x_min
-    scale = divide(width, steps)
-    inverse = steps / width
-    zero_point = qmin - divide(x_min, scale)
-    zero_point = clip(round_half_away(zero_point), jnp.asarray(qmin, scale.dtype), jnp.asarray(qmax, scale.dtype))
-    zero_point = jnp.where(zero_point == zero_point, zero_point, 0)
-    # Guarded although x86 contracts no product that is used twice: other processors do.
-    low = guard((qmin - zero_point) * scale)
-    high = guard((qmax - zero_point) * scale)
-    zero = jnp.where((x_min == 0) & (x_max == 0), -1, round_half_up(guard(-low * inverse)))
-    return Nudged(scale, inverse, low, high, zero)
-
-
-def largest_scale(x_min: Array, x_max: Array, qmin: float, qmax: float) -> tuple[Array, Array]:
-    """The largest scale, levels per real value, that maps a range into `qmin .. qmax`; and whether `x_min` limits it.
-
-    An end of the range on the other side of 0 than its level limits nothing. If neither does, the scale is the largest
-    finite number.
-    """
-    unbounded = jnp.finfo(x_min.dtype).max
-    of_min = jnp.where(qmin * x_min > 0, qmin / x_min, unbounded)
-    of_max = jnp.where(qmax * x_max > 0, qmax / x_max, unbounded)
-    by_min = of_min < of_max
-    return guard(jnp.where(by_min, of_min, of_max)), by_min
-
-
-def along_axis(v: Array, axis: int | None, ndim: int) -> Array:
-    """Reshapes a vector so that it broadcasts along `axis` of a rank-`ndim` array; a scalar stays one."""
-    if axis is None or v.ndim == 0:
-        return v
-    return lax.broadcast_in_dim(v, [v.shape[0] if i == axis else 1 for i in range(ndim)], [axis])
-
-
-def per_channel(f: Callable, axis: int | None) -> Callable:
-    """Lifts the arithmetic of one tensor's range, `f(x_min, x_max)`, to one range a channel; None: one range."""
-    return f if axis is None else functools.partial(computed_once, jax.vmap(f))
-
-
 def computed_once(f: Callable, x: Array, *others: Array) -> Any:
     """`f(x, *others)` of one number each a channel, computed once for each channel.
 
@@ -264,58 +185,3 @@ def computed_once(f: Callable, x: Array, *others: Array) -> Any:
     """
     branched = lambda x, *others: lax.cond(jnp.sum(x) < 0, f, f, x, *others)
     return lax.platform_dependent(x, *others, cpu=branched, default=f)
-
-
-def vary_together(*trees: Any) -> Any:
-    """Casts all arrays to vary over every mesh axis that one of them varies over; a no-op outside `shard_map`.
-
-    Inside `shard_map` a sharded `x` varies over a mesh axis and a replicated range does not. A `custom_vjp` rule
-    must return a cotangent of the type of each argument, but the gradient of the range as the rule computes it is
-    per shard. After the cast the types agree, and JAX's own rule for the cast sums the gradient over the axis.
-    """
-    union = frozenset().union(*map(varying_axes, jax.tree.leaves(trees)))
-    return jax.tree.map(lambda x: _vary(x, union), trees)
-
-
-def varying_axes(x: Array) -> frozenset:
-    """The mesh axes over which `x` varies, inside `shard_map`."""
-    kind = jax.typeof(x)
-    if hasattr(kind, "manual_axis_type"):  # jax >= 0.10
-        return frozenset(kind.manual_axis_type.varying)
-    return frozenset(kind.vma)
-
-
-def is_inside_shard_map() -> bool:
-    """Whether arrays are shards here: inside `shard_map`."""
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def _vary(x: Array, axes: frozenset) -> Array:
-    missing = tuple(sorted(axes - varying_axes(x)))
-    if not missing:
-        return x
-    if hasattr(lax, "pcast"):
-        return lax.pcast(x, missing, to="varying")
-    return getattr(lax, "pvary")(x, missing)  # jax < 0.9  # noqa: B009
-
-
-def shard_like(v: Array, like: Array) -> Array:
-    """`v` with the sharding of `like` on a mesh with explicit axes, where it is part of the type; else `v` itself.
-
-    A cotangent must have the type of its argument, and comes out with that of the computation: sharded channels
-    give sharded gradients also to ranges that are replicated.
-    """
-    wanted = jax.typeof(like).sharding
-    return v if wanted.mesh.empty or jax.typeof(v).sharding == wanted else jax.sharding.reshard(v, wanted)
-
-
-def replicated(v: Array, axes: Sequence[int] | None = None) -> Array:
-    """`v` with all or some axes whole on every device of a mesh with explicit axes, for what XLA cannot do in pieces.
-
-    Anywhere else `v` itself.
-    """
-    sharding = jax.typeof(v).sharding
-    wanted = [None if axes is None or i in axes else axis for i, axis in enumerate(sharding.spec)]
-    if list(sharding.spec) == wanted:
-        return v
-    return jax.sharding.reshard(v, jax.sharding.NamedSharding(sharding.mesh, jax.P(*wanted)))

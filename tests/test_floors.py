@@ -15,7 +15,8 @@ import jaxquant
 ROOT = pathlib.Path(jaxquant.__file__).parent
 FLOORS = {
     "tf/_quantize": 3,
-    "_numerics": 0,
+    "_sharding": 0,
+    "_numerics": 0.1,
     "_checks": 0,
     "_version": 0,
     "_groups": 0,
@@ -55,6 +56,7 @@ FLOORS = {
     "_transform/_sites": 6.3,
     "_transform/_quantize_fn": 6.4,
     "tf/_grad_pass_through": 3,
+    "tf/_nudge": 2,
     "tf/_fake_quant": 3,
     "tf/_quantize_and_dequantize": 3,
 }

@@ -13,6 +13,7 @@ from inputs import hard_ranges, hard_values
 from lanes import cases
 
 from jaxquant import _numerics as num
+from jaxquant.tf._nudge import along_axis, masked_product, nudge
 
 pytestmark = pytest.mark.bits
 
@@ -83,8 +84,8 @@ def test_clip_keeps_nan_and_the_sign_of_zero():
 )
 def test_nudge_is_the_oracle(num_bits, narrow, road):
     low, high = hard_ranges(np.random.default_rng(num_bits), 400, 2**num_bits - 1 - narrow)
-    nudge = lambda a, b: num.nudge(a, b, float(narrow), 2.0**num_bits - 1)
-    every = jax.vmap(nudge)
+    of_range = lambda a, b: nudge(a, b, float(narrow), 2.0**num_bits - 1)
+    every = jax.vmap(of_range)
     if road == "constants":
         got = jax.jit(lambda: every(low, high))()  # folded, were it not for the barrier
     else:
@@ -99,11 +100,11 @@ def test_nudge_is_the_oracle(num_bits, narrow, road):
 
 def test_product_has_the_signs_of_a_product():
     g, mask = np.float32([-1.0, np.nan, np.inf, -2.0]), np.array([False, False, False, True])
-    assert_same_bits(jax.jit(num.masked_product)(g, mask), np.array([-0.0, np.nan, np.nan, -2.0], np.float32))
+    assert_same_bits(jax.jit(masked_product)(g, mask), np.array([-0.0, np.nan, np.nan, -2.0], np.float32))
 
 
 def test_along_axis():
-    shape_of = lambda shape, axis: jax.eval_shape(lambda v: num.along_axis(v, axis, 3), np.zeros(shape)).shape
+    shape_of = lambda shape, axis: jax.eval_shape(lambda v: along_axis(v, axis, 3), np.zeros(shape)).shape
     assert shape_of(3, 1) == (1, 3, 1)
     assert shape_of((), 1) == ()
     assert shape_of((), None) == ()

@@ -17,6 +17,7 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
 from .._qarray import QArray, checked_qarray, permutation
+from .._sharding import shard_like, vary_together
 from .._spec import Granularity, PerBlock, PerChannel, PerTensor, QuantSpec
 from ._contract import (
     EXACT,
@@ -80,7 +81,7 @@ class Dot(NamedTuple):
         ]
         # One after the other, so that the order of the float sum is fixed.
         first = self._block(_first(stacked[0]), _first(stacked[1]), specs)  # for its type alone: XLA drops the value
-        total, _ = num.vary_together(num.shard_like(jnp.zeros_like(first), first), first)
+        total, _ = vary_together(shard_like(jnp.zeros_like(first), first), first)
         step = lambda total, blocks: (total + self._block(blocks[0], blocks[1], specs), None)
         return lax.scan(step, total, stacked)[0]
 

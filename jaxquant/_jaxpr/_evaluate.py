@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
-from .. import _numerics as num
+from .._sharding import vary_together
 from ._moves import QuantizedParam, from_integers, is_moved, moved, ordered, sharded, stacked
 from ._program import (
     HIGH,
@@ -77,7 +77,7 @@ class Inputs(NamedTuple):
         n = len(location)
         inside = [key for key, at in self.first.items() if at[:n] == location]
         seen = {key: self.nothing(key, [at for at in self.scans[key] if at[:n] == location]) for key in inside}
-        return num.vary_together(seen, ins)[0] if seen else seen
+        return vary_together(seen, ins)[0] if seen else seen
 
 
 class Replacements:

@@ -15,9 +15,9 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from .. import _groups as groups
-from .. import _numerics as num
 from .._affine import real_values
 from .._qarray import QArray, own_values
+from .._sharding import vary_together
 from ._program import avals, param
 
 
@@ -217,7 +217,7 @@ def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
         if name in ("ppermute", "all_gather"):  # which want values that vary over the axis
             like = next(iter(held.floats.values())) if held.integers is None else held.integers
             of_varying = of_groups
-            of_groups = lambda v: of_varying(num.vary_together(v, like)[0])
+            of_groups = lambda v: of_varying(vary_together(v, like)[0])
     floats = {key: whole(v) for key, v in held.floats.items()}
     grouped = {key: of_groups(v) for key, v in held.of_groups.items()}
     at = lambda of, i: {key: outs[i] for key, outs in of.items()}

@@ -20,6 +20,7 @@ from .._formats import power_of_two_below
 from .._grid import TINY, Grid
 from .._groups import reduce_groups
 from .._qparams import QParams
+from .._sharding import replicated
 from .._spec import QuantSpec, checked, limits_of, qparams_shape
 
 LARGEST = np.float32(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
@@ -241,7 +242,7 @@ def rows_of(x: Array, shape: tuple[int, ...]) -> Array:
     """The values of each group along the last axis: (groups, elements)."""
     groups = (1,) * (x.ndim - len(shape)) + shape
     parts = [part for g, n in zip(groups, x.shape, strict=True) for part in (g, n // max(g, 1))]
-    x = num.replicated(x)
+    x = replicated(x)
     order = [*range(0, len(parts), 2), *range(1, len(parts), 2)]
     return x.reshape(parts).transpose(order).reshape(math.prod(groups), math.prod(parts[1::2]))
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .. import _numerics as num
 from .._affine import is_quantized_with, quantize
 from .._grid import TINY
 from .._qarray import Frozen, QArray, check_dtypes
 from .._qparams import QParams
+from .._sharding import is_inside_shard_map
 from .._tree import named_in_errors, with_paths
 from ._call import is_qarray
 from ._entries import Entries, check_freezing
@@ -79,7 +79,7 @@ def refuse_changed(params: Any) -> None:
             continue
         with named_in_errors(path):
             check_dtypes("params", q)
-            if q.frozen and q.shape != q.frozen.shape and not num.is_inside_shard_map():
+            if q.frozen and q.shape != q.frozen.shape and not is_inside_shard_map():
                 raise ValueError(
                     f"the parameter has shape {q.shape}, and was frozen with shape {q.frozen.shape}. Take the params "
                     "of this function; a part of one by v[i] or v.reshape(...), not by jax.tree.map."

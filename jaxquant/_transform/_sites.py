@@ -23,6 +23,7 @@ from .._jaxpr._program import CONTRACTIONS, CONV, NAME, RAGGED, Location, params
 from .._jaxpr._walk import Contraction
 from .._qarray import QArray
 from .._qparams import QParams
+from .._sharding import replicated
 from .._spec import QuantSpec, granularity_of, qparams_shape
 from .._tree import named_in_errors
 from ._decide import Decision, Decisions
@@ -168,7 +169,7 @@ class Sites(NamedTuple):
             operands, more = values[:2], values[2:]
             if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
                 operands = [(real, dataclasses.replace(q, order=None), flags) for real, q, flags in operands]
-                whole = lambda axes: lambda v: num.replicated(v, axes) if v.ndim else v
+                whole = lambda axes: lambda v: replicated(v, axes) if v.ndim else v
                 operands = [
                     jax.tree.map(whole(axes), of) for of, axes in zip(operands, decision.contracted, strict=True)
                 ]

@@ -11,6 +11,8 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._sharding import shard_like, vary_together
+from ._nudge import Nudged, along_axis, masked_product, nudge, per_channel
 
 _PER_CHANNEL = "fake_quant_with_min_max_vars_per_channel"
 
@@ -28,12 +30,12 @@ def _levels(num_bits: Any, narrow_range: Any) -> tuple[float, float]:
     return float(checks.static_bool("narrow_range", narrow_range)), 2.0**num_bits - 1
 
 
-def _nudged(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> tuple[num.Nudged, Array]:
+def _nudged(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> tuple[Nudged, Array]:
     """The nudged range, broadcastable against `x`, and where there is none: min == max == 0 means "not set yet"."""
     x_min, x_max = lax.stop_gradient((x_min, x_max))
     axis = x.ndim - 1 if x_min.ndim else None
-    nudged = num.per_channel(functools.partial(num.nudge, qmin=qmin, qmax=qmax), axis)(x_min, x_max)
-    nudged = jax.tree.map(lambda v: num.along_axis(v, axis, x.ndim), nudged)
+    nudged = per_channel(functools.partial(nudge, qmin=qmin, qmax=qmax), axis)(x_min, x_max)
+    nudged = jax.tree.map(lambda v: along_axis(v, axis, x.ndim), nudged)
     return nudged, nudged.zero < 0
 
 
@@ -46,8 +48,8 @@ def _fake_quant(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float, 
     return num.guard(jnp.where(unset, 0, y)).astype(x.dtype)
 
 
-def _inside(g: Array, x: Array, nudged: num.Nudged, unset: Array) -> Array:
-    return num.masked_product(g, (nudged.x_min <= x) & (x <= nudged.x_max) | unset)
+def _inside(g: Array, x: Array, nudged: Nudged, unset: Array) -> Array:
+    return masked_product(g, (nudged.x_min <= x) & (x <= nudged.x_max) | unset)
 
 
 @functools.partial(jax.jit, static_argnames=("qmin", "qmax"))
@@ -64,7 +66,7 @@ def _gradients(g: Array, x: Array, x_min: Array, x_max: Array, qmin: float, qmax
     leading = tuple(range(x.ndim - x_min.ndim))
 
     def total(outside: Array) -> Array:
-        sums = jnp.where(unset, 0, num.masked_product(g, outside)).sum(leading)
+        sums = jnp.where(unset, 0, masked_product(g, outside)).sum(leading)
         # TensorFlow's sums start at +0, so a lone -0 gives +0. A plain `+ 0` XLA drops.
         return sums + jnp.where(sums == sums, 0, jnp.nan)
 
@@ -99,7 +101,7 @@ def _vars_fwd(x, x_min, x_max, qmin, qmax, divides):
 
 
 def _vars_bwd(qmin, qmax, divides, residuals, g):
-    return tuple(map(num.shard_like, _gradients(g, *residuals, qmin, qmax), residuals))
+    return tuple(map(shard_like, _gradients(g, *residuals, qmin, qmax), residuals))
 
 
 _vars.defvjp(_vars_fwd, _vars_bwd)
@@ -113,7 +115,7 @@ def _constant_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Arr
     )
     dtype = num.compute_dtype(x.dtype)
     checks.ordered(("min", "max"), values, dtype, np.less, "min < max")
-    return num.vary_together(x, *checks.ends(("min", "max"), values, dtype))
+    return vary_together(x, *checks.ends(("min", "max"), values, dtype))
 
 
 def _cotangent(gradients: Any, inputs: Array) -> Array:
@@ -215,7 +217,7 @@ def _range(x: Array, x_min: Any, x_max: Any, shape: tuple[int, ...], why: str) -
     lo, hi = checks.ends(("min", "max"), (x_min, x_max), num.compute_dtype(x.dtype))
     checks.shape("min", lo, shape, why)
     checks.shape("max", hi, shape, why)
-    return num.vary_together(x, lo, hi)
+    return vary_together(x, lo, hi)
 
 
 def fake_quant_with_min_max_vars(

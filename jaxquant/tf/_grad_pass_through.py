@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _checks as checks
-from .. import _numerics as num
+from .._sharding import shard_like
 
 
 @jax.custom_vjp
@@ -72,7 +72,7 @@ def grad_pass_through(f: Callable) -> Callable:
                 f"cotangent on to them: expected {_described(x)}, got {_described(y)}. Reshape or cast inside the "
                 "function."
             )
-        y = jax.tree.map(num.shard_like, y, x)
+        y = jax.tree.map(shard_like, y, x)
         return _pass_through(x, y)
 
     return passed

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from ._nudge import along_axis, largest_scale, per_channel
 
 _NAMES = ("int8", "uint8", "int16", "uint16", "int32")
 _DTYPES = {prefix + name: np.dtype(name) for prefix in ("", "q") for name in _NAMES}
@@ -77,11 +78,11 @@ def _widen(x_min: Array, x_max: Array, least: float) -> tuple[Array, Array]:
 
 
 def _plan(x_min: Array, x_max: Array, ends: _Ends, mode: str, narrow_range: bool, least: float) -> _Plan:
-    x_min, x_max = lax.optimization_barrier((x_min, x_max))  # see num.nudge
+    x_min, x_max = lax.optimization_barrier((x_min, x_max))  # see _nudge.nudge
     low, high = _widen(x_min, x_max, least)
     if mode == "SCALED":
         qmin = ends.low + narrow_range
-        scale, _ = num.largest_scale(low, high, qmin, ends.high)
+        scale, _ = largest_scale(low, high, qmin, ends.high)
         return _Plan(qmin / scale, ends.high / scale, scale, jnp.zeros_like(scale))
     scale = _wide_quotient(ends.steps, high - low)
     if mode == "MIN_COMBINED":
@@ -104,8 +105,8 @@ def _quantize(
 ) -> QuantizeOutput:
     ends, x = _ends(dtype), num.upcast(x, x_min.dtype)
     plan = functools.partial(_plan, ends=ends, mode=mode, narrow_range=narrow_range, least=least)
-    plan = num.per_channel(plan, axis)(x_min, x_max)
-    low, high, scale, offset = (num.along_axis(v, axis, x.ndim) for v in plan)
+    plan = per_channel(plan, axis)(x_min, x_max)
+    low, high, scale, offset = (along_axis(v, axis, x.ndim) for v in plan)
     if mode == "MIN_COMBINED":
         level = num.guard((num.clip(x, low, high) - low) * scale)
         codes = num.round_half_away(level - ends.half) if ends.signed else num.round_half_up(level)
@@ -149,7 +150,7 @@ _DEQUANTIZE: dict[str, Callable] = {"MIN_COMBINED": _combined, "MIN_FIRST": _fir
 def _dequantize(
     q: Array, x_min: Array, x_max: Array, mode: str, narrow_range: bool, axis: int | None, dtype: np.dtype
 ) -> Array:
-    x_min, x_max = (num.along_axis(v, axis, q.ndim) for v in lax.optimization_barrier((x_min, x_max)))
+    x_min, x_max = (along_axis(v, axis, q.ndim) for v in lax.optimization_barrier((x_min, x_max)))
     return _DEQUANTIZE[mode](q.astype(x_min.dtype), x_min, x_max, _ends(q.dtype), narrow_range).astype(dtype)
 
 

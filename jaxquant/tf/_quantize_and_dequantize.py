@@ -11,6 +11,8 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._sharding import shard_like, vary_together
+from ._nudge import along_axis, largest_scale, masked_product, per_channel
 
 
 class _Adjusted(NamedTuple):
@@ -22,8 +24,8 @@ class _Adjusted(NamedTuple):
 
 def _adjust(x_min: Array, x_max: Array, qmin: float, qmax: float) -> _Adjusted:
     """The largest scale that maps the range of one tensor into the levels, and the range that it then represents."""
-    x_min, x_max = lax.optimization_barrier((x_min, x_max))  # see num.nudge
-    scale, by_min = num.largest_scale(x_min, x_max, qmin, qmax)
+    x_min, x_max = lax.optimization_barrier((x_min, x_max))  # see _nudge.nudge
+    scale, by_min = largest_scale(x_min, x_max, qmin, qmax)
     inverse = jnp.where(by_min, num.divide(x_min, qmin), num.divide(x_max, qmax))
     return _Adjusted(scale, inverse, jnp.where(by_min, x_min, qmin * inverse), jnp.where(by_min, qmax * inverse, x_max))
 
@@ -38,8 +40,8 @@ def _round_trip(
         others = tuple(i for i in range(x.ndim) if i != axis)
         x_min = jnp.min(jnp.where(x == x, x, jnp.inf), others, initial=jnp.inf)
         x_max = jnp.max(jnp.where(x == x, x, -jnp.inf), others, initial=-jnp.inf)
-    adjusted = num.per_channel(functools.partial(_adjust, qmin=qmin, qmax=qmax), axis)(x_min, x_max)
-    adjusted = jax.tree.map(lambda v: num.along_axis(v, axis, x.ndim), adjusted)
+    adjusted = per_channel(functools.partial(_adjust, qmin=qmin, qmax=qmax), axis)(x_min, x_max)
+    adjusted = jax.tree.map(lambda v: along_axis(v, axis, x.ndim), adjusted)
     clipped = num.clip(x, adjusted.x_min, adjusted.x_max) if range_given else x
     level = _ROUND[round_mode](num.guard(clipped * adjusted.scale))
     return num.guard(level * adjusted.inverse).astype(dtype)
@@ -50,9 +52,9 @@ _ROUND = {"HALF_TO_EVEN": num.round_half_even, "HALF_UP": num.round_half_up}
 
 @functools.partial(jax.jit, static_argnames="axis")
 def _gradient(g: Array, x: Array, x_min: Array, x_max: Array, axis: int | None) -> Array:
-    x_min, x_max = (num.along_axis(v, axis, x.ndim) for v in (x_min, x_max))
+    x_min, x_max = (along_axis(v, axis, x.ndim) for v in (x_min, x_max))
     x = num.upcast(x, x_min.dtype)
-    return num.masked_product(g, (x_min <= x) & (x <= x_max))
+    return masked_product(g, (x_min <= x) & (x <= x_max))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7, 8))
@@ -67,7 +69,7 @@ def _op_fwd(x, x_min, x_max, *options):
 
 def _op_bwd(qmin, qmax, range_given, round_mode, axis, bounded, residuals, g):
     dx = _gradient(g, *residuals, axis) if bounded else g
-    return num.shard_like(dx, residuals[0]), None, None
+    return shard_like(dx, residuals[0]), None, None
 
 
 _op.defvjp(_op_fwd, _op_bwd)
@@ -115,7 +117,7 @@ def _round_trip_arguments(
     if range_given:
         checks.ordered(names, (x_min, x_max), dtype, np.less_equal, "input_min <= input_max")
     qmin, qmax = (-(2 ** (num_bits - 1)) + narrow, 2 ** (num_bits - 1) - 1) if signed else (0, 2**num_bits - 1)
-    x, lo, hi = num.vary_together(x, lo, hi)
+    x, lo, hi = vary_together(x, lo, hi)
     return _RoundTrip(x, lo, hi, float(qmin), float(qmax), range_given, round_mode, axis)
 
 
