@@ -648,16 +648,12 @@ def test_nothing_contracted_is_zero(granularity, execution):
 
 
 @both_executions
-def test_no_features_in_a_window_too_large_for_float32(execution):
-    rng = np.random.default_rng(0)
-    x, w = array(rng, (1, 2000, 0), QuantSpec()), array(rng, (1500, 0, 2), QuantSpec())
-    got = conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), execution=execution)
-    assert_same_bits(got, np.zeros((1, 501, 2), np.float32))
-
-
-@both_executions
-def test_a_kernel_without_outputs(execution):
-    rng = np.random.default_rng(0)
-    x, w = array(rng, (1, 4, 2), QuantSpec()), array(rng, (3, 2, 0), QuantSpec())
-    got = conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), execution=execution)
-    assert_same_bits(got, np.zeros((1, 4, 0), np.float32))
+@pytest.mark.parametrize(
+    ("x", "w", "padding", "y"),
+    [((1, 4, 2), (3, 2, 0), "SAME", (1, 4, 0)), ((1, 2000, 0), (1500, 0, 2), "VALID", (1, 501, 2))],
+    ids=["no outputs", "no features, in a window too large for float32"],
+)
+def test_an_empty_kernel(x, w, padding, y, execution):
+    a, b = (array(np.random.default_rng(0), shape, QuantSpec()) for shape in (x, w))
+    got = conv_general_dilated(a, b, (1,), padding, dimension_numbers=("NWC", "WIO", "NWC"), execution=execution)
+    assert_same_bits(got, np.zeros(y, np.float32))
