@@ -211,9 +211,10 @@ def fit_qparams(
       |x| if symmetric and signed. Its ends are values of x, the outer ones where it falls between two, so that in
       groups of fewer than 1 / (1 - percentile / 100) values it is "minmax".
     - "mse": the grid with the least mean squared error. Searched from shrunken min-max ranges, each followed by the
-      least-squares step of the scale; within 1 % of a dense search (4 % in groups of more than 256 values). About 190
-      passes over x, 800 if affine, and more in groups of up to 1,024 values, whose error has many valleys: up to 4,300,
-      affine 10,000, at 8 bits. Of scales in float8 the better one beside the scale of "minmax": two or three passes.
+      least-squares step of the scale; within 1 % of a dense search in groups of up to 256 values, which is what the
+      tests hold. About 190 passes over x, 800 if affine, and more in groups of up to 1,024 values, whose error has many
+      valleys: up to 4,300, affine 10,000, at 8 bits. Of scales in float8 the best of the scale of "minmax" and those
+      beside it: two or three passes.
     - "lsq": scale = 2 * mean(|x|) / sqrt(qmax), from which learned scales train best at 2 and 3 bits, and far from the
       least error at 8; if affine, with the zero point of "minmax" and the steps on the longer side of it for qmax.
 
