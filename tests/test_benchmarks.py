@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import runner
+from benchmarks import programs, runner
 from benchmarks.__main__ import NAMES
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -19,13 +21,29 @@ def test_the_page_has_a_place_for_every_benchmark():
     marks = re.findall(r"^<!-- (\w+) -->$.*?^<!-- /\1 -->$", runner.PAGE.read_text(), re.M | re.S)
     assert (*marks, "accelerator") == NAMES
     files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    assert files - {"__init__", "__main__", "runner", "exactness"} == set(NAMES)
+    assert files - {"__init__", "__main__", "runner", "exactness", "programs"} == set(NAMES)
 
 
 def test_a_goal_is_met_as_it_is_read():
     assert runner.verdict(runner.Ratio(1.404, 1.0, 2.0), 1.4) == "1.4, met"
     assert runner.verdict(1.41, 1.4) == "1.4, missed"
     assert runner.verdict(9.0, None) == ""
+
+
+def test_programs_are_compared_up_to_names():
+    text = lambda f: jax.jit(f).lower(jnp.ones(3)).compile().as_text()
+    record = lambda f: {"f": (programs.without_names(text(f)), 0.0)}
+
+    def renamed(y):
+        return jnp.sin(y) * 2
+
+    f = lambda x: jnp.sin(x) * 2
+    assert text(f) != text(renamed)
+    assert list(programs.differences(record(f), record(renamed))) == []
+    (found,) = programs.differences(record(f), record(lambda x: jnp.cos(x) * 2))
+    assert "cosine" in found
+    (missing,) = programs.differences(record(f), {})
+    assert missing.startswith("# f: ")
 
 
 @pytest.mark.slow
