@@ -12,6 +12,11 @@ from ._integer._conv import conv_general_dilated as conv_general_dilated
 from ._integer._dot import dot_general as dot_general
 from ._pack import pack as pack
 from ._pack import unpack as unpack
+from ._params import dequantize_params as dequantize_params
+from ._params import fake_quant_params as fake_quant_params
+from ._params import init_qparams as init_qparams
+from ._params import match_rules as match_rules
+from ._params import quantize_params as quantize_params
 from ._qarray import QArray as QArray
 from ._qparams import Log2QParams as Log2QParams
 from ._qparams import QParams as QParams
@@ -31,6 +36,7 @@ from ._report import Report as Report
 from ._report import ReportRow as ReportRow
 from ._report import choose_bits as choose_bits
 from ._report import report as report
+from ._rule import Rule as Rule
 from ._spec import PerBlock as PerBlock
 from ._spec import PerChannel as PerChannel
 from ._spec import PerTensor as PerTensor
@@ -50,10 +56,4 @@ from ._transform._plan import Site as Site
 from ._transform._quantize_fn import QuantizedFunction as QuantizedFunction
 from ._transform._quantize_fn import quant_point as quant_point
 from ._transform._quantize_fn import quantize_fn as quantize_fn
-from ._tree import Rule as Rule
-from ._tree import dequantize_params as dequantize_params
-from ._tree import fake_quant_params as fake_quant_params
-from ._tree import init_qparams as init_qparams
-from ._tree import match_rules as match_rules
-from ._tree import quantize_params as quantize_params
 from ._version import __version__ as __version__

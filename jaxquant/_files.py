@@ -21,11 +21,11 @@ import numpy as np
 
 from . import _checks as checks
 from ._pack import pack, unpack
+from ._paths import named_in_errors, unboxed, with_paths
 from ._qarray import QArray, checked_qarray, frozen_from_json, frozen_to_json
 from ._qparams import Log2QParams, QParams
 from ._ranges._range import Range
 from ._spec import spec_from_json, spec_to_json
-from ._tree import named_in_errors, unboxed, with_paths
 
 # 1 did not hold the structure of the tree, 2 no formats but integers, 3 no specs of qparams and all arrays in full
 _SCHEMA = 4

@@ -15,7 +15,7 @@ from jax import Array, lax
 from . import _checks as checks
 from ._affine import fake_quant
 from ._groups import reduce_groups
-from ._qarray import QArray
+from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from ._qparams import QParams
 from ._spec import QuantSpec, qparams_shape
 from ._table import as_html, as_text
@@ -23,7 +23,6 @@ from ._tally import Tally, merge_tallies, sqnr, tally, to_nearest
 from ._transform._entries import Entry
 from ._transform._plan import Site, in_words, nearest
 from ._transform._quantize_fn import QuantizedFunction
-from ._tree import named_in_errors, with_paths
 
 
 class ReportRow(NamedTuple):
@@ -275,7 +274,7 @@ def _of_input(entry: Entry, t: Tally) -> ReportRow:
 
 def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow:
     size = math.prod(entry.shape)
-    if isinstance(leaf, QArray):
+    if is_qarray(leaf):
         zero = jnp.zeros(())
         nothing = Tally(zero, zero, zero, zero, zero, jnp.zeros(0))
         fields = {**_shared_fields(entry, nothing), "max_error": math.nan, "clipped": math.nan}
@@ -313,7 +312,7 @@ class _Costs(NamedTuple):
         errors = {
             path: self._errors(path, leaf)
             for path, leaf in with_paths(params)
-            if path in self.entries and not isinstance(leaf, QArray)
+            if path in self.entries and not is_qarray(leaf)
         }
         keys = [key for key, entry in self.entries.items() if key in errors or not entry.is_weight]
 
@@ -365,7 +364,7 @@ class _Costs(NamedTuple):
             leaf + mask[path].astype(leaf.dtype) * errors[path] if path in errors else leaf
             for path, leaf in with_paths(params)
         ]
-        params = jax.tree.unflatten(jax.tree.structure(params, is_leaf=lambda v: isinstance(v, QArray)), leaves)
+        params = with_leaves(params, leaves)
 
         def site(info: Site, x: Array) -> Array:
             if info.entry not in mask or self.entries[info.entry].is_weight:

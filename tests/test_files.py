@@ -33,7 +33,7 @@ from jaxquant import (
     weight_spec,
 )
 from jaxquant import _files as files
-from jaxquant._tree import with_paths
+from jaxquant._paths import with_paths
 
 SUFFIXES = (".npz", ".safetensors")
 both = pytest.mark.parametrize("suffix", SUFFIXES)

@@ -27,7 +27,7 @@ from jaxquant import (
     save,
     weight_spec,
 )
-from jaxquant._tree import with_paths
+from jaxquant._paths import with_paths
 
 pytestmark = pytest.mark.slow  # each model is traced and compiled several times
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from .._integer._contract import Precision
 from .._jaxpr._program import CONV, RAGGED
+from .._paths import named_in_errors
+from .._rule import Rule
 from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
-from .._tree import Rule, named_in_errors
 from ._match import MatchedOp
 
 

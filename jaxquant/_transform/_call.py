@@ -13,9 +13,9 @@ import numpy as np
 from jax import Array
 
 from .. import _checks as checks
+from .._paths import is_qarray, with_paths
 from .._qarray import QArray
 from .._qparams import QParams
-from .._tree import with_paths
 
 
 @jax.tree_util.register_static
@@ -50,11 +50,6 @@ class Call(NamedTuple):
         """`args` and `kwargs` again."""
         values = iter(arrays)
         return jax.tree.unflatten(self.structure, [next(values) if s is None else s.value for s in self.leaves])
-
-
-def is_qarray(node: Any) -> bool:
-    """Whether a node of a pytree is integers with their qparams."""
-    return isinstance(node, QArray)
 
 
 def with_own(signature: inspect.Signature) -> inspect.Signature:

@@ -13,8 +13,9 @@ from .. import _checks as checks
 from .._integer._contract import Precision
 from .._jaxpr._program import CONV, NAME, RAGGED, Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin, Walk
+from .._paths import named_in_errors
+from .._rule import KINDS, Rule
 from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
-from .._tree import KINDS, Rule, named_in_errors
 from ._backward import precisions
 from ._entries import Entries, Entry
 from ._match import MatchedOp, Matcher, gathered_by_data, is_exact, is_wanted, names_of, ops_of

@@ -12,10 +12,11 @@ import jax
 from .._affine import qparams_of_shape
 from .._jaxpr._program import Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin
+from .._paths import named_in_errors
 from .._qarray import QArray
 from .._qparams import QParams
+from .._rule import Rule
 from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, equal_but_for_rounding, qparams_shape
-from .._tree import Rule, named_in_errors
 from ._plan import nearest
 
 

@@ -15,18 +15,17 @@ from jax import Array
 
 from .._affine import is_quantized_with, quantize
 from .._grid import TINY
+from .._paths import is_qarray, named_in_errors, with_paths
 from .._qarray import Frozen, QArray, check_dtypes
 from .._qparams import QParams
 from .._sharding import is_inside_shard_map
-from .._tree import named_in_errors, with_paths
-from ._call import is_qarray
 from ._entries import Entries, check_freezing
 
 
 def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QParams | None], key: Any) -> Any:
     """A parameter in integers, if an entry says so, and as it lies in memory when it is served."""
     entry = entries.of.get(path)
-    if entry is None or isinstance(leaf, QArray):
+    if entry is None or is_qarray(leaf):
         return leaf
     check_freezing(entry)
     with named_in_errors(path, rule=entry.rule):

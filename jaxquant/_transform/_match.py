@@ -9,7 +9,7 @@ import jax
 
 from .._jaxpr._program import NAME
 from .._jaxpr._walk import Contraction, Operand, Origin, computed
-from .._tree import Rule
+from .._rule import Rule
 
 
 class MatchedOp(NamedTuple):

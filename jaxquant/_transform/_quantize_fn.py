@@ -19,13 +19,14 @@ from .._integer._contract import checked_execution
 from .._jaxpr._evaluate import Scope
 from .._jaxpr._program import traced
 from .._jaxpr._walk import DATA, POINT, Origin, Walk, parameter
-from .._qarray import QArray
+from .._params import with_lsq_gradient
+from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from .._qparams import QParams
 from .._ranges._fit import fit_qparams
 from .._ranges._range import Range, qparams_from_range
+from .._rule import Rules, checked_rules
 from .._tally import Tally
-from .._tree import Rules, checked_rules, named_in_errors, with_lsq_gradient, with_paths
-from ._call import Call, Static, is_qarray, is_traced, misuse, noted, paths_of, refuse_lost_changes, with_own
+from ._call import Call, Static, is_traced, misuse, noted, paths_of, refuse_lost_changes, with_own
 from ._decide import Decisions, decide
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
@@ -219,7 +220,7 @@ class QuantizedFunction:
         params, known = args[self._argnum], qparams or {}
         refuse_lost_scales(known)
         new = [freeze_leaf(path, leaf, entries, known, key) for path, leaf in with_paths(params)]
-        return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_qarray), new)
+        return with_leaves(params, new)
 
     def at_sites(self, site: Callable[[Site, Array], Any], op: Callable[..., Array] | None = None) -> Callable:
         """The function with another function at each site, instead of the quantizer: for reports and exporters.
@@ -474,7 +475,7 @@ class QuantizedFunction:
 
 
 def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:
-    if isinstance(leaf, QArray):
+    if is_qarray(leaf):
         if leaf.frozen and not leaf.frozen.from_qparams:  # whose scale is fitted to its values
             return None
         return QParams(leaf.step, leaf.zero_point.astype(jnp.float32))

@@ -21,11 +21,11 @@ from .._jaxpr._evaluate import Inputs, Replacements, Scope
 from .._jaxpr._moves import QuantizedParam, dequantized, from_integers, qarray
 from .._jaxpr._program import CONTRACTIONS, CONV, NAME, RAGGED, Location, params_of
 from .._jaxpr._walk import Contraction
+from .._paths import named_in_errors
 from .._qarray import QArray
 from .._qparams import QParams
 from .._sharding import replicated
 from .._spec import QuantSpec, granularity_of, qparams_shape
-from .._tree import named_in_errors
 from ._decide import Decision, Decisions
 from ._entries import Entry
 from ._observers import RANGES, Observer

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Params pytrees whole: which leaf gets which spec, and what is made of the leaves that have one."""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import _checks as checks
+from . import _numerics as num
+from ._affine import checked_qparams, dequantize, fake_quant, quantize, scale_gradient
+from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
+from ._qparams import QParams
+from ._ranges._fit import fit_qparams
+from ._rule import Rule, Rules, checked_rules
+from ._spec import QuantSpec, limits_of, qparams_shape
+
+
+class _Leaf(NamedTuple):
+    path: str
+    value: Any
+    rule: Rule | None
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        return self.rule and self.rule.weight
+
+    def named_in_errors(self) -> Any:
+        return named_in_errors(self.path, rule=self.rule)
+
+
+def _leaves(params: Any, rules: Any) -> list[_Leaf]:
+    """The leaves of a pytree, each with its rule; every error of a choice is raised here."""
+    rules = checked_rules(rules)
+    for i, rule in enumerate(rules):
+        if said := rule.of_quantize_fn():
+            raise ValueError(
+                f"`rules[{i}]`, {rule.pattern!r}, has {said}, which a function that sees the parameters alone cannot "
+                "know. Drop it, or use quantize_fn(f, rules)."
+            )
+    found = list(with_paths(params))
+    matching = [[i for i, rule in enumerate(rules) if rule.matches(*pair)] for pair in found]
+    for i, rule in enumerate(rules):
+        first = {path: rules[of[0]] for (path, _), of in zip(found, matching, strict=True) if i in of}
+        if not rule.optional and not any(of[:1] == [i] for of in matching):
+            raise ValueError(_unused(i, rule, first, [path for path, _ in found]))
+    leaves = [_Leaf(*pair, rules[of[0]] if of else None) for pair, of in zip(found, matching, strict=True)]
+    paths = set()
+    for leaf in leaves:
+        if leaf.spec:
+            with leaf.named_in_errors():
+                _check_choice(leaf, leaf.spec, paths)
+            paths.add(leaf.path)
+    return leaves
+
+
+def _unused(i: int, rule: Rule, first: dict[str, Rule], paths: list[str]) -> str:
+    if first:
+        path, earlier = next(iter(first.items()))
+        return (
+            f"`rules[{i}]`, {rule.pattern!r}, is shadowed: all it matches, such as {path!r}, is taken by the earlier "
+            f"rule {earlier.pattern!r}. Put the narrower rule first, drop one, or pass Rule(..., optional=True)."
+        )
+    pattern = rule.pattern if isinstance(rule.pattern, str) else str(getattr(rule.pattern, "pattern", ""))
+    nearest = difflib.get_close_matches(pattern.replace("*", ""), paths, 5, 0.0)
+    return (
+        f"`rules[{i}]`, {rule.pattern!r}, matches no parameter, of {len(paths)}. The nearest paths: "
+        f"{', '.join(map(repr, nearest)) or 'none'}. Fix the pattern ('**/' also matches zero segments), or pass "
+        "Rule(..., optional=True)."
+    )
+
+
+def _check_choice(leaf: _Leaf, spec: QuantSpec, others: set[str]) -> None:
+    value = leaf.value
+    known = checks.is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
+    if not known or not checks.is_float(value.dtype):
+        raise ValueError(
+            f"a parameter must be a floating array to be quantized, got {checks.kind(value)}. Leave it in float "
+            f"by a rule ({leaf.path!r}, None) before this one."
+        )
+    qparams_shape(spec, value.shape)
+    if leaf.path in others:
+        raise ValueError("two parameters have this path, got it twice. Rename one of the keys that make it.")
+
+
+def _rebuilt(f: Callable[[_Leaf, QuantSpec], Any], params: Any, leaves: list[_Leaf]) -> Any:
+    """The pytree with `f(leaf, spec)` where a rule gives a spec; every other leaf is the same object."""
+    new = []
+    for leaf in leaves:
+        with leaf.named_in_errors():
+            new.append(f(leaf, leaf.spec) if leaf.spec else leaf.value)
+    return with_leaves(params, new)
+
+
+def _qparams_of(leaves: list[_Leaf], qparams: Any) -> Mapping[str, QParams | None]:
+    """The qparams of each quantized leaf, all of them or none."""
+    paths = [leaf.path for leaf in leaves if leaf.spec]
+    if qparams is None:
+        return dict.fromkeys(paths)
+    if not isinstance(qparams, Mapping):
+        raise TypeError(
+            f"`qparams` must be a dict from path to QParams, or None for ranges from the parameters, got "
+            f"{checks.kind(qparams)}. Make one by init_qparams(params, rules)."
+        )
+    missing, unknown = [p for p in paths if qparams.get(p) is None], [p for p in qparams if p not in paths]
+    if missing or unknown:
+        raise ValueError(
+            f"`qparams` must have one entry for each parameter that a rule quantizes, got none for {missing} and "
+            f"unknown paths {unknown}. Make them by init_qparams(params, rules) with these rules."
+        )
+    return qparams
+
+
+def _keys_of(leaves: list[_Leaf], key: Any) -> dict[str, Any]:
+    """A key of its own for each leaf that rounds stochastically."""
+    paths = [leaf.path for leaf in leaves if leaf.spec and leaf.spec.rounding == "stochastic"]
+    if key is None:
+        return {}
+    if not paths:
+        raise ValueError(
+            "`key` is for stochastic rounding alone, got one, and no rule rounds so. Drop it, or give a spec "
+            "rounding='stochastic'."
+        )
+    key = checks.prng_key("key", key)
+    return {path: jax.random.fold_in(key, i) for i, path in enumerate(paths)}
+
+
+def match_rules(params: Any, rules: Rules) -> Any:
+    """Which parameter is quantized to what: the plan, to be printed.
+
+    Paths are the keys from the root joined by "/": "encoder/0/kernel". The attribute `value` that unpacks a parameter
+    of nnx, or a partitioned one of linen, is left out. The first rule that matches decides; what no rule matches stays
+    in float.
+
+    Args:
+      params: any pytree of arrays; shapes and dtypes suffice (`jax.eval_shape`).
+      rules: list or tuple of pairs (pattern, spec) or Rules, static; a tuple of them is hashable. A pair is short for
+        Rule(pattern, spec).
+
+    Returns:
+      The pytree of params with a QuantSpec for each leaf that is quantized and None for each other leaf.
+
+    Gradient: none; the plan is static.
+
+    Raises:
+      TypeError: for rules of another kind.
+      ValueError: for a rule that matches nothing, or nothing that earlier rules left, unless it is optional; and for a
+        parameter chosen that is no floating array, that the spec's axis or blocks do not fit, or whose path another
+        has too.
+
+    Source: path rules as in the partition rules of large JAX models.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import match_rules, weight_spec
+    >>> params = {"head": {"kernel": jnp.ones((3, 2))}, "body": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}}
+    >>> plan = match_rules(params, [("head/**", None), ("**/kernel", weight_spec(4, channel_axis=-1))])
+    >>> plan["body"]
+    {'bias': None, 'kernel': QuantSpec(bits=4, granularity=PerChannel(-1))}
+    """
+    return with_leaves(params, [leaf.spec for leaf in _leaves(params, rules)])
+
+
+def with_lsq_gradient(qparams: QParams, size: int, spec: QuantSpec, bits: Any) -> QParams:
+    """The qparams of a tensor of a size, with their gradient multiplied as LSQ does."""
+    sharing = size // max(math.prod(qparams.scale.shape), 1)
+    # Guarded, because XLA makes of 1 / sqrt an rsqrt, which differs in the last bit.
+    factor = 1 / num.guard(jnp.sqrt(max(sharing, 1) * limits_of(spec, bits)[1]))
+    return QParams(scale_gradient(qparams.scale, factor), scale_gradient(qparams.zero_point, factor))
+
+
+def fake_quant_params(
+    params: Any,
+    rules: Rules,
+    qparams: Mapping[str, QParams] | None = None,
+    *,
+    key: Any = None,
+    bits: Any = None,
+    lsq_gradient: bool = False,
+) -> Any:
+    """Fake-quantizes the parameters that the rules choose: called inside the loss, it is the whole change for QAT.
+
+    Args:
+      params: any pytree, real values: dicts, tuples, dataclasses, flax variables, nnx states, equinox modules, haiku
+        params. Leaves without a rule may be anything.
+      rules: as in `match_rules`, static.
+      qparams: dict from path to QParams, for every parameter that is quantized, traced or not: `init_qparams`. None
+        fits each to the parameter by min-max.
+      key: PRNG key, for stochastic rounding alone; each parameter that rounds so gets a key of its own.
+      bits: integer, traced or not, at most the bits of every spec: a schedule of widths without a recompile.
+      lsq_gradient: static bool. True multiplies the gradient of each scale and zero point by 1 / sqrt(n * qmax), n
+        values sharing it, so that under SGD qparams learn at the rate of the parameters; Adam divides it out again.
+
+    Returns:
+      The same pytree; a leaf without a spec is the same object.
+
+    Gradient: as `fake_quant`: to the parameters straight through, to the qparams the LSQ form. None to qparams
+    that are fitted here.
+
+    Raises:
+      TypeError, ValueError: as `match_rules`, and as `fake_quant` with the path; for qparams whose paths are not those
+        of the parameters quantized, a rule with an activation, and lsq_gradient without qparams.
+
+    Source: Jacob et al., 2018; learned qparams: Esser et al., 2020, "Learned Step Size Quantization".
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxquant import fake_quant_params, weight_spec
+    >>> rules = [("**/kernel", weight_spec(4, channel_axis=-1))]
+    >>> loss = lambda params: fake_quant_params(params, rules)["kernel"].sum()
+    >>> jax.grad(loss)({"kernel": jnp.array([[0.5], [7.1]])})["kernel"].tolist()
+    [[1.0], [1.0]]
+    """
+    leaves = _leaves(params, rules)
+    for leaf in leaves:
+        if leaf.rule and leaf.rule.activation:
+            raise ValueError(
+                f"`rules` of fake_quant_params must have no activation, got {leaf.rule.pattern!r} with "
+                f"{leaf.rule.activation}, which would stay in float. Quantize activations where they are made, by "
+                "fake_quant(x, spec, qparams)."
+            )
+    if checks.static_bool("lsq_gradient", lsq_gradient) and qparams is None:
+        raise ValueError("`lsq_gradient` is for qparams that are trained, got qparams=None. Pass init_qparams(...).")
+    of_path, keys = _qparams_of(leaves, qparams), _keys_of(leaves, key)
+
+    def one(leaf: _Leaf, spec: QuantSpec) -> Any:
+        used = of_path[leaf.path]
+        if lsq_gradient:
+            used = with_lsq_gradient(checked_qparams(leaf.value, spec, used, bits), leaf.value.size, spec, bits)
+        return fake_quant(leaf.value, spec, used, key=keys.get(leaf.path), bits=bits)
+
+    return _rebuilt(one, params, leaves)
+
+
+def init_qparams(params: Any, rules: Rules, method: str = "minmax", *, bits: Any = None) -> dict[str, QParams]:
+    """Fits qparams to every parameter that the rules choose, to be trained beside the parameters, or kept.
+
+    Args:
+      params: any pytree, real values.
+      rules: as in `match_rules`, static.
+      method: static, as in `fit_qparams`: "minmax", "percentile", "mse" or "lsq".
+      bits: integer, traced or not: the grid a schedule starts with.
+
+    Returns:
+      A dict from path to QParams, which know their spec: a pytree to differentiate with respect to, update and
+      checkpoint. With `bits`, which may be traced, they do not know it.
+
+    Gradient: none, as `fit_qparams`.
+
+    Raises:
+      TypeError, ValueError: as `match_rules`, and as `fit_qparams` with the path.
+
+    Source: as `fit_qparams`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import init_qparams, weight_spec
+    >>> init_qparams({"w": jnp.array([[1.27, -25.4]])}, [("w", weight_spec(8, channel_axis=-1))])["w"].scale
+    Array([[0.01, 0.2 ]], dtype=float32)
+    """
+    leaves = _leaves(params, rules)
+    fitted = {}
+    for leaf in leaves:
+        if leaf.spec:
+            with leaf.named_in_errors():
+                found = fit_qparams(leaf.value, leaf.spec, method, bits=bits)
+            fitted[leaf.path] = found if bits is not None else found._replace(spec=leaf.spec)
+    return fitted
+
+
+def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | None = None, *, key: Any = None) -> Any:
+    """Quantizes the parameters that the rules choose to integers, after QAT or without it.
+
+    Args:
+      params: any pytree, real values.
+      rules: as in `match_rules`, static; after a schedule of `bits` with specs of the last width.
+      qparams: dict from path to QParams, as in `fake_quant_params`. None fits each to the parameter by min-max.
+      key: PRNG key, for stochastic rounding alone.
+
+    Returns:
+      The same pytree with a QArray for each parameter that is quantized; a leaf without a spec is the same
+      object.
+
+    Gradient: none to parameters; integers have none.
+
+    Raises:
+      TypeError, ValueError: as `match_rules`, and as `quantize` with the path; for qparams whose paths differ from
+        the parameters quantized.
+
+    Source: ONNX QuantizeLinear, as `quantize`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import quantize_params, weight_spec
+    >>> quantize_params({"w": jnp.array([[1.27, -25.4]])}, [("w", weight_spec(8, channel_axis=0))])["w"].values
+    Array([[   6, -127]], dtype=int8)
+    """
+    leaves = _leaves(params, rules)
+    of_path, keys = _qparams_of(leaves, qparams), _keys_of(leaves, key)
+    one = lambda leaf, spec: quantize(leaf.value, spec, of_path[leaf.path], key=keys.get(leaf.path))
+    return _rebuilt(one, params, leaves)
+
+
+def dequantize_params(params: Any) -> Any:
+    """Real values again where a pytree has integers: bit for bit what `fake_quant_params` gives, but for NaN.
+
+    Args:
+      params: any pytree, such as `quantize_params` returns.
+
+    Returns:
+      The same pytree with an array for each QArray, of the dtype that was quantized; other leaves are the
+      same objects.
+
+    Gradient: as `dequantize`.
+
+    Raises:
+      ValueError: for a QArray whose arrays do not fit its spec, with the path.
+
+    Source: ONNX DequantizeLinear, as `dequantize`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import dequantize_params, fake_quant_params, quantize_params, weight_spec
+    >>> params, rules = {"w": jnp.array([[1.27, -25.4]])}, [("w", weight_spec(8, channel_axis=0))]
+    >>> bool((dequantize_params(quantize_params(params, rules))["w"] == fake_quant_params(params, rules)["w"]).all())
+    True
+    """
+    new = []
+    for path, value in with_paths(params):
+        with named_in_errors(path):
+            new.append(dequantize(value) if is_qarray(value) else value)
+    return with_leaves(params, new)

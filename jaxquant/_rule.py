@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rule: which parameters or ops it is for, and what they are quantized to."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _checks as checks
+from ._spec import QuantSpec
+
+KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value")
+_OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient")
+_OPS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_OF_PRODUCTS = (
+    '`op` and `gradient` are of products, got {0.op!r} and {0.gradient!r} with kind="value". Drop them, or give them to '
+    "the rule of the dot."
+)
+# Of the fields that not every kind has: the kinds that have one, and the error of the others.
+_FIELDS_OF_KINDS = {
+    "everywhere": (
+        ("weight",),
+        '`everywhere` is of parameters, got it with kind={0.kind!r}. Drop it, or use kind="weight".',
+    ),
+    "weight": (
+        ("weight", "derived", "captured", "gradient"),
+        '`weight` of a Rule must be None where kind="{0.kind}", got {0.weight}: no operand is one. Pass activation=.',
+    ),
+    "op": (KINDS[:-1], _OF_PRODUCTS),
+    "gradient": (KINDS[:-1], _OF_PRODUCTS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What the parameters whose path matches a pattern are quantized to. Static.
+
+    Attributes:
+      pattern: a path glob, in which `*` stands for anything within a segment and `**` for any number of segments, also
+        none: "**/kernel" matches "kernel" and "a/b/kernel". Or a compiled regex, of the whole path. Or a function
+        (path, leaf) -> bool.
+      weight: QuantSpec of the parameter; None leaves it in float.
+      activation: QuantSpec of the other operand of the op that uses the parameter; None leaves it in float. Functions
+        that see the parameters alone cannot quantize it, and `fake_quant_params` refuses it.
+      optional: static bool; True lets the rule match nothing, or nothing that an earlier rule left.
+      min_size: static int; parameters of fewer values are not matched.
+      dtype: parameters of another dtype are not matched; None takes any.
+
+    Of `quantize_fn` alone; functions that see the parameters alone refuse what is not the default:
+
+      kind: which ops the rule is for, and what its pattern matches. "weight": a parameter with something else, by the
+        path of the parameter. "act_act": two operands that depend on data; the pattern is matched with the name of the
+        op in the plan, or with what `quant_point` calls an operand, and `activation` is the spec for both. "derived":
+        an operand computed from parameters alone, by the name of the op or the path of one of them. "captured": an
+        operand that the function closes over, by the name of the op. "gradient": the backward pass of a function that
+        differentiates, by the name of the op. "value": a value that `quant_point` names, by the name; `activation` is
+        its spec, and the dots that take it, moved perhaps, take its integers.
+      op: "dot_general", "conv_general_dilated" or "ragged_dot_general"; None takes all.
+      scope: a path glob of the op's scope, which `jax.named_scope` and the modules of flax and haiku make.
+      custom: what to do where the op is inside a function with a custom derivative (custom_jvp, custom_vjp).
+        "keep": the derivative that its author wrote, at the unquantized values. "inline": the derivative of the
+        quantized ops. None raises.
+      everywhere: static bool. True lets every use of the parameter see its quantized value: a gather, such as of the
+        rows of an embedding, and whatever computes with it in float. Needed to freeze what is tied. A spec whose axis
+        is None means the output channels of the parameter's dot; without a dot name the axis.
+      gradient: the precision of the products of the backward pass, where both operands are quantized. None: float32.
+        "bfloat16": the incoming gradient g rounded to bfloat16, products added in float32. A QuantSpec: g on its grid,
+        the products as exact as those of the forward pass. A pair of these: towards the input and towards the weight;
+        where kind="act_act", towards each operand. A QuantSpec is PerTensor(); PerBlock(None, size) along what is
+        summed; PerToken() towards an input alone; PerChannel(None) towards a weight alone. The value of the function
+        does not change. A scale of the other operand that varies along what is summed, as a weight's channels towards
+        the input, is multiplied into g before g is rounded. What is not finite in g is NaN in what it enters.
+
+    Raises:
+      TypeError: for anything else.
+      ValueError: for `**` beside other characters in a segment, a weight where kind="act_act", and unknown words.
+
+    >>> from jaxquant import Rule, weight_spec
+    >>> Rule("decoder/**/kernel", weight_spec(8, channel_axis=-1), optional=True).optional
+    True
+    """
+
+    def __new__(cls, *args: Any, **kw: Any):
+        checks.argument_names("Rule", kw, [field.name for field in dataclasses.fields(cls)])
+        return super().__new__(cls)
+
+    pattern: str | re.Pattern | Callable[[str, Any], bool]
+    weight: QuantSpec | None = None
+    activation: QuantSpec | None = None
+    optional: bool = dataclasses.field(default=False, kw_only=True)
+    min_size: int = dataclasses.field(default=0, kw_only=True)
+    dtype: Any = dataclasses.field(default=None, kw_only=True)
+    kind: str = dataclasses.field(default="weight", kw_only=True)
+    op: str | None = dataclasses.field(default=None, kw_only=True)
+    scope: str | None = dataclasses.field(default=None, kw_only=True)
+    custom: str | None = dataclasses.field(default=None, kw_only=True)
+    everywhere: bool = dataclasses.field(default=False, kw_only=True)
+    gradient: Any = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        _check_globs(self)
+        _check_specs(self)
+        checks.static_bool("optional", self.optional)
+        checks.static_int_between("min_size", self.min_size, 0, 2**63 - 1)
+        checks.static_bool("everywhere", self.everywhere)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
+        for name, choices in (("kind", KINDS), ("op", _OPS), ("custom", ("keep", "inline"))):
+            if (value := getattr(self, name)) is not None or name == "kind":
+                checks.one_of(name, value, choices)
+        for name, (kinds, text) in _FIELDS_OF_KINDS.items():
+            if self.kind not in kinds and getattr(self, name) not in (None, False, (None, None)):
+                raise ValueError(text.format(self))
+
+    @property
+    def gradients(self) -> tuple[Any, Any]:
+        """The precision of the gradients: towards the input and the weight, or towards the two operands."""
+        is_pair = isinstance(self.gradient, tuple) and len(self.gradient) == 2
+        return self.gradient if is_pair else (self.gradient, self.gradient)
+
+    def of_quantize_fn(self) -> str:
+        """What it says that only `quantize_fn` can do, to be refused elsewhere; or nothing."""
+        fields = [f for f in dataclasses.fields(self) if f.name in _OF_QUANTIZE_FN]
+        return ", ".join(f"{f.name}={v!r}" for f in fields if (v := getattr(self, f.name)) != f.default)
+
+    def in_scope(self, scope: str) -> bool:
+        """Whether it is for ops of a scope."""
+        return self.scope is None or bool(re.fullmatch(_glob(self.scope), scope and f"{scope}/"))
+
+    def matches(self, path: str, leaf: Any) -> bool:
+        """Whether it matches a leaf at a path, by pattern, size and dtype."""
+        if self.min_size and math.prod(getattr(leaf, "shape", ())) < self.min_size:
+            return False
+        if self.dtype is not None and getattr(leaf, "dtype", None) != self.dtype:
+            return False
+        if isinstance(self.pattern, str):
+            return bool(re.fullmatch(_glob(self.pattern), path and f"{path}/"))
+        if isinstance(self.pattern, re.Pattern):
+            return bool(self.pattern.fullmatch(path))
+        matched = self.pattern(path, leaf)
+        if not isinstance(matched, bool | np.bool_):
+            raise TypeError(
+                f"`pattern` {self.pattern!r} must return a bool, got {checks.kind(matched)} at {path!r}. Decide by the "
+                "path, the shape and the dtype: values may be traced."
+            )
+        return bool(matched)
+
+
+def _check_globs(rule: Rule) -> None:
+    text = rule.pattern.pattern if isinstance(rule.pattern, re.Pattern) else rule.pattern
+    if not isinstance(text, str) and not callable(text):
+        raise TypeError(
+            f"`pattern` of a Rule must be a path glob, a compiled regex of str or a function (path, leaf) -> bool, "
+            f"got {checks.kind(text)}. A glob of every path is '**'."
+        )
+    if not isinstance(rule.scope, str | None):
+        raise TypeError(f"`scope` of a Rule must be a path glob or None, got {checks.kind(rule.scope)}.")
+    for name in ("pattern", "scope"):
+        glob = getattr(rule, name)
+        if isinstance(glob, str) and any("**" in s and s != "**" for s in glob.split("/")):
+            raise ValueError(
+                f"`{name}` must have `**` as a whole segment, got {glob!r}. Within a segment write `*`; "
+                "a regex, as the pattern, is re.compile(...)."
+            )
+
+
+def _check_specs(rule: Rule) -> None:
+    for name in ("weight", "activation"):
+        if not isinstance(getattr(rule, name), QuantSpec | None):
+            raise TypeError(
+                f"`{name}` of a Rule must be a QuantSpec, or None to leave it in float, got "
+                f"{checks.kind(getattr(rule, name))}. Build one by weight_spec(...), activation_spec(...) or "
+                "QuantSpec(...)."
+            )
+    for precision in rule.gradients:
+        if not isinstance(precision, QuantSpec | None) and precision != "bfloat16":
+            raise TypeError(
+                f'`gradient` of a Rule must be None, "bfloat16", a QuantSpec, or a pair of these, got '
+                f"{rule.gradient!r}. A pair is (towards the input, towards the weight)."
+            )
+
+
+def _checked_dtype(dtype: Any) -> np.dtype:
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"`dtype` of a Rule must be a dtype or None, got {dtype!r}. Pass one such as jnp.bfloat16."
+        ) from None
+
+
+Rules = Sequence[Rule | tuple[str | re.Pattern | Callable[[str, Any], bool], QuantSpec | None]]
+
+
+def _glob(pattern: str) -> str:
+    """A glob as a regex of paths that end in a slash, so that every segment, also none, is followed by one."""
+    within = lambda segment: "[^/]*".join(map(re.escape, segment.split("*")))
+    segments = pattern.split("/") if pattern else []
+    return "".join("(?:[^/]*/)*" if segment == "**" else f"{within(segment)}/" for segment in segments)
+
+
+def checked_rules(rules: Any) -> list[Rule]:
+    """`rules` as Rules."""
+    is_pair = lambda rule: isinstance(rule, tuple | list) and len(rule) == 2
+    if not isinstance(rules, tuple | list) or (is_pair(rules) and isinstance(rules[0], str | re.Pattern)):
+        raise TypeError(
+            f"`rules` must be a list of pairs (pattern, spec) or of Rules, got {rules!r}. One rule is a list of one; "
+            "of a dict, which would lose its order through jit, pass list(rules.items())."
+        )
+    for i, rule in enumerate(rules):
+        if not isinstance(rule, Rule) and not is_pair(rule):
+            raise TypeError(
+                f"`rules[{i}]` must be a pair (pattern, spec) or a Rule, got {rule!r}. None as the spec leaves what "
+                "matches in float."
+            )
+    return [rule if isinstance(rule, Rule) else Rule(*rule) for rule in rules]
