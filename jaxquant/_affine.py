@@ -107,15 +107,13 @@ _fake_quant.defvjp(_fake_quant_fwd, _fake_quant_bwd)
 
 def _noise(x: Array, spec: QuantSpec, key: Any) -> Array | None:
     """One uniform number for each element if the spec rounds stochastically."""
-    if spec.rounding != "stochastic":
-        if key is not None:
-            raise ValueError(
-                f"`key` is for stochastic rounding alone, got one with {spec}. Drop it, or set rounding='stochastic'."
-            )
+    rounds = spec.rounding == "stochastic"
+    key = checks.rounding_key(key, rounds, str(spec))
+    if not rounds:
         return None
     if key is None:
         raise ValueError(f"`key` must be a PRNG key, got None: {spec} rounds stochastically. Pass jax.random.key(...).")
-    return jax.random.uniform(checks.prng_key("key", key), x.shape, jnp.float32).astype(num.compute_dtype(x.dtype))
+    return jax.random.uniform(key, x.shape, jnp.float32).astype(num.compute_dtype(x.dtype))
 
 
 def checked_qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QParams:

@@ -3,7 +3,7 @@
 
 import difflib
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,10 +50,38 @@ def argument_names(function: str, given: Iterable[str], names: Sequence[str]) ->
     for name in given:
         if name not in names:
             synonym = _SYNONYMS.get(name)
-            nearest = [synonym] if synonym in names else difflib.get_close_matches(name, names, 1, 0.0)
-            raise TypeError(
-                f"`{name}` is no argument of {function}, did you mean `{nearest[0]}`? It has {', '.join(names)}."
-            )
+            meant = repr(synonym) if synonym in names else nearest(name, names, 1)
+            raise TypeError(f"`{name}` is no argument of {function}, did you mean {meant}? It has {', '.join(names)}.")
+
+
+def nearest(text: Any, names: Iterable[Any], n: int = 5) -> str:
+    """The names most like a text, in words, for an error."""
+    found = difflib.get_close_matches(str(text).replace("*", ""), list(dict.fromkeys(map(str, names))), n, 0.0)
+    return ", ".join(map(repr, found)) or "none"
+
+
+def same_keys(
+    name: str, given: Any, expected: Collection[str], fix: str, optional: Collection[str] = (),
+    left: Mapping[Any, str] = {},
+) -> None:  # fmt: skip
+    """Refuses what is no dict, lacks an expected key that is not optional, or has a key that is neither.
+
+    `left` says why a key is none of the expected ones, where it could be one.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"`{name}` must be a dict from entry to its value or None, got {kind(given)}. {fix}")
+    missing = [key for key in expected if key not in given and key not in optional]
+    if missing:
+        raise ValueError(
+            f"`{name}` must have one value for each entry, got none for {missing[0]!r}"
+            f"{f' and {len(missing) - 1} others' if missing[1:] else ''}; the nearest keys it has: "
+            f"{nearest(missing[0], given)}. {fix}"
+        )
+    unknown = [key for key in given if key not in expected and key not in optional]
+    if unknown:
+        why = f"this call leaves as it is: {left[unknown[0]]}" if unknown[0] in left else ""
+        is_none = f"is no entry with these rules; the nearest: {nearest(unknown[0], expected)}"
+        raise ValueError(f"`{name}` has {unknown[0]!r}, which {why or is_none}. {fix}")
 
 
 class NotAnArray:
@@ -209,6 +237,18 @@ def prng_key(name: str, value: Any) -> Any:
     if value.shape != (() if typed else (2,)):
         raise ValueError(f"`{name}` must be one PRNG key, got an array of shape {value.shape}. Pass one of them.")
     return value
+
+
+def rounding_key(key: Any, rounds: bool, given: str) -> Any:
+    """Returns the PRNG key for stochastic rounding, or None; `given` is what does not round so."""
+    if key is None:
+        return None
+    if not rounds:
+        raise ValueError(
+            f"`key` is for stochastic rounding alone, got one with {given}. Drop it, or give a spec "
+            "rounding='stochastic'."
+        )
+    return prng_key("key", key)
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:

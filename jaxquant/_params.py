@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Params pytrees whole: which leaf gets which spec, and what is made of the leaves that have one."""
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from ._affine import checked_qparams, dequantize, fake_quant, quantize, scale_gr
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from ._qparams import QParams
 from ._ranges._fit import fit_qparams
-from ._rule import Rule, Rules, checked_rules
+from ._rule import Rule, Rules, checked_rules, pattern_in_words, shadowed
 from ._spec import QuantSpec, limits_of, qparams_shape
 
 
@@ -59,17 +58,11 @@ def _leaves(params: Any, rules: Any) -> list[_Leaf]:
 
 def _unused(i: int, rule: Rule, first: dict[str, Rule], paths: list[str]) -> str:
     if first:
-        path, earlier = next(iter(first.items()))
-        return (
-            f"`rules[{i}]`, {rule.pattern!r}, is shadowed: all it matches, such as {path!r}, is taken by the earlier "
-            f"rule {earlier.pattern!r}. Put the narrower rule first, drop one, or pass Rule(..., optional=True)."
-        )
-    pattern = rule.pattern if isinstance(rule.pattern, str) else str(getattr(rule.pattern, "pattern", ""))
-    nearest = difflib.get_close_matches(pattern.replace("*", ""), paths, 5, 0.0)
+        return shadowed(i, rule, *next(iter(first.items())))
     return (
         f"`rules[{i}]`, {rule.pattern!r}, matches no parameter, of {len(paths)}. The nearest paths: "
-        f"{', '.join(map(repr, nearest)) or 'none'}. Fix the pattern ('**/' also matches zero segments), or pass "
-        "Rule(..., optional=True)."
+        f"{checks.nearest(pattern_in_words(rule.pattern), paths)}. Fix the pattern ('**/' also matches zero segments), "
+        "or pass Rule(..., optional=True)."
     )
 
 
@@ -100,32 +93,17 @@ def _qparams_of(leaves: list[_Leaf], qparams: Any) -> Mapping[str, QParams | Non
     paths = [leaf.path for leaf in leaves if leaf.spec]
     if qparams is None:
         return dict.fromkeys(paths)
-    if not isinstance(qparams, Mapping):
-        raise TypeError(
-            f"`qparams` must be a dict from path to QParams, or None for ranges from the parameters, got "
-            f"{checks.kind(qparams)}. Make one by init_qparams(params, rules)."
-        )
-    missing, unknown = [p for p in paths if qparams.get(p) is None], [p for p in qparams if p not in paths]
-    if missing or unknown:
-        raise ValueError(
-            f"`qparams` must have one entry for each parameter that a rule quantizes, got none for {missing} and "
-            f"unknown paths {unknown}. Make them by init_qparams(params, rules) with these rules."
-        )
+    is_dict = isinstance(qparams, Mapping)
+    given = {path: v for path, v in qparams.items() if v is not None} if is_dict else qparams
+    checks.same_keys("qparams", given, paths, "Make it by init_qparams(params, rules), with these rules.")
     return qparams
 
 
 def _keys_of(leaves: list[_Leaf], key: Any) -> dict[str, Any]:
     """A key of its own for each leaf that rounds stochastically."""
     paths = [leaf.path for leaf in leaves if leaf.spec and leaf.spec.rounding == "stochastic"]
-    if key is None:
-        return {}
-    if not paths:
-        raise ValueError(
-            "`key` is for stochastic rounding alone, got one, and no rule rounds so. Drop it, or give a spec "
-            "rounding='stochastic'."
-        )
-    key = checks.prng_key("key", key)
-    return {path: jax.random.fold_in(key, i) for i, path in enumerate(paths)}
+    key = checks.rounding_key(key, bool(paths), "no rule that rounds so")
+    return {} if key is None else {path: jax.random.fold_in(key, i) for i, path in enumerate(paths)}
 
 
 def match_rules(params: Any, rules: Rules) -> Any:
@@ -161,6 +139,13 @@ def match_rules(params: Any, rules: Rules) -> Any:
     {'bias': None, 'kernel': QuantSpec(bits=4, granularity=PerChannel(-1))}
     """
     return with_leaves(params, [leaf.spec for leaf in _leaves(params, rules)])
+
+
+def checked_lsq_gradient(lsq_gradient: Any, qparams: Any, made_by: str) -> bool:
+    """`lsq_gradient` as a bool; without qparams it would have no effect."""
+    if checks.static_bool("lsq_gradient", lsq_gradient) and qparams is None:
+        raise ValueError(f"`lsq_gradient` is for qparams that are trained, got qparams=None. Pass {made_by}.")
+    return bool(lsq_gradient)
 
 
 def with_lsq_gradient(qparams: QParams, size: int, spec: QuantSpec, bits: Any) -> QParams:
@@ -220,8 +205,7 @@ def fake_quant_params(
                 f"{leaf.rule.activation}, which would stay in float. Quantize activations where they are made, by "
                 "fake_quant(x, spec, qparams)."
             )
-    if checks.static_bool("lsq_gradient", lsq_gradient) and qparams is None:
-        raise ValueError("`lsq_gradient` is for qparams that are trained, got qparams=None. Pass init_qparams(...).")
+    lsq_gradient = checked_lsq_gradient(lsq_gradient, qparams, "init_qparams(params, rules)")
     of_path, keys = _qparams_of(leaves, qparams), _keys_of(leaves, key)
 
     def one(leaf: _Leaf, spec: QuantSpec) -> Any:

@@ -21,7 +21,7 @@ from ._spec import QuantSpec, qparams_shape
 from ._table import as_html, as_text
 from ._tally import Tally, merge_tallies, sqnr, tally, to_nearest
 from ._transform._entries import Entry
-from ._transform._plan import Site, in_words, nearest
+from ._transform._plan import Site, in_words
 from ._transform._quantize_fn import QuantizedFunction
 
 
@@ -106,7 +106,7 @@ class Report:
         for row in self.rows:
             if row.entry == entry:
                 return row
-        raise KeyError(f"{entry!r}; the nearest entries: {nearest(entry, [row.entry for row in self.rows])}")
+        raise KeyError(f"{entry!r}; the nearest entries: {checks.nearest(entry, [row.entry for row in self.rows])}")
 
     def __str__(self) -> str:
         return as_text(*self._table())

@@ -16,8 +16,8 @@ KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value")
 _OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient")
 _OPS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _OF_PRODUCTS = (
-    '`op` and `gradient` are of products, got {0.op!r} and {0.gradient!r} with kind="value". Drop them, or give them to '
-    "the rule of the dot."
+    '`op` and `gradient` are of products, got {0.op!r} and {0.gradient!r} with kind="value". Drop them, or give them '
+    "to the rule of the dot."
 )
 # Of the fields that not every kind has: the kinds that have one, and the error of the others.
 _FIELDS_OF_KINDS = {
@@ -217,3 +217,18 @@ def checked_rules(rules: Any) -> list[Rule]:
                 "matches in float."
             )
     return [rule if isinstance(rule, Rule) else Rule(*rule) for rule in rules]
+
+
+def pattern_in_words(pattern: Any) -> str:
+    """A glob as it is, a regex by its text, a function by its name."""
+    if isinstance(pattern, str):
+        return pattern
+    return getattr(pattern, "pattern", None) or getattr(pattern, "__name__", type(pattern).__name__)
+
+
+def shadowed(i: int, rule: Rule, name: str, earlier: Rule) -> str:
+    """What is wrong with rule number i, which matches `name`, and nothing that an earlier one does not take."""
+    return (
+        f"`rules[{i}]`, {rule.pattern!r}, is shadowed: all it matches, such as {name!r}, is taken by the earlier "
+        f"rule {earlier.pattern!r}. Put the narrower rule first, drop one, or pass Rule(..., optional=True)."
+    )

@@ -354,7 +354,7 @@ def test_a_key_is_needed_for_the_derivative_alone():
     assert_same_bits(*jax.jit(lambda w, x: (q({"w": w}, x, key=jax.random.key(0)), q({"w": w}, x)))(W, X))
     with pytest.raises(ValueError, match=r"which needs a PRNG key\. Pass key="):
         jax.eval_shape(gradients(matmul, stochastic), W, X, G)
-    with pytest.raises(ValueError, match="no rule rounds so"):
+    with pytest.raises(ValueError, match="no rule that rounds so"):
         in_float({"w": W}, X, key=jax.random.key(0))
 
 

@@ -134,12 +134,12 @@ class Variable:
 @pytest.mark.parametrize(
     ("call", "texts"),
     [
-        (lambda: jaxquant.weight_spec(8, axis=-1), ["`axis`", "weight_spec", "did you mean `channel_axis`"]),
-        (lambda: jaxquant.weight_spec(4, group_size=32), ["`group_size`", "did you mean `block_size`"]),
-        (lambda: jaxquant.activation_spec(8, symetric=True), ["`symetric`", "activation_spec", "`symmetric`"]),
+        (lambda: jaxquant.weight_spec(8, axis=-1), ["`axis`", "weight_spec", "did you mean 'channel_axis'"]),
+        (lambda: jaxquant.weight_spec(4, group_size=32), ["`group_size`", "did you mean 'block_size'"]),
+        (lambda: jaxquant.activation_spec(8, symetric=True), ["`symetric`", "activation_spec", "'symmetric'"]),
         (lambda: jaxquant.QuantSpec(8), ["by name", "bits=8"]),
-        (lambda: jaxquant.QuantSpec(num_bits=8), ["`num_bits`", "QuantSpec", "did you mean `bits`"]),
-        (lambda: jaxquant.Rule("w", weights=W8), ["`weights`", "Rule", "did you mean `weight`"]),
+        (lambda: jaxquant.QuantSpec(num_bits=8), ["`num_bits`", "QuantSpec", "did you mean 'bits'"]),
+        (lambda: jaxquant.Rule("w", weights=W8), ["`weights`", "Rule", "did you mean 'weight'"]),
         (
             lambda: jaxquant.quantize_fn(lambda params, x: x, [])([Variable()], np.ones(2, np.float32)),
             ["a hash", "Variable", "{v.path: v.value for v in model.variables}"],

@@ -185,12 +185,12 @@ MISFITS = [
         (f, {"qparams": qparams}, kind, texts)
         for f in takes_qparams
         for qparams, kind, texts in [
-            ({}, ValueError, ["`qparams`", "got none for ['layer/w']", "init_qparams(params, rules)"]),
-            ({"layer/w": None}, ValueError, ["`qparams`", "got none for ['layer/w']"]),
-            ({"w": PLAIN}, ValueError, ["got none for ['layer/w']", "unknown paths ['w']"]),
-            ({"layer/w": PLAIN, "layer/bias": PLAIN}, ValueError, ["none for []", "unknown paths ['layer/bias']"]),
-            ({"layer/w": PLAIN, 0: PLAIN}, ValueError, ["unknown paths [0]"]),
-            (PLAIN, TypeError, ["`qparams`", "a dict from path to QParams", "got QParams"]),
+            ({}, ValueError, ["`qparams`", "got none for 'layer/w'", "init_qparams(params, rules)"]),
+            ({"layer/w": None}, ValueError, ["`qparams`", "got none for 'layer/w'"]),
+            ({"w": PLAIN}, ValueError, ["got none for 'layer/w'", "the nearest keys it has: 'w'"]),
+            ({"layer/w": PLAIN, "layer/bias": PLAIN}, ValueError, ["`qparams` has 'layer/bias'", "nearest: 'layer/w'"]),
+            ({"layer/w": PLAIN, 0: PLAIN}, ValueError, ["`qparams` has 0, which is no entry"]),
+            (PLAIN, TypeError, ["`qparams`", "a dict from entry to its value", "got QParams"]),
             ([("layer/w", PLAIN)], TypeError, ["`qparams`", "got list"]),
             ("layer/w", TypeError, ["`qparams`", "got str"]),
             ({"layer/w": (0.1, 0.0)}, TypeError, [OF_RULE, "`qparams`", "got tuple"]),
@@ -202,7 +202,7 @@ MISFITS = [
             ({"layer/w": QParams(0.1, jnp.ones(6))}, ValueError, [OF_RULE, "`qparams.zero_point`", "(6,)"]),
         ]
     ],
-    *[(f, {"key": KEY}, ValueError, ["`key`", "no rule rounds so", "Drop it"]) for f in takes_qparams],
+    *[(f, {"key": KEY}, ValueError, ["`key`", "no rule that rounds so", "Drop it"]) for f in takes_qparams],
     *[
         (f, {"bits": bits}, kind, [OF_RULE, "`bits`", text])
         for f in (jq.fake_quant_params, jq.init_qparams)

@@ -14,12 +14,12 @@ from .._integer._contract import Precision
 from .._jaxpr._program import CONV, NAME, RAGGED, Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin, Walk
 from .._paths import named_in_errors
-from .._rule import KINDS, Rule
+from .._rule import KINDS, Rule, pattern_in_words, shadowed
 from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
 from ._backward import precisions
 from ._entries import Entries, Entry
 from ._match import MatchedOp, Matcher, gathered_by_data, is_exact, is_wanted, names_of, ops_of
-from ._plan import Count, Plan, Site, nearest
+from ._plan import Count, Plan, Site
 
 
 class Decision(NamedTuple):
@@ -559,16 +559,12 @@ def _note_custom(op: MatchedOp, decision: Decision, custom: dict[Location, str])
 def _unused(i: int, rule: Rule, matcher: Matcher, ops: list[MatchedOp]) -> str:
     """What is wrong with a rule that decided nothing."""
     if i in matcher.shadowed:
-        name, earlier = matcher.shadowed[i]
-        return (
-            f"`rules[{i}]`, {rule.pattern!r}, is shadowed: all it matches, such as {name!r}, is taken by the earlier "
-            f"rule {earlier.pattern!r}. Put the narrower rule first, drop one, or pass Rule(..., optional=True)."
-        )
-    pattern = rule.pattern if isinstance(rule.pattern, str) else str(getattr(rule.pattern, "pattern", ""))
+        return shadowed(i, rule, *matcher.shadowed[i])
+    pattern = pattern_in_words(rule.pattern)
     of_kind = [name for op in ops if op.kind == rule.kind for side in range(2) for name in op.subjects(side)]
     message = (
         f"`rules[{i}]`, {rule.pattern!r}, matched no site of kind {rule.kind!r}. The nearest of "
-        f"{len(set(of_kind))} names: {nearest(pattern, of_kind)}."
+        f"{len(set(of_kind))} names: {checks.nearest(pattern, of_kind)}."
     )
     bare, last = dataclasses.replace(rule, min_size=0, dtype=None), ""
     matches = lambda name: bare.matches(name, matcher.leaves.get(name))
@@ -592,7 +588,7 @@ def _unused(i: int, rule: Rule, matcher: Matcher, ops: list[MatchedOp]) -> str:
         message += f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is. "
         message += "Rule(..., everywhere=True) quantizes it where it is gathered or computed with, too."
     elif rule.kind == "weight":
-        others = f"; the nearest of {len(matcher.leaves)}: {nearest(pattern, list(matcher.leaves))}"
+        others = f"; the nearest of {len(matcher.leaves)}: {checks.nearest(pattern, matcher.leaves)}"
         message += f" No parameter has such a path{others if matcher.leaves.keys() - set(of_kind) else ''}."
         last = f" If these are not the parameters, `{matcher.params}` is wrong."
     return f"{message} Fix the rule, or pass Rule(..., optional=True); q.plan(...) without it prints all sites.{last}"

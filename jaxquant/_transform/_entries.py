@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .. import _checks as checks
 from .._affine import qparams_of_shape
 from .._jaxpr._program import Location
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin
@@ -17,7 +18,6 @@ from .._qarray import QArray
 from .._qparams import QParams
 from .._rule import Rule
 from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, equal_but_for_rounding, qparams_shape
-from ._plan import nearest
 
 
 class Entry(NamedTuple):
@@ -180,11 +180,6 @@ class Entries:
         """The qparams of each entry, in float32 and of full rank, as a caller has passed them; None is dynamic."""
         if qparams is None or (isinstance(qparams, Mapping) and not qparams):
             return dict.fromkeys(self.of)
-        if not isinstance(qparams, Mapping):
-            raise TypeError(
-                f"`qparams` must be a dict from entry to QParams or None, got {type(qparams).__name__}. Make one by "
-                "q.init_qparams(params, ...)."
-            )
         self.same_keys("qparams", "q.init_qparams(params, ...)", qparams, frozen)
         return {key: self.checked(key, qparams.get(key)) for key in self.of}
 
@@ -195,27 +190,10 @@ class Entries:
             key in self.of and is_ours(v) for key, v in argument.items()
         )  # fmt: skip
 
-    def same_keys(self, name: str, made_by: str, given: Mapping[str, Any], without: Mapping[str, Any]) -> None:
-        """Raises for entries that are missing, but of those `without`, or unknown."""
-        missing = [key for key in self.of if key not in given and key not in without]
-        unknown = [key for key in given if key not in self.of and key not in without]
-        if missing:
-            raise ValueError(
-                f"`{name}` must have one value for each entry, got none for {missing[0]!r}"
-                f"{f' and {len(missing) - 1} others' if missing[1:] else ''}; the nearest keys it has: "
-                f"{nearest(missing[0], list(given))}. Make it by {made_by}; None as the value of an entry makes it "
-                "dynamic."
-            )
-        if unknown and (why := self.left.get(unknown[0])):
-            raise ValueError(
-                f"`{name}` has {unknown[0]!r}, which this call leaves as it is: {why}. Call it with what it was made "
-                f"for, or make it anew by {made_by}."
-            )
-        if unknown:
-            raise ValueError(
-                f"`{name}` has {unknown[0]!r}, which is no entry of this function with these rules; the nearest: "
-                f"{nearest(unknown[0], list(self.of))}. Make it by {made_by}, with these rules."
-            )
+    def same_keys(self, name: str, made_by: str, given: Any, optional: Collection[str]) -> None:
+        """Raises for entries that are missing, but of the optional ones, or unknown."""
+        fix = f"Make it by {made_by} of this call and these rules; None as the value of an entry makes it dynamic."
+        checks.same_keys(name, given, self.of, fix, optional, self.left)
 
     def checked(self, key: str, qparams: Any) -> Any:
         """The qparams of an entry, as `checked_qparams` gives them."""

@@ -2,10 +2,11 @@
 """The plan of a function: its sites, what becomes of them, and the table that says so."""
 
 import dataclasses
-import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from .. import _checks as checks
+from .._rule import pattern_in_words
 from .._spec import PerBlock, PerChannel, PerToken, QuantSpec
 from .._table import as_html, as_text
 
@@ -105,7 +106,7 @@ class Plan:
         for site in self.sites:
             if site.name == name:
                 return site
-        raise KeyError(f"{name!r}; the nearest names: {nearest(name, [site.name for site in self.sites])}")
+        raise KeyError(f"{name!r}; the nearest names: {checks.nearest(name, [site.name for site in self.sites])}")
 
     def __str__(self) -> str:
         return as_text(*self._table(), self._sums())
@@ -147,13 +148,6 @@ class Plan:
         return *lines, f"{_NO_OPERAND}: biases and the like, which no dot or convolution takes as they are"
 
 
-def pattern_in_words(pattern: Any) -> str:
-    """A glob as it is, a regex by its text, a function by its name."""
-    if isinstance(pattern, str):
-        return pattern
-    return getattr(pattern, "pattern", None) or getattr(pattern, "__name__", type(pattern).__name__)
-
-
 def in_words(spec: QuantSpec, is_per_token: bool = False) -> str:
     """A spec in a cell of a table."""
     kind = spec.granularity
@@ -168,9 +162,3 @@ def in_words(spec: QuantSpec, is_per_token: bool = False) -> str:
         return f"{spec.format} per {per}"
     sign = "" if spec.signed else "unsigned "
     return f"{spec.bits} bits {sign}{'symmetric' if spec.symmetric else 'affine'} per {per}"
-
-
-def nearest(text: str, names: Sequence[str], n: int = 5) -> str:
-    """The names most like a text, in words, for an error."""
-    found = difflib.get_close_matches(text.replace("*", ""), list(dict.fromkeys(names)), n, 0.0)
-    return ", ".join(map(repr, found)) or "none"

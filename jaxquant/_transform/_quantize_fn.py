@@ -19,19 +19,19 @@ from .._integer._contract import checked_execution
 from .._jaxpr._evaluate import Scope
 from .._jaxpr._program import traced
 from .._jaxpr._walk import DATA, POINT, Origin, Walk, parameter
-from .._params import with_lsq_gradient
+from .._params import checked_lsq_gradient, with_lsq_gradient
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from .._qparams import QParams
 from .._ranges._fit import fit_qparams
 from .._ranges._range import Range, qparams_from_range
-from .._rule import Rules, checked_rules
+from .._rule import Rules, checked_rules, pattern_in_words
 from .._tally import Tally
 from ._call import Call, Static, is_traced, misuse, noted, paths_of, refuse_lost_changes, with_own
 from ._decide import Decisions, decide
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
 from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, has_range
-from ._plan import Plan, Site, pattern_in_words
+from ._plan import Plan, Site
 from ._sites import ReadInFloat, Sites, View, is_stochastic
 
 
@@ -173,20 +173,15 @@ class QuantizedFunction:
         if ranges is None:
             ranges = self.observe(*args, **kwargs)
         made_by = "q.observe(params, ...)"
-        if not isinstance(ranges, Mapping):
-            raise TypeError(f"`ranges` must be a dict from entry to Range, got {checks.kind(ranges)}: {made_by}.")
-        inputs = {key: entry for key, entry in entries.of.items() if not entry.is_weight}
-        of_inputs = {} if dynamic else {key: ranges.get(key) for key in inputs}
-        if not dynamic:
-            others = {key: None for key, entry in entries.of.items() if not has_range(entry)}
-            entries.same_keys("ranges", made_by, ranges, others)
+        without = {key for key, entry in entries.of.items() if dynamic or not has_range(entry)}
+        entries.same_keys("ranges", made_by, ranges, without)
         params = dict(with_paths(args[self._argnum]))
         found = {}
         for key, entry in entries.of.items():
             with named_in_errors(key, rule=entry.rule):
                 made = (
                     _of_parameter(params[key], entry, method) if entry.is_weight
-                    else _of_input(of_inputs.get(key), entry)
+                    else _of_input(ranges.get(key), entry)
                 )  # fmt: skip
                 found[key] = made and made._replace(spec=entry.spec)
         return found
@@ -325,16 +320,8 @@ class QuantizedFunction:
         """The arguments that the function does not have, taken out of its keywords: (key, qparams, lsq_gradient)."""
         own = lambda name, default: default if name in self._names else kwargs.pop(name, default)
         key, qparams, lsq_gradient = own("key", None), own("qparams", None), own("lsq_gradient", False)
-        if key is not None and not self._rounds_stochastically():
-            raise ValueError(
-                "`key` is for stochastic rounding alone, got one, and no rule rounds so. Drop it, or give a spec "
-                "rounding='stochastic'."
-            )
-        if checks.static_bool("lsq_gradient", lsq_gradient) and qparams is None:
-            raise ValueError(
-                "`lsq_gradient` is for qparams that are trained, got qparams=None. Pass q.init_qparams(params, ...)."
-            )
-        return None if key is None else checks.prng_key("key", key), qparams, lsq_gradient
+        key = checks.rounding_key(key, self._rounds_stochastically(), "no rule that rounds so")
+        return key, qparams, checked_lsq_gradient(lsq_gradient, qparams, "q.init_qparams(params, ...)")
 
     def _passed(self, qparams: Any) -> dict[str, Any]:
         """The qparams of a method as an argument of the call."""
