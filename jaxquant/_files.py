@@ -22,17 +22,16 @@ import numpy as np
 from . import _checks as checks
 from ._pack import pack, unpack
 from ._paths import named_in_errors, unboxed, with_paths
-from ._qarray import QArray, checked_qarray, frozen_from_json, frozen_to_json
+from ._qarray import QArray, checked_qarray, frozen_from_json, frozen_to_json, scales_of
 from ._qparams import Log2QParams, QParams
 from ._ranges._range import Range
 from ._spec import spec_from_json, spec_to_json
 
-# 1 did not hold the structure of the tree, 2 no formats but integers, 3 no specs of qparams and all arrays in full
-_SCHEMA = 4
+_SCHEMA = 4  # 3 had no specs of qparams, and all arrays in full; those before were in no release
 _HEADER = "__jaxquant__"
 _WIDE = {"float64", "int64", "uint64", "complex128"}
 _PAIRS: dict[str, type] = {"QParams": QParams, "Log2QParams": Log2QParams, "Range": Range}
-_STATIC = "spec", "dtype", "frozen"  # of what is in a group beside its arrays
+_STATIC = "spec", "dtype"  # of what is in a group beside its arrays
 _OF_NUMPY = {"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))}
 _OF_NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
 _RESERVED = (_HEADER, "__metadata__")  # by us, and by safetensors
@@ -132,10 +131,9 @@ def load(path: Any, like: Any = None) -> Any:
     with _unreadable(path):
         header, arrays = read(path)
         header = json.loads(header)
-        if header["schema"] not in (1, 2, 3, _SCHEMA):
-            raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads 1 to {_SCHEMA}")
-        said = {name: header[name] for name in ("leaves", "tree")} if header["schema"] > 1 else header["leaves"]
-        if header["sha256"] != _digest(said, arrays):
+        if header["schema"] not in (3, _SCHEMA):
+            raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads 3 and {_SCHEMA}")
+        if header["sha256"] != _digest({name: header[name] for name in ("leaves", "tree")}, arrays):
             raise ValueError("its data are not those that its digest was made of")
         wide = set.union(set(), *({leaf.get("dtype"), *leaf["dtypes"].values()} for leaf in header["leaves"].values()))
     if wide & _WIDE and not jax.config.read("jax_enable_x64"):
@@ -145,7 +143,7 @@ def load(path: Any, like: Any = None) -> Any:
         )
     with _unreadable(path):
         leaves = {name: _leaf(name, described, arrays) for name, described in header["leaves"].items()}
-        tree = _rebuilt(header["tree"], leaves) if header["schema"] > 1 else leaves
+        tree = _rebuilt(header["tree"], leaves)
     return tree if like is None else _shaped_like(like, leaves)
 
 
@@ -277,7 +275,7 @@ def _is_numeric(dtype: Any) -> bool:
 
 
 def _plain(value: np.ndarray) -> np.ndarray:
-    """As a dtype that NumPy and every reader knows: bfloat16 and its like as integers of their bits."""
+    """The array in a dtype that NumPy and every reader knows: bfloat16 and its like as integers of their bits."""
     of_numpy = str(value.dtype) in _OF_NUMPY
     return np.ascontiguousarray(value if of_numpy else value.view(f"u{value.dtype.itemsize}")).reshape(value.shape)
 
@@ -309,10 +307,7 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
     if "stored" in described:
         parts["values"] = parts["values"].astype({"int4": jnp.int4, "uint4": jnp.uint4}[described["stored"]])
     frozen = frozen_from_json(described.get("frozen"))
-    q = QArray(
-        parts["values"], parts["scale"], parts["zero_point"], spec, dtype, order, parts.get("tensor_scale"), frozen
-    )
-    return checked_qarray(name, q)
+    return checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype, order=order, frozen=frozen))
 
 
 def _digest(said: dict, arrays: dict[str, np.ndarray]) -> str:
@@ -345,7 +340,7 @@ def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
 
 
 def _lying_like(like: Any, leaf: Any) -> Any:
-    """A leaf with the order and the dtype in memory that another has."""
+    """A leaf with the order and the dtype in memory of another."""
     if not isinstance(leaf, QArray):
         return leaf
     return dataclasses.replace(leaf, values=leaf.values.astype(like.stored.dtype), order=like.order)
@@ -360,12 +355,12 @@ def _signature(leaf: Any) -> str:
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    if isinstance(leaf, QParams | Log2QParams):
-        return leaf._asdict() | ({"spec": leaf.spec} if leaf.spec else {})
-    if not isinstance(leaf, QArray):
-        return leaf._asdict()
-    of_tensor = () if leaf.tensor_scale is None else ("tensor_scale",)
-    return {part: getattr(leaf, part) for part in ("values", "scale", "zero_point", *of_tensor, "spec", "dtype")}
+    """The parts of a leaf by name: its arrays, and what tells it from others of their shapes."""
+    if isinstance(leaf, QArray):
+        scales = {name: v for name, v in scales_of(leaf)._asdict().items() if v is not None}
+        return {"values": leaf.values, **scales, "spec": leaf.spec, "dtype": leaf.dtype}
+    fields = leaf._asdict()
+    return {name: v for name, v in fields.items() if name != "spec" or v}
 
 
 def _container(path: Any) -> tuple[pathlib.Path, tuple[Callable, Callable]]:

@@ -20,12 +20,15 @@ def broadcast_groups(v: Array, shape: tuple[int, ...]) -> Array:
     """
     if v.ndim == 0:
         return v
-    groups = (1,) * (len(shape) - v.ndim) + v.shape
-    if v.ndim < len(shape):
-        v = lax.reshape(v, groups)
-    for axis, (g, n) in enumerate(zip(groups, shape, strict=True)):
+    v = of_rank(v, len(shape))
+    for axis, (g, n) in enumerate(zip(v.shape, shape, strict=True)):
         v = v if g in (0, 1) else apart(v, axis, n)
     return v
+
+
+def of_rank(v: Array, ndim: int) -> Array:
+    """The values in an array of a higher rank; axes are counted from the end."""
+    return lax.reshape(v, (1,) * (ndim - v.ndim) + v.shape) if v.ndim < ndim else v
 
 
 def reduce_groups(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
@@ -98,11 +101,6 @@ def _blocks_of(groups: Sequence[int], old: Sequence[int], new: Sequence[int]) ->
         else:
             return None
     return sizes
-
-
-def transposed(v: Array, permutation: Sequence[int]) -> Array:
-    """Where a tensor is transposed."""
-    return lax.transpose(v, permutation)
 
 
 def broadcasted(v: Array, rank: int, axes: Sequence[int]) -> Array:

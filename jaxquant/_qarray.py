@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from . import _checks as checks
-from . import _groups as groups
+from . import _groups as grouping
 from . import _numerics as num
 from ._spec import PerBlock, PerChannel, PerTensor, QuantSpec, granularity_of, spec_from_json, spec_to_json
 
@@ -32,6 +32,22 @@ class Frozen(NamedTuple):
     from_qparams: bool
     static_inputs: bool
     activation: QuantSpec | None
+
+
+class Scales(NamedTuple):
+    """The arrays of a QArray that turn its values into real ones: each has a value for each group, or one for all."""
+
+    scale: Any
+    zero_point: Any
+    tensor_scale: Any
+
+    def map(self, f: Callable[[Any], Any]) -> "Scales":
+        """The result of `f` for each that is there."""
+        return Scales(*(None if v is None else f(v) for v in self))
+
+    def map_groups(self, f: Callable[[Array], Array], ndim: int) -> "Scales":
+        """The scales where what they scale, of rank `ndim`, is moved: `f` says what becomes of values for groups."""
+        return self.map(lambda v: f(grouping.of_rank(v, ndim)) if v.ndim else v)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
@@ -61,8 +77,11 @@ class QArray(checks.NotAnArray):
     the granularity that they have then. It is no array: `dequantize` gives the real values, `dot_general` contracts.
     """
 
-    # Of what is stored; a field too, which `dataclasses.replace` takes.
-    values: Any = property(lambda q: own_values(q.stored, q.order, q.spec))  # noqa: RUF009
+    @property
+    def _own_values(self) -> Any:
+        return own_values(self.stored, self.order, self.spec)
+
+    values: Any = _own_values  # computed where it is read, and a field for `dataclasses.replace`; kept is `stored`
     scale: Array
     zero_point: Array
     spec: QuantSpec
@@ -77,19 +96,8 @@ class QArray(checks.NotAnArray):
         order: tuple[int, ...] | None = None, tensor_scale: Any = None, frozen: Frozen | None = None,
     ):  # fmt: skip
         stored = _transposed(values, lambda ndim: permutation(order, ndim)) if order else values
-        vars(self).update(stored=stored, scale=scale, zero_point=zero_point, spec=spec, dtype=dtype, order=order)
-        vars(self).update(tensor_scale=tensor_scale, frozen=frozen)
-
-    @classmethod
-    def of_stored(
-        cls, stored: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any, order: tuple[int, ...] | None,
-        tensor_scale: Any = None, frozen: Frozen | None = None,
-    ) -> "QArray":  # fmt: skip
-        """Of values that lie in `order`, which is the QArray as a pytree: of any leaves."""
-        self = object.__new__(cls)
-        vars(self).update(stored=stored, scale=scale, zero_point=zero_point, spec=spec, dtype=dtype, order=order)
-        vars(self).update(tensor_scale=tensor_scale, frozen=frozen)
-        return self
+        arrays = {"stored": stored, "scale": scale, "zero_point": zero_point, "tensor_scale": tensor_scale}
+        vars(self).update(arrays, spec=spec, dtype=dtype, order=order, frozen=frozen)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,15 +128,15 @@ class QArray(checks.NotAnArray):
 
     @property
     def T(self) -> "QArray":
-        """With the axes in the opposite order."""
+        """The QArray with its axes in the opposite order."""
         order = tuple(reversed(range(self.ndim)))
-        return self._moved(lax.transpose(self.values, order), lambda v: groups.transposed(v, order))
+        return self._moved(lax.transpose(self.values, order), lambda v: lax.transpose(v, order))
 
     def reshape(self, *shape: Any) -> "QArray":
-        """In another shape, given as for an array; one size may be -1."""
+        """The QArray in another shape, given as for an array; one size may be -1."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         values = self.values.reshape(sizes)
-        return self._moved(values, lambda v: groups.reshaped(v, self.shape, values.shape))
+        return self._moved(values, lambda v: grouping.reshaped(v, self.shape, values.shape))
 
     def __getitem__(self, i: Any) -> "QArray":
         """The part at an index of the first axis, static or traced."""
@@ -142,50 +150,73 @@ class QArray(checks.NotAnArray):
         if not inside:  # which ends an iteration
             raise IndexError(f"The index {i} is out of range for a QArray of shape {self.shape}.")
         at = lambda v: lax.dynamic_index_in_dim(v, index, 0, keepdims=False)
-        of_groups = lambda v: at(groups.apart(v, 0, self.shape[0])) if v.shape[0] > 1 else lax.squeeze(v, [0])
+        of_groups = lambda v: at(grouping.apart(v, 0, self.shape[0])) if v.shape[0] > 1 else lax.squeeze(v, [0])
         if self.order and len(self.order) == self.ndim:
             return self._moved(at(self.values), of_groups)
         stored = at(self.stored)  # of a stack, whose elements lie as before
         part = self._moved(own_values(stored, self.order, self.spec), of_groups)
-        return QArray.of_stored(
-            stored, part.scale, part.zero_point, part.spec, part.dtype, self.order, part.tensor_scale, part.frozen
-        )
+        return changed(part, stored=stored, order=self.order)
 
-    def _moved(self, values: Array, of_groups: Callable[[Array], Array]) -> "QArray":
-        """With the values elsewhere, and the qparams by what becomes of values for groups."""
+    def _moved(self, values: Array, f: Callable[[Array], Array]) -> "QArray":
+        """The QArray of values that were moved, with the granularity that its scales then have."""
+        q = moved(self, values, f)
         frozen = self.frozen and self.frozen._replace(shape=values.shape)
         if self.scale.ndim == 0:
-            return dataclasses.replace(self, values=values, order=None, frozen=frozen)
-        padded = (1,) * (self.ndim - self.scale.ndim) + self.scale.shape
-        scale, zero_point = (of_groups(lax.reshape(v, padded)) for v in (self.scale, self.zero_point))
-        tensor_scale = self.tensor_scale
-        if tensor_scale is not None and tensor_scale.ndim:
-            tensor_scale = of_groups(tensor_scale)
-        granularity = granularity_of(scale.shape, values.shape)
-        if isinstance(granularity, PerTensor) and tensor_scale is not None:
+            return changed(q, frozen=frozen)
+        granularity, scales = granularity_of(q.scale.shape, values.shape), scales_of(q)
+        if isinstance(granularity, PerTensor) and q.tensor_scale is not None:
             granularity = PerChannel(0)  # of one scale, which that of the tensor scales
-        if isinstance(granularity, PerTensor):
-            scale, zero_point = scale.reshape(()), zero_point.reshape(())
-        spec = dataclasses.replace(self.spec, granularity=granularity)
-        return QArray(values, scale, zero_point, spec, self.dtype, None, tensor_scale, frozen)
+        elif isinstance(granularity, PerTensor):
+            scales = scales.map(lambda v: v.reshape(()))
+        return changed(q, **scales._asdict(), spec=dataclasses.replace(q.spec, granularity=granularity), frozen=frozen)
 
 
-_Static = tuple[QuantSpec, Any, tuple[int, ...] | None, Frozen | None]  # spec, dtype, order, frozen
+def changed(q: QArray, **fields: Any) -> QArray:
+    """`q` with other fields, as its values lie: `stored` instead of `values`, and any leaves."""
+    new = object.__new__(QArray)
+    vars(new).update(vars(q) | fields)
+    return new
+
+
+def scales_of(q: QArray) -> Scales:
+    """What turns the values of `q` into real ones."""
+    return Scales(q.scale, q.zero_point, q.tensor_scale)
+
+
+def groups_of(q: QArray) -> tuple[int, ...]:
+    """How many groups with a scale there are along each axis of `q`."""
+    return (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
+
+
+def moved(q: QArray, values: Any, f: Callable[[Array], Array]) -> QArray:
+    """`q` with its values elsewhere, and its scales by `f`, which says what becomes of values for groups."""
+    return changed(q, stored=values, order=None, **scales_of(q).map_groups(f, q.ndim)._asdict())
+
+
+class _Static(NamedTuple):
+    """The fields of a QArray that are no arrays."""
+
+    spec: QuantSpec
+    dtype: Any
+    order: tuple[int, ...] | None
+    frozen: Frozen | None
 
 
 def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], _Static]:
     # By another name in another order, so that what restores arrays by their paths does not take one for the other.
-    arrays = {"stored" if q.order else "values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
-    # By the spec, and not where there is one: trees of other leaves, None among them, have the same structure.
-    arrays |= {"tensor_scale": q.tensor_scale} if q.spec.has_tensor_scale else {}
-    return [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()], (q.spec, q.dtype, q.order, q.frozen)
+    arrays = {"stored" if q.order else "values": q.stored, **scales_of(q)._asdict()}
+    if not q.spec.has_tensor_scale:  # by the spec, not by what is there: trees of other leaves have the same structure
+        del arrays["tensor_scale"]
+    keyed = [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()]
+    return keyed, _Static(q.spec, q.dtype, q.order, q.frozen)
 
 
 def _of_arrays(static: _Static, arrays: Any) -> QArray:
     stored, scale, zero_point, *of_tensor = arrays
-    spec, dtype, order, frozen = static
-    tensor_scale = of_tensor[0] if of_tensor else None
-    return QArray.of_stored(stored, scale, zero_point, spec, dtype, order, tensor_scale, frozen)
+    new = object.__new__(QArray)
+    scales = Scales(scale, zero_point, of_tensor[0] if of_tensor else None)
+    vars(new).update(static._asdict(), stored=stored, **scales._asdict())
+    return new
 
 
 jax.tree_util.register_pytree_with_keys(QArray, _with_keys, _of_arrays)
@@ -223,14 +254,14 @@ def _transposed(v: Any, axes: Callable[[int], tuple[int, ...]]) -> Any:
 
 
 def frozen_to_json(frozen: Frozen | None) -> dict[str, Any] | None:
-    """As what JSON can hold."""
+    """What JSON can hold of it."""
     if frozen is None:
         return None
     return frozen._asdict() | {"activation": frozen.activation and spec_to_json(frozen.activation)}
 
 
 def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
-    """Of what `frozen_to_json` gave; older files and programs say nothing."""
+    """The Frozen that `frozen_to_json` was given; older files and programs say nothing."""
     if said is None:
         return None
     activation = said["activation"] and spec_from_json(said["activation"])
@@ -238,16 +269,15 @@ def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
 
 
 def _static_to_bytes(static: _Static) -> bytes:
-    spec, dtype, order, frozen = static
-    said = {"spec": spec_to_json(spec), "dtype": str(jnp.dtype(dtype)), "order": order}
-    return json.dumps(said | {"frozen": frozen_to_json(frozen)}).encode()
+    said = {"spec": spec_to_json(static.spec), "dtype": str(jnp.dtype(static.dtype)), "order": static.order}
+    return json.dumps(said | {"frozen": frozen_to_json(static.frozen)}).encode()
 
 
 def _static_from_bytes(data: bytes) -> _Static:
     said = json.loads(data)
     order = said.get("order")
     frozen = frozen_from_json(said.get("frozen"))
-    return spec_from_json(said["spec"]), jnp.dtype(said["dtype"]), order and tuple(order), frozen
+    return _Static(spec_from_json(said["spec"]), jnp.dtype(said["dtype"]), order and tuple(order), frozen)
 
 
 # So that an exported program can take and return QArrays.
@@ -264,8 +294,7 @@ def checked_qarray(name: str, q: Any) -> QArray:
     if not isinstance(q, QArray):
         raise TypeError(f"`{name}` must be a QArray, got {checks.kind(q)}. Make one by quantize(x, spec).")
     check_dtypes(name, q)
-    groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
-    kind = q.spec.granularity
+    groups, kind = groups_of(q), q.spec.granularity
     whole = len(groups) == q.ndim and (not isinstance(kind, PerTensor) or all(g == 1 for g in groups))
     sizes = kind.sizes.values() if isinstance(kind, PerBlock) else ()
     fits = lambda g, n: g in (1, n) or any(g * size == n for size in sizes)
@@ -286,12 +315,11 @@ def checked_qarray(name: str, q: Any) -> QArray:
 def check_dtypes(name: str, q: QArray) -> None:
     """Raises for arrays that something has cast: integers in floats are other numbers, and scales other scales."""
     packed = [jnp.int4 if q.spec.signed else jnp.uint4] if q.spec.bits <= 4 and not q.spec.format else []
-    held = {"values": [q.spec.dtype, *packed], "scale": [q.spec.scale_dtype], "zero_point": [q.spec.dtype]}
-    arrays = {"values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
+    expected = {"values": [q.spec.dtype, *packed], "scale": [q.spec.scale_dtype], "zero_point": [q.spec.dtype]}
     if q.spec.has_tensor_scale:
-        held, arrays = held | {"tensor_scale": ["float32"]}, arrays | {"tensor_scale": q.tensor_scale}
-    for part, dtypes in held.items():
-        dtype = getattr(arrays[part], "dtype", None)
+        expected["tensor_scale"] = ["float32"]
+    for part, dtypes in expected.items():
+        dtype = getattr(q.stored if part == "values" else getattr(q, part), "dtype", None)
         if dtype is not None and dtype not in dtypes:
             raise TypeError(
                 f"`{name}` must have {part} of dtype {dtypes[0]}, as {q.spec} holds them, got {dtype}. A cast of all "

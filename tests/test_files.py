@@ -2,7 +2,6 @@
 """Files: every kind of leaf there and back bit for bit; damaged and forged files give an error, never other data."""
 
 import dataclasses
-import json
 import os
 import pathlib
 import sys
@@ -335,20 +334,6 @@ def test_keys_come_back_as_they_are(tmp_path, suffix):
     assert list(got["1"][0]) == [0, 1]
     of_tuples = there_and_back(tmp_path / f"b{suffix}", {(0, "a"): F(1)})
     assert list(of_tuples) == ["(0, 'a')"]  # of a key that JSON cannot hold the text
-
-
-@both
-def test_a_file_of_schema_1_gives_a_dict_by_path(tmp_path, suffix):
-    path, tree = tmp_path / f"a{suffix}", {"w": [F(1), QARRAYS["channel"]], "b": QParams(F(1), F(0))}
-    save(path, tree)
-    write, read = files._CONTAINERS[suffix]
-    header, arrays = read(path)
-    leaves = json.loads(header)["leaves"]
-    write(path, json.dumps({"schema": 1, "sha256": files._digest(leaves, arrays), "leaves": leaves}), arrays)
-    got = load(path)
-    assert sorted(got) == ["b", "w/0", "w/1"]
-    assert {name: bits(leaf) for name, leaf in got.items()} == all_bits(tree)
-    assert bits(load(path, like=tree)) == bits(tree)
 
 
 NAMES = ("a b", "größe/☃", "\U0001d4b3", "/", "//", "a/", "/a", "..", "../up", "a\\b", "file", "#", "?", "x" * 300)

@@ -131,21 +131,20 @@ def test_a_file_that_another_program_wrote(tmp_path):
 
 
 @both
-@pytest.mark.parametrize("schema", [2, 3])
-def test_a_file_of_schema_2_or_3_is_read_like_one_of_4(tmp_path, suffix, schema):
+def test_a_file_of_schema_3_is_read_like_one_of_4(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     bits, leaves, arrays = written(path, TREE)
-    forge(path, leaves, arrays, schema=schema)
+    forge(path, leaves, arrays, schema=3)
     assert all_bits(load(path)) == bits
 
 
 @both
-@pytest.mark.parametrize("schema", [0, 5, "1", None, [1]], ids=repr)
+@pytest.mark.parametrize("schema", [0, 2, 5, "3", None, [3]], ids=repr)
 def test_another_schema(tmp_path, suffix, schema):
     path = tmp_path / f"a{suffix}"
     _, leaves, arrays = written(path, TREE)
     forge(path, leaves, arrays, schema=schema)
-    refused(path, "schema .* reads 1 to 4")
+    refused(path, "schema .* reads 3 and 4")
 
 
 @both

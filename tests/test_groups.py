@@ -40,13 +40,6 @@ def shape_of(f, sizes):
     return jax.eval_shape(f, np.zeros(sizes, np.float32)).shape
 
 
-def test_transposed():
-    check(
-        (lambda v, order=order: groups.transposed(v, order), (v,), x.transpose(order))
-        for (v, x), order in zip(map(values, SIZES), itertools.cycle(itertools.permutations(range(3))))
-    )
-
-
 def test_values_broadcast():
     """Of a smaller rank, too."""
     add = lambda v, zeros: zeros + groups.broadcast_groups(v, SHAPE)

@@ -229,6 +229,11 @@ def test_channels_that_are_merged_become_blocks():
     assert (got.spec.granularity, got.scale.shape) == (PerBlock((0, 1), (6, 8)), (4, 1))
 
 
+def test_an_element_of_a_vector_with_scales_has_one():
+    part = quantized(PerChannel(0), (3,))[1]
+    assert (part.shape, part.scale.shape, part.zero_point.shape, part.spec.granularity) == ((), (), (), PerTensor())
+
+
 def test_an_iteration_ends_and_an_index_is_checked():
     q = quantized(PerChannel(0))
     assert [row.shape for row in q] == [(6, 8)] * 4

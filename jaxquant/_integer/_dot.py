@@ -16,7 +16,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
-from .._qarray import QArray, checked_qarray, permutation
+from .._qarray import QArray, changed, checked_qarray, groups_of, moved, permutation, scales_of
 from .._sharding import shard_like, vary_together
 from .._spec import Granularity, PerBlock, PerChannel, PerTensor, QuantSpec
 from ._contract import (
@@ -96,7 +96,7 @@ class Dot(NamedTuple):
         if isinstance(precision, QuantSpec) and isinstance(precision.granularity, PerBlock) and len(summed) > 1:
             dot, g, q = self._with_one_summed(side, g, q, summed)
             return dot.towards(side, g, q, shape, key)
-        groups, step = _groups(q), lax.reshape(q.step, _groups(q))
+        groups, step = groups_of(q), lax.reshape(q.step, groups_of(q))
         folded = any(groups[i] not in (0, 1) for i in summed)
         split = [i for i in inner if folded and groups[i] not in (0, 1)]
         first, start = len(batch), g.ndim - len(summed) if side == 0 else len(batch)
@@ -159,7 +159,7 @@ class Dot(NamedTuple):
     def _blocks(self, a: QArray, b: QArray, specs: tuple[QuantSpec, QuantSpec], i: int, j: int) -> int:
         """How many runs of constant scale an axis has."""
         length = a.shape[i]
-        runs = [_groups(q)[axis] for q, axis in ((a, i), (b, j))]
+        runs = [groups_of(q)[axis] for q, axis in ((a, i), (b, j))]
         if all(n == 1 for n in runs):
             return 1
         if length and any(n == length > 1 for n in runs):
@@ -293,15 +293,13 @@ class Dot(NamedTuple):
 def _as_stored(
     q: QArray, contracted: tuple[int, ...], batch: tuple[int, ...]
 ) -> tuple[QArray, tuple[int, ...], tuple[int, ...]]:
-    """With the axes as they lie in memory: XLA:CPU has no int8 kernel for a contraction of a transpose."""
+    """An operand and its axes as they lie in memory: XLA:CPU has no int8 kernel for a contraction of a transpose."""
     there = permutation(q.order, q.ndim)
     free = [i for i in there if i not in (*contracted, *batch)]
     if not q.order or free != sorted(free):  # the free axes of the result are in the order of the array's
         return q, contracted, batch
-    lying = lambda v: lax.transpose(v, there) if v is not None and v.ndim == q.ndim else v
     at = lambda axes: tuple(there.index(i) for i in axes)
-    stored = QArray(q.stored, lying(q.scale), lying(q.zero_point), q.spec, q.dtype, tensor_scale=lying(q.tensor_scale))
-    return stored, at(contracted), at(batch)
+    return moved(q, q.stored, lambda v: lax.transpose(v, there)), at(contracted), at(batch)
 
 
 def _along(kind: Granularity, summed: tuple[int, ...], ndim: int) -> Granularity:
@@ -318,10 +316,6 @@ def _matrix(v: Array, rows: Sequence[int], columns: Sequence[int]) -> Array:
     return lax.reshape(lax.transpose(v, (*rows, *columns)), sizes)
 
 
-def _groups(q: QArray) -> tuple[int, ...]:
-    return (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
-
-
 def _stacked(q: QArray, blocks: dict[int, int]) -> QArray:
     """The blocks along the contracted axes, {axis: number}, as a leading axis of each array of `q`."""
 
@@ -333,9 +327,10 @@ def _stacked(q: QArray, blocks: dict[int, int]) -> QArray:
         return lax.reshape(v, [math.prod(blocks.values()), *v.shape[len(at) :]])
 
     # At least one value for each block, also where one was shared by several.
-    sizes = tuple(blocks.get(i, g) for i, g in enumerate(_groups(q)))
+    sizes = tuple(blocks.get(i, g) for i, g in enumerate(groups_of(q)))
     split = lambda v: stack(jnp.broadcast_to(broadcast_groups(v, sizes), sizes), sizes)
-    return QArray(stack(q.values, q.shape), split(q.scale), split(q.zero_point), q.spec, q.dtype)
+    scales = scales_of(q).map(split)
+    return changed(q, stored=stack(q.values, q.shape), order=None, **scales._asdict())
 
 
 def _first(stacked: list[QArray]) -> list[QArray]:

@@ -2,14 +2,14 @@
 """The ragged dot of quantized arrays: rows in groups, each of which meets a matrix of its own."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .. import _groups as groups
-from .._qarray import QArray
+from .. import _groups as grouping
+from .._qarray import QArray, moved
 from ._contract import Precision
 from ._dot import Dot
 
@@ -98,26 +98,17 @@ class Ragged(NamedTuple):
         return jnp.broadcast_to(lax.expand_dims(group, range(at + 1, len(kept))), kept)
 
 
-def _moved(q: QArray, values: Array, of_groups: Callable[[Array], Array]) -> QArray:
-    """With the values elsewhere; scales and zero points, which may have different groups, each moved by itself."""
-
-    def of(v: Any) -> Any:
-        return v if v is None or v.ndim == 0 else of_groups(lax.reshape(v, [*[1] * (q.ndim - v.ndim), *v.shape]))
-
-    return QArray(values, of(q.scale), of(q.zero_point), q.spec, q.dtype, tensor_scale=of(q.tensor_scale))
-
-
 def _transposed(q: QArray, axes: Sequence[int]) -> QArray:
-    return _moved(q, lax.transpose(q.values, axes), lambda v: lax.transpose(v, axes))
+    return moved(q, lax.transpose(q.values, axes), lambda v: lax.transpose(v, axes))
 
 
 def _reshaped(q: QArray, shape: Sequence[int]) -> QArray:
     shape = tuple(shape)
-    return _moved(q, lax.reshape(q.values, shape), lambda v: groups.reshaped(v, q.shape, shape))
+    return moved(q, lax.reshape(q.values, shape), lambda v: grouping.reshaped(v, q.shape, shape))
 
 
 def _taken(q: QArray, index: Array) -> QArray:
     """The parts of q along its first axis that the indices say."""
     new, n = range(index.ndim - 1), q.shape[0]
-    part = lambda v: lax.expand_dims(v, new) if v.shape[0] == 1 else groups.apart(v, 0, n)[index]
-    return _moved(q, q.values[index], part)
+    part = lambda v: lax.expand_dims(v, new) if v.shape[0] == 1 else grouping.apart(v, 0, n)[index]
+    return moved(q, q.values[index], part)

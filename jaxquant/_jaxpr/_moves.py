@@ -14,9 +14,9 @@ from jax import Array, lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from .. import _groups as groups
+from .. import _groups as grouping
 from .._affine import real_values
-from .._qarray import QArray, own_values
+from .._qarray import QArray, changed, own_values
 from .._sharding import vary_together
 from ._program import avals, param
 
@@ -83,26 +83,26 @@ def _sliced(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -
     starts, stops = param(eqn, "start_indices"), param(eqn, "limit_indices")
     strides = param(eqn, "strides") or (1,) * len(shape)
     for axis, bounds in enumerate(zip(shape, starts, stops, strides, strict=True)):
-        v = groups.sliced(v, axis, *bounds)
+        v = grouping.sliced(v, axis, *bounds)
     return [v]
 
 
 def _split(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
     axis, ends = param(eqn, "axis"), list(itertools.accumulate(param(eqn, "sizes")))
-    return [groups.sliced(v, axis, shape[axis], *bounds) for bounds in itertools.pairwise([0, *ends])]
+    return [grouping.sliced(v, axis, shape[axis], *bounds) for bounds in itertools.pairwise([0, *ends])]
 
 
 def _unstacked(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
     axis = param(eqn, "axis")
     if v.shape[axis] == 1:
         return [lax.squeeze(v, [axis])] * shape[axis]
-    v = groups.apart(v, axis, shape[axis])
+    v = grouping.apart(v, axis, shape[axis])
     return [lax.index_in_dim(v, i, axis, keepdims=False) for i in range(shape[axis])]
 
 
 def _dynamic_slice(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], starts: Sequence[Any]) -> list[Array]:
     for axis, (n, start, size) in enumerate(zip(shape, starts, param(eqn, "slice_sizes"), strict=True)):
-        v = groups.picked(v, axis, n, start, size)
+        v = grouping.picked(v, axis, n, start, size)
     return [v]
 
 
@@ -117,11 +117,11 @@ def _gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[An
     for axis, n in enumerate(shape):
         shared = v.shape[axis] == 1 and not fills
         if axis in numbers.operand_batching_dims or (axis in numbers.start_index_map and not shared):
-            v = groups.apart(v, axis, n)
+            v = grouping.apart(v, axis, n)
         elif axis in numbers.start_index_map:
             sizes[axis] = 1
         else:
-            v = groups.sliced(v, axis, n, 0, sizes[axis])
+            v = grouping.sliced(v, axis, n, 0, sizes[axis])
             sizes[axis] = v.shape[axis]
     # An index out of range gives NaN where the gather of floats does: of a scale the fill is NaN, too.
     mode = param(eqn, "mode") if fills else lax.GatherScatterMode.CLIP  # of an axis of size 1 every index is the first
@@ -134,16 +134,16 @@ def _all_gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[A
         return [v]
     if not is_tiled and all(n == 1 for n in v.shape):  # of all devices, too: each element along an axis has one else
         return [lax.expand_dims(v, [axis])]
-    return _results(eqn, groups.apart(v, axis, shape[axis]) if is_tiled else v)  # each device has groups of its own
+    return _results(eqn, grouping.apart(v, axis, shape[axis]) if is_tiled else v)  # each device has groups of its own
 
 
 _Move = Callable[[JaxprEqn, Array, tuple[int, ...], Sequence[Any]], list[Array]]
 _OF_GROUPS: dict[str, _Move] = {
-    "transpose": lambda eqn, v, shape, _: [groups.transposed(v, param(eqn, "permutation"))],
-    "reshape": lambda eqn, v, shape, _: [groups.reshaped(v, shape, avals(eqn.outvars)[0].shape)],
+    "transpose": lambda eqn, v, shape, _: [lax.transpose(v, param(eqn, "permutation"))],
+    "reshape": lambda eqn, v, shape, _: [grouping.reshaped(v, shape, avals(eqn.outvars)[0].shape)],
     "squeeze": lambda eqn, v, shape, _: [lax.squeeze(v, param(eqn, "dimensions"))],
     "broadcast_in_dim": lambda eqn, v, shape, _: [
-        groups.broadcasted(v, avals(eqn.outvars)[0].ndim, param(eqn, "broadcast_dimensions"))
+        grouping.broadcasted(v, avals(eqn.outvars)[0].ndim, param(eqn, "broadcast_dimensions"))
     ],
     "rev": lambda eqn, v, shape, _: [lax.rev(v, param(eqn, "dimensions"))],
     "slice": _sliced,
@@ -237,7 +237,7 @@ def stacked(held: QuantizedParam, n: int) -> QuantizedParam:
     """To be scanned along its first axis, of length `n`: with values for each element of that."""
     if held.order and len(held.order) == next(iter(held.of_groups.values())).ndim:
         held = ordered(held)
-    return dataclasses.replace(held, of_groups={k: groups.apart(v, 0, n) for k, v in held.of_groups.items()})
+    return dataclasses.replace(held, of_groups={k: grouping.apart(v, 0, n) for k, v in held.of_groups.items()})
 
 
 def sharded(held: QuantizedParam, shape: tuple[int, ...], spec: P, mesh: Any) -> tuple[QuantizedParam, QuantizedParam]:
@@ -251,7 +251,7 @@ def sharded(held: QuantizedParam, shape: tuple[int, ...], spec: P, mesh: Any) ->
     def fitting(v: Array) -> Array:
         for i, n in enumerate(shape):
             if v.shape[i] > 1 and v.shape[i] % parts(i):
-                v = groups.apart(v, i, n)
+                v = grouping.apart(v, i, n)
         return v
 
     held = dataclasses.replace(ordered(held), of_groups={k: fitting(v) for k, v in held.of_groups.items()})
@@ -277,7 +277,7 @@ def dequantized(held: QuantizedParam) -> Array:
 @jax.jit
 def _dequantized(q: QArray, nan_flags: Array | None) -> Array:
     value = real_values(q, q.dtype)
-    return value if nan_flags is None else value + groups.broadcast_groups(nan_flags, value.shape).astype(value.dtype)
+    return value if nan_flags is None else value + grouping.broadcast_groups(nan_flags, value.shape).astype(value.dtype)
 
 
 def qarray(held: QuantizedParam) -> QArray:
@@ -287,7 +287,8 @@ def qarray(held: QuantizedParam) -> QArray:
     zero_point = jnp.zeros_like(scale, held.spec.dtype) if zero_point is None else zero_point
     assert held.integers is not None
     of_tensor = held.of_groups.get("tensor_scale")
-    return QArray.of_stored(held.integers, scale, zero_point, held.spec, held.dtype, held.order, of_tensor)
+    q = QArray(held.integers, scale, zero_point, held.spec, held.dtype, tensor_scale=of_tensor)
+    return changed(q, order=held.order)
 
 
 def from_integers(f: Callable, values: Sequence[Any], of_held: Callable[[QuantizedParam], Any]) -> Any:
@@ -307,9 +308,9 @@ def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:
 
     def of_groups(values: Sequence[Array]) -> Array:
         if not is_new:
-            return groups.joined(values, shapes, axis)
+            return grouping.joined(values, shapes, axis)
         wide = [(*shape[:axis], 1, *shape[axis:]) for shape in shapes]
-        return groups.joined([lax.expand_dims(v, [axis]) for v in values], wide, axis)
+        return grouping.joined([lax.expand_dims(v, [axis]) for v in values], wide, axis)
 
     def real(part: QuantizedParam) -> Array:  # of integers among parameters that are trained
         return part.floats["real"] if "real" in part.floats else part.cast(dequantized(part))
