@@ -5,11 +5,13 @@
 .venv/bin/python docs/figures/make.py [NAME ...]
 """
 
+import ast
 import functools
 import json
 import pathlib
 import re
 import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -348,8 +350,90 @@ def costs():
     return report(q, params, x, loss=lambda y: jnp.mean((y - targets) ** 2)).plot()
 
 
+PACKAGE = FOLDER.parents[1] / "jaxquant"
+
+
+def imported(path):
+    """The rooms of the package, top-level files and folders, that a file imports."""
+    folder = path.relative_to(PACKAGE).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = folder[: len(folder) + 1 - node.level]
+            yield from (((*base, *(node.module or name.name).split("."))[0]) for name in node.names)
+
+
+def floors():
+    """The rooms of the package on the lowest floors that their imports allow, folders with what is in them."""
+    files = {}
+    for path in sorted(PACKAGE.rglob("[_a-z]*.py")):
+        if path.name not in ("__init__.py", "_version.py"):
+            files.setdefault(path.relative_to(PACKAGE).with_suffix("").parts[0], []).append(path)
+    below = {room: {name for path in of for name in imported(path)} - {room} for room, of in files.items()}
+
+    @functools.cache
+    def floor(room):
+        return 1 + max(map(floor, below[room]), default=-1)
+
+    top = max(map(floor, files))
+    figure, axis = plt.subplots(figsize=(11, 9))
+    axis.set(xlim=(-42, 42), ylim=(-0.2, top + 1))
+    axis.axis("off")
+    for level in range(top + 1):
+        contents = {room: textwrap.wrap(" ".join(p.stem for p in of if p.stem != room), 36)
+                    for room, of in files.items() if floor(room) == level}  # fmt: skip
+        widths = [3 + max(len(room), *(0.75 * len(line) for line in lines), 0) for room, lines in contents.items()]
+        left = -sum(widths) / 2
+        for (room, lines), width in zip(contents.items(), widths, strict=True):
+            color, middle = COLORS[1 if lines else 0], left + width / 2
+            frame = {"boxstyle": "round,pad=0.04", "facecolor": "none", "edgecolor": color, "linewidth": 1.5}
+            axis.add_patch(FancyBboxPatch((left + 0.6, level), width - 1.2, 0.74, **frame))
+            centred = {"ha": "center", "va": "center", "family": "monospace"}
+            axis.text(middle, level + (0.58 if lines else 0.37), room, **centred)
+            axis.text(middle, level + 0.22, "\n".join(lines), fontsize=7, color=color, **centred)
+            left += width
+    return figure
+
+
+def walk():
+    """An operand on its way through a site, forward and backward, with the function at each arrow."""
+    forward = "operand,\nfloat", "integers, scale,\nNaN flags", "int8 digits", "accumulator,\nint32", "result,\nfloat"
+    backward = (
+        "gradients of operand,\nscale, zero point",
+        "gradient of the\ndequantized operand",
+        "gradient of\nthe result",
+    )
+    figure, axis = plt.subplots(figsize=(11, 3.6))
+    axis.set(xlim=(-0.2, 15.3), ylim=(-0.3, 4.2))
+    axis.axis("off")
+
+    def box(x, y, text, color):
+        axis.add_patch(FancyBboxPatch((x, y), 2, 0.9, boxstyle="round,pad=0.06", facecolor="none", edgecolor=color))
+        axis.text(x + 1, y + 0.45, text, ha="center", va="center", fontsize=9)
+
+    def arrow(start, end, y, text):
+        axis.add_patch(FancyArrowPatch((start, y), (end, y), arrowstyle="-|>", mutation_scale=14, color=GRAY))
+        code = {"fontsize": 8, "family": "monospace", "color": COLORS[1]}
+        axis.text((start + end) / 2, y + 0.62, text, ha="center", va="bottom", **code)
+
+    for i, text in enumerate(forward):
+        box(3.25 * i, 2.2, text, COLORS[0])
+    for i, text in enumerate(ON_THE_WAY):
+        arrow(3.25 * i + 2.1, 3.25 * i + 3.18, 2.65, text)
+    for x, text in zip((0, 6.5, 13), backward, strict=True):
+        box(x, 0.2, text, COLORS[3])
+    for start, end, text in ((12.9, 8.6, WAY_BACK[0]), (6.4, 2.1, WAY_BACK[1])):
+        arrow(start, end, 0.65, text)
+    return figure
+
+
+ON_THE_WAY = "quantize_\nstraight_through", "in_digits", "lowering", "scaled"
+WAY_BACK = "contract: op.real transposed,\nor op.operand_gradient", "straight through,\nthe form of LSQ"
+
+
 FIGURES = (
     pipeline,
+    floors,
+    walk,
     accuracy,
     benchmarks,
     serving,
