@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A quantized parameter is moved by every primitive as its real values are."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxquant import PerBlock, PerChannel, QuantSpec, dequantize, quantize
-from jaxquant._groups import broadcast_groups
+from jaxquant._groups import broadcast_groups, of_rank
 from jaxquant._jaxpr._evaluate import bound
 from jaxquant._jaxpr._moves import QuantizedParam, is_moved, moved
 from jaxquant._jaxpr._program import programs, traced
@@ -45,7 +46,7 @@ MOVES = {
 SPECS = QuantSpec(granularity=PerChannel((0, -1))), QuantSpec(symmetric=False, granularity=PerBlock(1, 2)), QuantSpec()
 
 
-def evaluated(f, held):
+def evaluated(f, parameter):
     """The program of f, with nothing in it but what moves its argument."""
 
     def program(jaxpr, consts, args):
@@ -63,7 +64,7 @@ def evaluated(f, held):
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    return program(*traced(lambda args: jax.tree.leaves(f(*args)), [held.floats["real"]]), [held])
+    return program(*traced(lambda args: jax.tree.leaves(f(*args)), [parameter.real]), [parameter])
 
 
 @functools.cache
@@ -73,11 +74,10 @@ def every_move(spec):
     q = quantize(np.random.default_rng(0).normal(size=SHAPE).astype(np.float32), spec)
 
     def parts(f, q, real):
-        full = lambda v: v.reshape((1,) * (3 - v.ndim) + v.shape)
-        of_groups = {"scale": full(q.scale), "zero_point": full(q.zero_point)}
-        for part in evaluated(f, QuantizedParam(q.values, {"real": real}, of_groups, ("w",), spec, q.dtype)):
-            groups = {name: broadcast_groups(v, part.integers.shape) for name, v in part.of_groups.items()}
-            yield part.floats["real"], part.integers, groups["scale"], groups["zero_point"]
+        q = dataclasses.replace(q, scale=of_rank(q.scale, 3), zero_point=of_rank(q.zero_point, 3))
+        for part in evaluated(f, QuantizedParam(q, real, None, None, ("w",))):
+            over = lambda v, shape=part.quantized.shape: broadcast_groups(v, shape)
+            yield part.real, part.quantized.values, over(part.quantized.scale), over(part.quantized.zero_point)
 
     program = lambda q, real: {
         name: list(zip(parts(f, q, real), jax.tree.leaves(f(real)), strict=True)) for name, f in MOVES.items()

@@ -117,8 +117,8 @@ class Replacements:
                 with eqn.ctx.manager:
                     outs = moved(eqn, ins)
             elif holds and not eqn.effects:
-                of_held = functools.partial(self.read, by=kind(eqn))
-                outs = from_integers(lambda *ins, eqn=eqn: bound(eqn, ins, jaxpr), ins, of_held)
+                of_parameter = functools.partial(self.read, by=kind(eqn))
+                outs = from_integers(lambda *ins, eqn=eqn: bound(eqn, ins, jaxpr), ins, of_parameter)
             else:
                 outs = bound(eqn, self.floats(ins, kind(eqn)), jaxpr)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -193,7 +193,7 @@ def _custom(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: Loca
         def original(of_varied):
             leaves = [of_varied.get(i, v) for i, v in enumerate(values)]
             _, _, *ins = jax.tree.unflatten(structure, leaves)
-            unquantized = lambda v: v.floats["real"] if "real" in v.floats else replace.read(v, None)
+            unquantized = lambda v: replace.read(v, None) if v.real is None else v.real
             ins = [unquantized(v) if isinstance(v, QuantizedParam) else v for v in ins]
             return bound(eqn, ins, programs(eqn)[0][0])
 
@@ -212,15 +212,19 @@ def _untouched(replace: Replacements, eqn: JaxprEqn, ins: list[Any], location: L
     outs = _call(replace, eqn, ins, location, scope)
     if not any(isinstance(v, QuantizedParam) for v in outs):
         return bound(eqn, replace.floats(ins, kind(eqn)), programs(eqn)[0][0])
-    values = lambda v, name: v.floats[name] if name in v.floats else replace.read(v, None)
-    of = lambda name: [values(v, name) if isinstance(v, QuantizedParam) else v for v in ins]
-    names = {"real"} | {name for v in ins if isinstance(v, QuantizedParam) for name in v.floats}
-    forms = {name: bound(eqn, of(name), programs(eqn)[0][0]) for name in names}
+    has_read = any(isinstance(v, QuantizedParam) and v.as_read is not None for v in ins)
+
+    def form(name: str) -> list[Any]:
+        of = lambda v: replace.read(v, None) if (values := getattr(v, name)) is None else values
+        own = [of(v) if isinstance(v, QuantizedParam) else v for v in ins]
+        return bound(eqn, own, programs(eqn)[0][0])
+
+    forms = {name: form(name) for name in ("real", *(["as_read"] if has_read else []))}
+    result = lambda v, k: {name: values[k] for name, values in forms.items() if getattr(v, name) is not None}
     return [
-        dataclasses.replace(v, floats={name: forms[name][k] for name in v.floats})
-        if isinstance(v, QuantizedParam) else forms["real"][k]
+        dataclasses.replace(v, **result(v, k)) if isinstance(v, QuantizedParam) else forms["real"][k]
         for k, v in enumerate(outs)
-    ]  # fmt: skip
+    ]
 
 
 @jax.tree_util.register_static

@@ -5,7 +5,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,47 +17,60 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _groups as grouping
 from .._affine import real_values
-from .._qarray import QArray, changed, own_values
+from .._qarray import QArray, Scales, changed, scales_of
 from .._sharding import vary_together
 from ._program import avals, param
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["integers", "floats", "of_groups"],
-    meta_fields=["paths", "spec", "dtype", "casts", "order", "is_value"],
+    data_fields=["quantized", "real", "as_read", "nan_flags"],
+    meta_fields=["paths", "casts", "is_value"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedParam:
-    """A parameter, or a named value, or a part of it: what moves it moves integers, real values and qparams alike.
+    """A parameter, or a named value, or a part of it: what moves it moves integers, real values and scales alike.
 
     Attributes:
-      integers: its integers, which no cast changes; None where no op reads them.
-      floats: its real values in the forms that ops read, by name; casts round them.
-      of_groups: values for its groups, of its rank, such as the scale, by name.
+      quantized: its integers, which no cast changes, and their scales, all of its rank. `stored` is None where no op
+        reads them, `zero_point` where it is known to be 0, all scales where there are none. The spec is that of the
+        parameter; of a part the granularity is another, which the shape of the scales says.
+      real: its real values, as ops that contract it differentiate them; casts round them. None of integers alone.
+      as_read: its values for what else reads it, if anything does and they are others.
+      nan_flags: for its groups, NaN where one of their values was; None where none can be.
       paths: of the parameter; of several that were concatenated, all.
-      spec: of the parameter; of a part the granularity is another, and of_groups has the shape of that.
-      dtype: of the parameter.
       casts: what casts it has been through: the primitives and their parameters.
-      order: in which the last axes of the integers lie, as in QArray, until something moves them; int4 until then, too.
       is_value: whether it is a named value, which has a range of its own on each device.
     """
 
-    integers: Array | None
-    floats: Mapping[str, Array]
-    of_groups: Mapping[str, Array]
+    quantized: QArray
+    real: Array | None
+    as_read: Array | None
+    nan_flags: Array | None
     paths: tuple[str, ...]
-    spec: Any
-    dtype: Any
     casts: tuple[tuple[Any, tuple[tuple[str, Any], ...]], ...] = ()
-    order: tuple[int, ...] | None = None
     is_value: bool = False
+
+    def map(self, of_values: Callable[[Any], Any], of_groups: Callable[[Any], Any]) -> "QuantizedParam":
+        """The parameter with other values, of each array of its shape, and of each that has a value for a group."""
+        scales = scales_of(self.quantized).map(of_groups)
+        quantized = changed(self.quantized, stored=_of(of_values, self.quantized.stored), **scales._asdict())
+        moved = dataclasses.replace(self, quantized=quantized, nan_flags=_of(of_groups, self.nan_flags))
+        return moved.map_floats(of_values)
+
+    def map_floats(self, f: Callable[[Any], Any]) -> "QuantizedParam":
+        """The parameter with `f` of its real values."""
+        return dataclasses.replace(self, real=_of(f, self.real), as_read=_of(f, self.as_read))
 
     def cast(self, x: Array) -> Array:
         """Values of the parameter through the casts that it has been through."""
         for primitive, params in self.casts:
             x = primitive.bind(x, **dict(params))
         return x
+
+
+def _of(f: Callable[[Any], Any], v: Any) -> Any:
+    return None if v is None else f(v)
 
 
 # To floats alone.
@@ -171,8 +185,8 @@ def is_moved(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
 
 def _is_like(a: QuantizedParam, b: QuantizedParam) -> bool:
     """Whether the integers of two have one meaning, so that one array can hold them."""
-    plain = lambda held: (vars(held.spec) | {"granularity": None}, set(held.of_groups) - {"nan_flags"})
-    return plain(a) == plain(b)
+    meaning = lambda q: (vars(q.spec) | {"granularity": None}, [v is None for v in scales_of(q)])
+    return meaning(a.quantized) == meaning(b.quantized)
 
 
 def _is_cast(eqn: JaxprEqn) -> bool:
@@ -206,42 +220,42 @@ def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
         return [_joined(eqn, ins)]
     if name in _TOGETHER:
         return _together(eqn, ins)
-    held, *rest = ins
+    parameter, *rest = ins
     shape = avals(eqn.invars)[0].shape
-    whole = lambda v: _results(eqn, v, *rest)
+    of_values = lambda v: _results(eqn, v, *rest)
     if name in _CASTS:
-        integers, of_groups = [held.integers], lambda v: [v]
-    else:
-        integers = [None] * len(eqn.outvars) if held.integers is None else whole(held.integers)
-        of_groups = whole if name in _PASSING else functools.partial(_grouped, eqn, shape=shape, rest=rest)
-        if name in ("ppermute", "all_gather"):  # which want values that vary over the axis
-            like = next(iter(held.floats.values())) if held.integers is None else held.integers
-            of_varying = of_groups
-            of_groups = lambda v: of_varying(vary_together(v, like)[0])
-    floats = {key: whole(v) for key, v in held.floats.items()}
-    grouped = {key: of_groups(v) for key, v in held.of_groups.items()}
-    at = lambda of, i: {key: outs[i] for key, outs in of.items()}
-    cast = ((eqn.primitive, tuple(eqn.params.items())),) if name in _CASTS else ()
-    new = functools.partial(dataclasses.replace, held, casts=held.casts + cast)
-    return [new(integers=v, floats=at(floats, i), of_groups=at(grouped, i)) for i, v in enumerate(integers)]
+        casts = (*parameter.casts, (eqn.primitive, tuple(eqn.params.items())))
+        return [dataclasses.replace(parameter.map_floats(lambda v: of_values(v)[0]), casts=casts)]
+    of_groups = of_values if name in _PASSING else functools.partial(_grouped, eqn, shape=shape, rest=rest)
+    if name in ("ppermute", "all_gather"):  # which want values that vary over the axis
+        like = parameter.real if parameter.quantized.stored is None else parameter.quantized.stored
+        of_varying = of_groups
+        of_groups = lambda v: of_varying(vary_together(v, like)[0])
+    results = parameter.map(of_values, of_groups)
+    part = lambda i: results.map(operator.itemgetter(i), operator.itemgetter(i))
+    return [part(i) for i in range(len(eqn.outvars))]
 
 
-def ordered(held: QuantizedParam) -> QuantizedParam:
-    """With its integers as the parameter's values are, in order and dtype: what moves them counts on it."""
-    if held.integers is None:
-        return held
-    return dataclasses.replace(held, integers=own_values(held.integers, held.order, held.spec), order=None)
+def ordered(parameter: QuantizedParam) -> QuantizedParam:
+    """The parameter with its integers as its values are, in order and dtype: what moves them counts on it."""
+    q = parameter.quantized
+    if q.stored is None:
+        return parameter
+    return dataclasses.replace(parameter, quantized=changed(q, stored=q.values, order=None))
 
 
-def stacked(held: QuantizedParam, n: int) -> QuantizedParam:
-    """To be scanned along its first axis, of length `n`: with values for each element of that."""
-    if held.order and len(held.order) == next(iter(held.of_groups.values())).ndim:
-        held = ordered(held)
-    return dataclasses.replace(held, of_groups={k: grouping.apart(v, 0, n) for k, v in held.of_groups.items()})
+def stacked(parameter: QuantizedParam, n: int) -> QuantizedParam:
+    """The parameter to be scanned along its first axis, of length `n`: with values for each element of that."""
+    order = parameter.quantized.order
+    if order and len(order) == parameter.quantized.ndim:
+        parameter = ordered(parameter)
+    return parameter.map(lambda v: v, lambda v: grouping.apart(v, 0, n))
 
 
-def sharded(held: QuantizedParam, shape: tuple[int, ...], spec: P, mesh: Any) -> tuple[QuantizedParam, QuantizedParam]:
-    """To be taken apart by shard_map as its values are; and how, which is a pytree of specs like it."""
+def sharded(
+    parameter: QuantizedParam, shape: tuple[int, ...], spec: P, mesh: Any
+) -> tuple[QuantizedParam, QuantizedParam]:
+    """The parameter to be taken apart by shard_map as its values are; and how, which is a pytree of specs like it."""
     spec = P(*spec, *[None] * (len(shape) - len(spec)))
 
     def parts(axis: int) -> int:
@@ -254,13 +268,9 @@ def sharded(held: QuantizedParam, shape: tuple[int, ...], spec: P, mesh: Any) ->
                 v = grouping.apart(v, i, n)
         return v
 
-    held = dataclasses.replace(ordered(held), of_groups={k: fitting(v) for k, v in held.of_groups.items()})
-    of_groups = {
-        k: P(*(s if n > 1 else None for n, s in zip(v.shape, spec, strict=True))) for k, v in held.of_groups.items()
-    }
-    whole = None if held.integers is None else spec
-    floats = dict.fromkeys(held.floats, spec)
-    return held, dataclasses.replace(held, integers=whole, floats=floats, of_groups=of_groups)
+    of_groups = lambda v: P(*(s if n > 1 else None for n, s in zip(v.shape, spec, strict=True)))
+    parameter = ordered(parameter).map(lambda v: v, fitting)
+    return parameter, parameter.map(lambda _: spec, of_groups)
 
 
 def _grouped(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
@@ -269,9 +279,9 @@ def _grouped(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any
     return _OF_GROUPS[eqn.primitive.name](eqn, v, shape, rest)
 
 
-def dequantized(held: QuantizedParam) -> Array:
+def dequantized(parameter: QuantizedParam) -> Array:
     """The real values of its integers, before any cast."""
-    return _dequantized(qarray(held), held.of_groups.get("nan_flags"))
+    return _dequantized(qarray(parameter), parameter.nan_flags)
 
 
 @jax.jit
@@ -280,24 +290,19 @@ def _dequantized(q: QArray, nan_flags: Array | None) -> Array:
     return value if nan_flags is None else value + grouping.broadcast_groups(nan_flags, value.shape).astype(value.dtype)
 
 
-def qarray(held: QuantizedParam) -> QArray:
-    """Its integers with their scales, wherever those are shared now."""
-    scale = held.of_groups["scale"]
-    zero_point = held.of_groups.get("zero_point")
-    zero_point = jnp.zeros_like(scale, held.spec.dtype) if zero_point is None else zero_point
-    assert held.integers is not None
-    of_tensor = held.of_groups.get("tensor_scale")
-    q = QArray(held.integers, scale, zero_point, held.spec, held.dtype, tensor_scale=of_tensor)
-    return changed(q, order=held.order)
+def qarray(parameter: QuantizedParam) -> QArray:
+    """The integers of a parameter with all of their scales, wherever those are shared now."""
+    q = parameter.quantized
+    return changed(q, zero_point=jnp.zeros_like(q.scale, q.spec.dtype)) if q.zero_point is None else q
 
 
-def from_integers(f: Callable, values: Sequence[Any], of_held: Callable[[QuantizedParam], Any]) -> Any:
-    """`f(*values)`, with what `of_held` makes of the parameters among them.
+def from_integers(f: Callable, values: Sequence[Any], of_parameter: Callable[[QuantizedParam], Any]) -> Any:
+    """`f(*values)`, with what `of_parameter` makes of the parameters among them.
 
-    Of a parameter that is integers alone it is made again for a backward pass, which would else keep it in float.
+    What is made of integers alone is made again for a backward pass, which would else keep it in float.
     """
-    result = lambda *values: f(*(of_held(v) if isinstance(v, QuantizedParam) else v for v in values))
-    is_frozen = any(isinstance(v, QuantizedParam) and "real" not in v.floats for v in values)
+    result = lambda *values: f(*(of_parameter(v) if isinstance(v, QuantizedParam) else v for v in values))
+    is_frozen = any(isinstance(v, QuantizedParam) and v.real is None for v in values)
     return (jax.checkpoint(result) if is_frozen else result)(*values)
 
 
@@ -313,20 +318,24 @@ def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:
         return grouping.joined([lax.expand_dims(v, [axis]) for v in values], wide, axis)
 
     def real(part: QuantizedParam) -> Array:  # of integers among parameters that are trained
-        return part.floats["real"] if "real" in part.floats else part.cast(dequantized(part))
+        return part.cast(dequantized(part)) if part.real is None else part.real
 
-    whole = lambda values: _results(eqn, *values)[0]
-    integers = None if any(part.integers is None for part in parts) else whole([part.integers for part in parts])
-    forms = {name for part in parts for name in part.floats}
-    common = {name for name in forms if name == "real" or all(name in part.floats for part in parts)}
-    floats = {name: whole([real(p) if name == "real" else p.floats[name] for p in parts]) for name in sorted(common)}
-    unflagged = lambda part: jnp.zeros([1] * len(shapes[0]), jnp.float32)
-    names = sorted({name for part in parts for name in part.of_groups})
-    grouped = {
-        name: of_groups([p.of_groups[name] if name in p.of_groups else unflagged(p) for p in parts]) for name in names
-    }
+    def whole(values: Sequence[Any]) -> Any:
+        return None if any(v is None for v in values) else _results(eqn, *values)[0]
+
+    def flags(part: QuantizedParam) -> Array:
+        return jnp.zeros([1] * len(shapes[0]), jnp.float32) if part.nan_flags is None else part.nan_flags
+
+    quantized = [part.quantized for part in parts]
+    scales = Scales(*(None if v[0] is None else of_groups(v) for v in zip(*map(scales_of, quantized), strict=True)))
     # Of parts that were cast differently the value is rounded once, to what they are now.
-    alike = all((part.dtype, part.casts) == (parts[0].dtype, parts[0].casts) for part in parts)
-    dtype, casts = (parts[0].dtype, parts[0].casts) if alike else (avals(eqn.outvars)[0].dtype, ())
-    paths = tuple(dict.fromkeys(path for part in parts for path in part.paths))
-    return QuantizedParam(integers, floats, grouped, paths, parts[0].spec, dtype, casts)
+    ways = [(part.quantized.dtype, part.casts) for part in parts]
+    dtype, casts = ways[0] if all(way == ways[0] for way in ways) else (avals(eqn.outvars)[0].dtype, ())
+    return QuantizedParam(
+        changed(quantized[0], stored=whole([q.stored for q in quantized]), dtype=dtype, **scales._asdict()),
+        whole([real(part) for part in parts]) if any(part.real is not None for part in parts) else None,
+        whole([part.as_read for part in parts]),
+        of_groups([flags(part) for part in parts]) if any(part.nan_flags is not None for part in parts) else None,
+        tuple(dict.fromkeys(path for part in parts for path in part.paths)),
+        casts,
+    )

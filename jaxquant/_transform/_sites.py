@@ -13,6 +13,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import fake_quant, nan_flags, quantize_straight_through, real_values, with_gradient_of
+from .._groups import of_rank
 from .._integer._contract import Precision, contract
 from .._integer._conv import Conv
 from .._integer._dot import Dot
@@ -22,7 +23,7 @@ from .._jaxpr._moves import QuantizedParam, dequantized, from_integers, qarray
 from .._jaxpr._program import CONTRACTIONS, CONV, NAME, RAGGED, Location, params_of
 from .._jaxpr._walk import Contraction
 from .._paths import named_in_errors
-from .._qarray import QArray
+from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
 from .._sharding import replicated
 from .._spec import QuantSpec, granularity_of, qparams_shape
@@ -94,7 +95,7 @@ class Sites(NamedTuple):
             if self.is_float or self.view:
                 qparams, value = QParams(value.step, value.zero_point), real_values(value, value.dtype)
             else:
-                return _held(path, value, (entry or value).spec, {}, None)
+                return _parameter(path, value, (entry or value).spec)
         if entry is None or self.is_float:
             return value
         if self.view:
@@ -103,31 +104,33 @@ class Sites(NamedTuple):
             real, q, flags = quantize_straight_through(
                 value, entry.spec, tuple(sorted(entry.contracted)), self._key(entry.spec, self.key, path), qparams
             )
-        floats = {"real": real} | ({"raw": value} if is_read else {})
-        return _held(path, q, entry.spec, floats, flags)
+        return _parameter(path, q, entry.spec, real, value if is_read else None, flags)
 
     def _to_view(self, entry: Entry, value: Array, qparams: QParams | None) -> QuantizedParam:
         read = value
         if entry.rule.everywhere and entry.reads:
             info = next(site for site in self.decisions.plan if site.entry == entry.key and site.op not in CONTRACTIONS)
             read = self._given(info._replace(qparams=qparams), value)
-        of_groups = {} if qparams is None else {"scale": qparams.scale, "zero_point": qparams.zero_point}
-        of_groups = {name: _of_rank(v, value.ndim) for name, v in of_groups.items()}
-        return QuantizedParam(None, {"real": value, "read": read}, of_groups, (entry.key,), entry.spec, value.dtype)
+        scales = Scales(None, None, None) if qparams is None else Scales(qparams.scale, qparams.zero_point, None)
+        scales = scales.map(lambda v: of_rank(v, value.ndim))
+        q = QArray(None, scales.scale, scales.zero_point, entry.spec, value.dtype)
+        return QuantizedParam(q, value, read, None, (entry.key,))
 
-    def read(self, held: QuantizedParam, by: str | None) -> Array:
+    def read(self, parameter: QuantizedParam, by: str | None) -> Array:
         """A parameter for what computes with it in float."""
+        real, as_read = parameter.real, parameter.as_read
         if self.view:
-            return held.floats["read"]
-        entry = next((e for path in held.paths if (e := self.decisions.entries.of.get(path))), None)
+            assert as_read is not None
+            return as_read
+        entry = next((e for path in parameter.paths if (e := self.decisions.entries.of.get(path))), None)
         if entry is not None and not entry.is_weight:
-            real = held.floats["real"]
-            return with_gradient_of(real, num.select(real == real, held.cast(dequantized(held)), real))
-        if entry is None or entry.rule.everywhere or (by is None and "real" not in held.floats):
-            return _value(held)
-        if "raw" in held.floats:
-            return held.floats["raw"]
-        raise ReadInFloat(held.paths, by, "real" in held.floats)
+            assert real is not None
+            return with_gradient_of(real, num.select(real == real, parameter.cast(dequantized(parameter)), real))
+        if entry is None or entry.rule.everywhere or (by is None and real is None):
+            return _value(parameter)
+        if as_read is not None:
+            return as_read
+        raise ReadInFloat(parameter.paths, by, real is not None)
 
     def _key(self, spec: Precision, key: Any, of: Any) -> Any:
         return self.decisions.entries.noise_key(key, of) if key is not None and is_stochastic(spec) else None
@@ -158,7 +161,8 @@ class Sites(NamedTuple):
             v: Any = values[side]
             if side == decision.weight or decision.shared[side]:
                 dtype = eqn.invars[side].aval.dtype
-                v = dataclasses.replace(_checked_held(v), spec=spec, dtype=dtype)
+                v = _checked(v)
+                v = dataclasses.replace(v, quantized=changed(v.quantized, spec=spec, dtype=dtype))
                 values[side] = _of_value(v, decision.contracted[side]) if decision.shared[side] else v
             else:
                 values[side] = self._in_integers(decision, side, spec, v, scope)
@@ -200,7 +204,7 @@ class Sites(NamedTuple):
         with named_in_errors(decision.names[0], rule=decision.rules[0]):
             axes, own = tuple(range(v.ndim)), self._key(spec, scope.key, (decision.contraction.location, 0))
             real, q, _ = quantize_straight_through(v, spec, axes, own, scope.qparams.get(key))
-        return dataclasses.replace(_held(key, q, spec, {"real": real}, None), is_value=True)
+        return dataclasses.replace(_parameter(key, q, spec, real), is_value=True)
 
     def _in_integers(
         self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope
@@ -227,9 +231,9 @@ class Sites(NamedTuple):
         """An operand of an op whose other one is in float: the value of its quantizer."""
         with named_in_errors(decision.names[side], rule=decision.rules[side]):
             if side == decision.weight:
-                return _checked_held(v)
+                return _checked(v)
             if decision.shared[side]:
-                return self.read(_checked_held(v), decision.names[side])
+                return self.read(_checked(v), decision.names[side])
             key = self._key(spec, scope.key, (decision.contraction.location, side))
             return _fake_quantized(v, spec, scope.qparams.get(decision.keys[side][0]), key)
 
@@ -251,9 +255,8 @@ class Sites(NamedTuple):
         qparams = scope.qparams.get(decision.keys[side][0])
         is_weight = side == decision.weight
         if is_weight:
-            held = _checked_held(v)
-            of, v = held.of_groups, held.floats["real"]
-            qparams = QParams(of["scale"], of["zero_point"]) if of else None
+            q, v = _checked(v).quantized, v.real
+            qparams = None if q.scale is None else QParams(q.scale, q.zero_point)
         info = self.decisions.plan[decision.names[side]]
         if is_weight and qparams is not None:
             info = _fitting(info, qparams, v.shape)
@@ -299,24 +302,17 @@ class ReadInFloat(ValueError):
         )
 
 
-def _of_rank(v: Array, ndim: int) -> Array:
-    return lax.reshape(v, [*[1] * (ndim - v.ndim), *v.shape])
+def _parameter(
+    path: str, q: QArray, spec: QuantSpec, real: Array | None = None, as_read: Array | None = None,
+    nan_flags: Array | None = None,
+) -> QuantizedParam:  # fmt: skip
+    scales = scales_of(q).map(lambda v: of_rank(v, q.ndim))
+    scales = scales._replace(zero_point=None) if spec.symmetric else scales
+    quantized = changed(q, spec=spec, frozen=None, **scales._asdict())
+    return QuantizedParam(quantized, real, as_read, nan_flags, (path,))
 
 
-def _held(
-    path: str, q: QArray, spec: QuantSpec, floats: Mapping[str, Array], nan_flags: Array | None
-) -> QuantizedParam:
-    of_groups = {"scale": _of_rank(q.scale, q.ndim)}
-    if not spec.symmetric:
-        of_groups["zero_point"] = _of_rank(q.zero_point, q.ndim)
-    if q.tensor_scale is not None:
-        of_groups["tensor_scale"] = _of_rank(q.tensor_scale, q.ndim)
-    if nan_flags is not None:
-        of_groups["nan_flags"] = nan_flags
-    return QuantizedParam(q.stored, floats, of_groups, (path,), spec, q.dtype, order=q.order)
-
-
-def _checked_held(v: Any) -> QuantizedParam:
+def _checked(v: Any) -> QuantizedParam:
     if isinstance(v, QuantizedParam):
         return v
     raise NotImplementedError(
@@ -326,22 +322,22 @@ def _checked_held(v: Any) -> QuantizedParam:
     )
 
 
-def _value(held: QuantizedParam) -> Array:
+def _value(parameter: QuantizedParam) -> Array:
     """The real values of a quantized parameter, with the gradient of its quantizer."""
-    value, real = held.cast(dequantized(held)), held.floats.get("real")
-    return value if real is None else with_gradient_of(real, value)
+    value = parameter.cast(dequantized(parameter))
+    return value if parameter.real is None else with_gradient_of(parameter.real, value)
 
 
-def _of_weight(held: QuantizedParam) -> tuple[Array, QArray, Array | None]:
+def _of_weight(parameter: QuantizedParam) -> tuple[Array, QArray, Array | None]:
     """The real values of a parameter that have a gradient, its integers, and its NaN flags."""
-    q, real = qarray(held), held.floats.get("real")
-    return real_values(q, q.dtype) if real is None else real, q, held.of_groups.get("nan_flags")
+    q, real = qarray(parameter), parameter.real
+    return real_values(q, q.dtype) if real is None else real, q, parameter.nan_flags
 
 
-def _of_value(held: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array, QArray, Array]:
-    """And of a value that is quantized where it is named, which may hold a NaN."""
-    real = held.floats["real"]
-    return real, qarray(held), nan_flags(lax.stop_gradient(real), contracted, False)
+def _of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array, QArray, Array]:
+    """The same of a value that is quantized where it is named, which may hold a NaN."""
+    assert value.real is not None
+    return value.real, qarray(value), nan_flags(lax.stop_gradient(value.real), contracted, False)
 
 
 @functools.partial(jax.jit, static_argnames="op")
