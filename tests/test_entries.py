@@ -8,7 +8,8 @@ import pytest
 from jaxquant import PerBlock, PerChannel, PerTensor, QuantSpec
 from jaxquant._jaxpr._program import traced
 from jaxquant._jaxpr._walk import DATA, Walk, parameter
-from jaxquant._transform._entries import on_parameter
+from jaxquant._spec import qparams_shape
+from jaxquant._transform._axes import on_operand, on_parameter
 
 
 def spec_of(shape, make, granularity):
@@ -59,6 +60,45 @@ def test_axes_are_counted_on_the_parameter(shape, make, granularity, want):
 def test_what_no_axes_say_raises_with_both_shapes(shape, make, granularity):
     with pytest.raises(ValueError, match=r"'w' of shape \(.*\), and no granularity of the parameter says it"):
         spec_of(shape, make, granularity)
+
+
+MOVES = {
+    "as it is": ((6, 4, 8), lambda w: w),
+    "transposed": ((6, 4, 8), lambda w: w.transpose(2, 0, 1)),
+    "split": ((6, 4, 8), lambda w: w.reshape(6, 4, 2, 4)),
+    "merged": ((6, 4, 8), lambda w: w.reshape(24, 8)),
+    "merged and transposed": ((6, 4, 8), lambda w: w.transpose(0, 2, 1).reshape(48, 4)),
+    "with an axis of size 1": ((6, 4, 8), lambda w: w[:, None]),
+    "of size 1": ((6, 1, 8), lambda w: w.reshape(6, 8)),
+    "one index of two": ((6, 2, 8), lambda w: w[:, 1:]),
+}
+GRANULARITIES = [
+    PerTensor(), *map(PerChannel, [0, 1, 2, (0, 1), (0, 2), (1, 2), (0, 1, 2)]), PerBlock(0, 2), PerBlock(2, 4),
+    PerBlock((1, 2), (1, 4)), PerBlock((0, 2), (3, 2)), PerBlock((0, 1, 2), (1, 1, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_axes_counted_on_the_operand_and_back_share_the_same_values(move):
+    """Wherever both ways can be said: a scale of the parameter stays one of the same values."""
+    (shape, make), kept = MOVES[move], 0
+    jaxpr, _ = traced(lambda args: [jnp.tensordot(jnp.ones(4), make(args[0]), 0)], [jnp.ones(shape)])
+    walk = Walk()
+    walk.program(jaxpr, [parameter("w", len(shape))])
+    operand = next(o for c in walk.found() for o in c.operands if o.origin.parts)
+    for granularity in GRANULARITIES:
+        spec = QuantSpec(granularity=granularity)
+        try:
+            there = on_operand(spec, operand, (0,), shape, True)
+            back = on_parameter(there, operand, "w", shape)
+        except ValueError:
+            continue
+        again = on_operand(back, operand, (0,), shape, True)
+        groups = lambda spec, shape: qparams_shape(spec, shape) or (1,) * len(shape)
+        assert groups(back, shape) == groups(spec, shape), granularity
+        assert groups(again, operand.shape) == groups(there, operand.shape), granularity
+        kept += 1
+    assert kept >= 4
 
 
 def walked(f, *shapes):

@@ -12,12 +12,14 @@ import jax
 from .. import _checks as checks
 from .._affine import qparams_of_shape
 from .._jaxpr._program import Location
-from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand, Origin
+from .._jaxpr._walk import Contraction
 from .._paths import named_in_errors
 from .._qarray import QArray
 from .._qparams import QParams
 from .._rule import Rule
-from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, equal_but_for_rounding, qparams_shape
+from .._spec import PerBlock, PerToken, QuantSpec, equal_but_for_rounding, qparams_shape
+from ._axes import along, on_parameter, shared_axes
+from ._choices import Choice, Decision
 
 
 class Entry(NamedTuple):
@@ -67,98 +69,121 @@ class Entry(NamedTuple):
         return math.prod((*(n for _, n in self.stack), *self.shape))
 
 
-class Entries:
-    """The entries of a function, in the order of its program; `keys` has the keys of both operands at each location."""
+def keyed(decisions: Sequence[Decision]) -> list[Decision]:
+    """The decisions with the keys of what is quantized; inputs of one value that are quantized alike have one key."""
+    first: dict[Any, str] = {}
+    values: dict[Location, tuple[str, ...]] = {}
 
-    def __init__(self, leaves: Mapping[str, Any]):
-        self.leaves = leaves
-        self.of: dict[str, Entry] = {}
-        self.keys: dict[Location, list[tuple[str, ...]]] = {}
-        self.left: Mapping[str, str] = {}  # why sites are left in float, by their names
-        self._of_value: dict[Any, str] = {}
+    def of(choice: Choice, contraction: Contraction) -> tuple[str, ...]:
+        if choice.spec is None:
+            return ()
+        if choice.value is not None:
+            return values[choice.value]
+        origin = choice.operand.origin
+        if choice.is_weight:
+            return origin.parts
+        known_by = origin.value, choice.spec, str(choice.operand.dtype), contraction.stack
+        return (choice.name if origin.value is None else first.setdefault(known_by, choice.name),)
 
-    def add(self, contraction: Contraction, side: int, name: str, spec: QuantSpec, rule: Rule, is_weight: bool,
-            contracted: Sequence[int]) -> None:  # fmt: skip
-        """Notes an operand that is quantized."""
-        operand = contraction.operands[side]
-        at = self.keys.setdefault(contraction.location, [(), ()])
-        if is_weight:
-            at[side] = operand.origin.parts
-            for path in operand.origin.parts:
-                with named_in_errors(name, rule=rule):
-                    self._add_weight(path, contraction, side, name, spec, rule, contracted)
-            return
-        alike = operand.origin.value, spec, str(operand.dtype), contraction.stack
-        key = self._of_value.setdefault(alike, name) if operand.origin.value is not None else name
-        at[side] = (key,)
-        if key in self.of:
-            if self.of[key].is_weight:
-                raise ValueError(
-                    f"{key!r} is the path of a parameter and the name of an input. Rename the quant_point."
-                )
-            self.of[key] = self.of[key]._replace(sites=(*self.of[key].sites, name))
-            return
-        kind = rule.activation.granularity if rule.activation else spec.granularity
-        is_dynamic = isinstance(spec.granularity, PerBlock) or isinstance(kind, PerToken)
-        self.of[key] = Entry(
-            key, spec, operand.shape, operand.dtype, False, rule, (name,), is_dynamic=is_dynamic,
-            location=contraction.location, stack=contraction.stack, is_seen=not contraction.in_condition,
-        )  # fmt: skip
+    found = []
+    for decision in decisions:
+        contraction = decision.contraction
+        operands = tuple(choice._replace(keys=of(choice, contraction)) for choice in decision.operands)
+        found.append(decision._replace(operands=operands))
+        if decision.op.kind == "value":
+            values[contraction.location] = operands[0].keys
+    return found
 
-    def share(self, contraction: Contraction, side: int, name: str, key: str) -> None:
-        """Notes an operand that is quantized already, where it is named."""
-        self.keys.setdefault(contraction.location, [(), ()])[side] = (key,)
-        self.of[key] = self.of[key]._replace(sites=(*self.of[key].sites, name))
 
-    def _add_weight(self, path: str, contraction: Contraction, side: int, name: str, spec: QuantSpec, rule: Rule,
-                    contracted: Sequence[int]) -> None:  # fmt: skip
-        leaf, operand = self.leaves[path], contraction.operands[side]
-        spec = on_parameter(spec, operand, path, leaf.shape)
-        summed = _along(operand.origin, list(contracted))
-        kept = _along(operand.origin, [i for i in range(len(operand.shape)) if i not in contracted])
-        own = frozenset(summed - kept) or _shared(spec, leaf.shape)
-        order, is_multiplied = _at_rest(contraction, side, spec, rule, leaf.shape), rule.activation is not None
-        entry = self.of.get(path)
-        if entry is not None and not entry.is_weight:
-            raise ValueError(f"{path!r} is the path of a parameter and the name of an input. Rename the quant_point.")
-        if entry is None:
-            self.of[path] = Entry(
-                path, spec, leaf.shape, leaf.dtype, True, rule, (name,), own, order=order,
-                is_multiplied=is_multiplied,
-            )  # fmt: skip
-            return
-        if entry.spec != spec:
-            raise ValueError(
-                f"the parameter {path!r} of shape {leaf.shape} is quantized in two ways: as {entry.spec} at "
-                f"{entry.sites[0]!r}, and as {spec} at {name!r}. One parameter has one scale for each of its groups, "
-                "whatever uses it. Name them by weight_spec(bits, channel_axis=...), counted on the parameter and kept "
-                "by every op, or by granularity=PerTensor(); or leave one of the uses in float by a rule with None."
-            )
-        # Of ops that sum along other axes a flag is for all that share a scale.
-        common = own if own == entry.contracted else _shared(spec, leaf.shape)
-        order = order if order == entry.order else None
-        is_multiplied = is_multiplied or entry.is_multiplied
-        self.of[path] = entry._replace(
-            sites=(*entry.sites, name), contracted=common, order=order, is_multiplied=is_multiplied
+def entries_of(decisions: Sequence[Decision], leaves: Mapping[str, Any]) -> dict[str, Entry]:
+    """What the quantized operands have qparams for, each entry with all that uses it."""
+    entries: dict[str, Entry] = {}
+    for decision in decisions:
+        for side, choice in enumerate(decision.operands):
+            for key in choice.keys:
+                with named_in_errors(choice.name, rule=choice.rule):
+                    of = _of_parameter if choice.is_weight else _of_input
+                    one = of(key, decision, side, leaves)
+                    entries[key] = _merged(entries[key], one) if key in entries else one
+    return entries
+
+
+def _of_input(key: str, decision: Decision, side: int, _: Any) -> Entry:
+    """The entry of an operand that is no parameter, or a part of its uses."""
+    (name, operand, _, rule, spec, *_), contraction = decision.operands[side], decision.contraction
+    assert rule is not None
+    assert spec is not None
+    kind = rule.activation.granularity if rule.activation else spec.granularity
+    is_dynamic = isinstance(spec.granularity, PerBlock) or isinstance(kind, PerToken)
+    return Entry(
+        key, spec, operand.shape, operand.dtype, False, rule, (name,), is_dynamic=is_dynamic,
+        location=contraction.location, stack=contraction.stack, is_seen=not contraction.in_condition,
+    )  # fmt: skip
+
+
+def _of_parameter(path: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -> Entry:
+    """The entry of a parameter, as one of its ops uses it."""
+    (name, operand, contracted, rule, spec, *_), contraction = decision.operands[side], decision.contraction
+    leaf = leaves[path]
+    assert rule is not None
+    assert spec is not None
+    spec = on_parameter(spec, operand, path, leaf.shape)
+    kept = along(operand, [i for i in range(len(operand.shape)) if i not in contracted])
+    summed = frozenset(along(operand, contracted) - kept) or shared_axes(spec, leaf.shape)
+    order = _at_rest(contraction, side, spec, rule, leaf.shape)
+    return Entry(
+        path, spec, leaf.shape, leaf.dtype, True, rule, (name,), summed, order=order,
+        is_multiplied=rule.activation is not None,
+    )  # fmt: skip
+
+
+def _merged(old: Entry, new: Entry) -> Entry:
+    """The entry of one thing that is used in two ways."""
+    sites = *old.sites, *new.sites
+    if old.is_weight != new.is_weight:
+        raise ValueError(f"{old.key!r} is the path of a parameter and the name of an input. Rename the quant_point.")
+    if not old.is_weight:
+        return old._replace(sites=sites)
+    if old.spec != new.spec:
+        raise ValueError(
+            f"the parameter {old.key!r} of shape {old.shape} is quantized in two ways: as {old.spec} at "
+            f"{old.sites[0]!r}, and as {new.spec} at {new.sites[0]!r}. One parameter has one scale for each of its "
+            "groups, whatever uses it. Name them by weight_spec(bits, channel_axis=...), counted on the parameter and "
+            "kept by every op, or by granularity=PerTensor(); or leave one of the uses in float by a rule with None."
         )
+    # Of ops that sum along other axes a flag is for all that share a scale.
+    contracted = old.contracted if old.contracted == new.contracted else shared_axes(old.spec, old.shape)
+    order = old.order if old.order == new.order else None
+    is_multiplied = old.is_multiplied or new.is_multiplied
+    return old._replace(sites=sites, contracted=contracted, order=order, is_multiplied=is_multiplied)
 
-    def add_read(self, path: str, rule: Rule, name: str) -> Entry:
-        """Notes a parameter that every use sees quantized; what reads it has no axes to say which share a scale."""
-        spec, leaf = rule.weight, self.leaves[path]
-        assert spec is not None
-        if path not in self.of:
-            with named_in_errors(path, rule=rule):
-                axis = getattr(spec.granularity, "axis", ())
-                if axis is None:
-                    raise ValueError(
-                        f"{spec} is per output channel of the parameter's dot, and no dot uses it. Name the axis: "
-                        "weight_spec(bits, channel_axis=...), counted on the parameter."
-                    )
-                shared = _shared(spec, leaf.shape)
-            self.of[path] = Entry(path, spec, leaf.shape, leaf.dtype, True, rule, (), shared)
-        entry = self.of[path]
-        self.of[path] = entry._replace(sites=(*entry.sites, name))
-        return entry
+
+def read_entry(path: str, rule: Rule, leaf: Any) -> Entry:
+    """The entry of a parameter that no op uses; what reads it has no axes to say which share a scale."""
+    spec = rule.weight
+    assert spec is not None
+    with named_in_errors(path, rule=rule):
+        if getattr(spec.granularity, "axis", ()) is None:
+            raise ValueError(
+                f"{spec} is per output channel of the parameter's dot, and no dot uses it. Name the axis: "
+                "weight_spec(bits, channel_axis=...), counted on the parameter."
+            )
+        return Entry(path, spec, leaf.shape, leaf.dtype, True, rule, (), shared_axes(spec, leaf.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """The entries of a function.
+
+    Attributes:
+      of: each by its key, in the order of the program.
+      keys: of the operands of each op that is quantized, by where it is.
+      left: why sites are left in float, by their names.
+    """
+
+    of: Mapping[str, Entry]
+    keys: Mapping[Location, Sequence[tuple[str, ...]]]
+    left: Mapping[str, str]
 
     @functools.cached_property
     def _streams(self) -> dict[Any, int]:
@@ -172,8 +197,7 @@ class Entries:
 
     def inputs_of(self, path: str) -> set[str]:
         """The keys of what a parameter is contracted with."""
-        sides = ((of[side], of[1 - side]) for of in self.keys.values() for side in range(2))
-        found = {key for own, others in sides if path in own for key in others}
+        found = {key for own in self.keys.values() if path in sum(own, ()) for keys in own for key in keys}
         return {key for key in found if not self.of[key].is_weight}
 
     def checked_qparams(self, qparams: Any, frozen: Mapping[str, QArray]) -> dict[str, QParams | None]:
@@ -272,17 +296,6 @@ def check_freezing(entry: Entry) -> None:
         _check_reads(entry, "frozen")
 
 
-def _shared(spec: QuantSpec, shape: tuple[int, ...]) -> frozenset[int]:
-    """The axes along which not each element has a scale of its own."""
-    groups = qparams_shape(spec, shape) or (1,) * len(shape)
-    return frozenset(i for i, (n, g) in enumerate(zip(shape, groups, strict=True)) if g != n or n == 1)
-
-
-def _along(origin: Origin, axes: Sequence[int]) -> set[int]:
-    """The axes of a parameter along which axes of an operand run."""
-    return {a for i in axes for a in origin.axes[i] if a >= 0}
-
-
 def _at_rest(
     contraction: Contraction, side: int, spec: QuantSpec, rule: Rule, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
@@ -304,40 +317,3 @@ def _at_rest(
     free = [a for i, a in enumerate(runs) if i not in (*contracted, *batch)]
     is_lying = [runs[i] for i in contracted] == [ndim - 2] and free == [ndim - 1]
     return (-1, -2) if is_lying else None
-
-
-def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int, ...]) -> QuantSpec:
-    """The spec of an operand with its axes counted on the parameter of which it is made.
-
-    Axes that the operand does not have, because a scan or an index took them away, are separate.
-    """
-    kind, ndim = spec.granularity, len(operand.shape)
-    axis = getattr(kind, "axis", ())
-    own = {a % ndim for a in (axis if isinstance(axis, tuple) else (axis,))}
-    sizes = {a % ndim: size for a, size in kind.sizes.items()} if isinstance(kind, PerBlock) else {}
-    said: dict[int, set[int]] = {a: set() for a in range(len(shape))}  # of each axis: 1 separate, 0 shared, else blocks
-    for i, along in enumerate(operand.origin.axes):
-        separate = bool(sizes) or (i in own and isinstance(kind, PerChannel))
-        innermost = max(along - {JOINED, PICKED}, default=None)
-        for a in along - {JOINED, PICKED}:
-            said[a].add(sizes[i] if i in sizes and a == innermost else int(separate))
-    if any(len(of) > 1 for of in said.values()):
-        raise ValueError(_unsayable(spec, operand, path, shape))
-    of_axis = {a: next(iter(of), 1) for a, of in said.items() if shape[a] > 1}
-    blocks = {a: of for a, of in of_axis.items() if of > 1}
-    if any(shape[a] % size for a, size in blocks.items()):
-        raise ValueError(_unsayable(spec, operand, path, shape))
-    separate = tuple(a for a, of in of_axis.items() if of == 1)
-    granularity = PerChannel(separate) if separate else PerTensor()
-    if blocks:
-        granularity = PerBlock(tuple(blocks), tuple(blocks.values()))
-    return dataclasses.replace(spec, granularity=granularity)
-
-
-def _unsayable(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int, ...]) -> str:
-    runs = [sorted(along - {JOINED, PICKED}) for along in operand.origin.axes]
-    return (
-        f"{spec} is of an operand of shape {operand.shape}, whose axes run along {runs} of the parameter {path!r} of "
-        f"shape {shape}, and no granularity of the parameter says it. Name axes that stay apart by weight_spec("
-        "channel_axis=...), counted on the parameter; or give the parameter the shape of the operand."
-    )

@@ -13,12 +13,13 @@ from .._rule import Rule
 
 
 class MatchedOp(NamedTuple):
-    """A contraction with its kind, its name, and which of its operands is the weight."""
+    """A contraction with its kind, its name, which of its operands is the weight, and the names of their sites."""
 
     contraction: Contraction
     kind: str
     name: str
     weight: int | None
+    names: tuple[str, ...] = ()
 
     @property
     def origins(self) -> list[Origin]:
@@ -85,6 +86,18 @@ def names_of(op: MatchedOp) -> list[str]:
     return [weight, other] if op.weight == 0 else [other, weight]
 
 
+def numbered(names: Sequence[str]) -> list[str]:
+    """Names that are all different: the second of equal ones has "#2" after it."""
+    seen = collections.Counter()
+    return [name if (n := seen.update([name]) or seen[name]) == 1 else f"{name}#{n}" for name in names]
+
+
+def with_names(ops: Sequence[MatchedOp]) -> list[MatchedOp]:
+    """The ops with names for their sites."""
+    names = iter(numbered([name for op in ops for name in names_of(op)]))
+    return [op._replace(names=tuple(next(names) for _ in op.contraction.operands)) for op in ops]
+
+
 class Matcher:
     """The rules, and which of them have decided something."""
 
@@ -120,7 +133,7 @@ class Matcher:
             self.used.add(self.rules.index(rule))
         return rule
 
-    def due(self, op: MatchedOp, origin: Origin, quantized: Set[str]) -> list[tuple[str, Rule]]:
+    def left_out(self, op: MatchedOp, origin: Origin, quantized: Set[str]) -> list[tuple[str, Rule]]:
         """The parameters in a value that a rule would quantize, and that no site does; with the rule of each."""
         paths = sorted({*origin.computed, *gathered_by_data(origin)})
         chosen = [(path, rule) for path in paths if (rule := self.for_path(path, op.contraction)) is not None]
@@ -146,7 +159,9 @@ class Matcher:
         return contraction._replace(operands=tuple(map(of, contraction.operands)))
 
     def resolved(self, op: MatchedOp) -> MatchedOp:
-        """Of two parameters the one that a rule quantizes is the weight, and the other its input."""
+        """The op; of two parameters the one that a rule quantizes is the weight, and the other its input."""
+        if op.kind != "params":
+            return op
         rules = [self.of_parameter(op, origin) for origin in op.origins]
         wanted = [side for side, rule in enumerate(rules) if is_wanted(rule)]
         if len(wanted) == 2 and op.origins[0].picked != op.origins[1].picked:

@@ -30,6 +30,7 @@ from ._call import Call, Static, is_traced, misuse, noted, paths_of, refuse_lost
 from ._decide import Decisions, decide
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
+from ._match import Matcher
 from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, has_range
 from ._plan import Plan, Site
 from ._sites import ReadInFloat, Sites, View, is_stochastic
@@ -133,7 +134,7 @@ class QuantizedFunction:
         value, observed = self._result(_How(observer, is_float=qparams is None), args, {**kwargs, **passed})
         return (value, observed) if with_value else observed
 
-    def tallies(self, *args: Any, qparams: Any = None, **kwargs: Any) -> tuple[dict[str, Entry], dict[str, Tally]]:
+    def tallies(self, *args: Any, qparams: Any = None, **kwargs: Any) -> tuple[Mapping[str, Entry], dict[str, Tally]]:
         """For `jaxquant.report`: the entries, and what quantizing does to each input of the function in float."""
         if self._argnum:
             raise ValueError(
@@ -380,8 +381,8 @@ class QuantizedFunction:
         walk = Walk()
         walk.read(walk.program(jaxpr, origins), "the result of the function")
         frozen = {path for path, v in zip(paths, arrays, strict=True) if path is not None and is_qarray(v)}
-        argnum = f"params_argnum={self._argnum}"
-        decisions = decide(walk, self._rules, params, argnum, self._strict, static, frozen)
+        matcher = Matcher(self._rules, params, f"params_argnum={self._argnum}")
+        decisions = decide(walk, matcher, self._strict, static, frozen)
         return _Program(jaxpr, consts, paths, walk, decisions, *results)
 
     def _origins(self, call: Call, variables: Sequence[Any]) -> tuple[dict[str, Any], list[Origin]]:

@@ -27,7 +27,8 @@ from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
 from .._sharding import replicated
 from .._spec import QuantSpec, granularity_of, qparams_shape
-from ._decide import Decision, Decisions
+from ._choices import Decision
+from ._decide import Decisions
 from ._entries import Entry
 from ._observers import RANGES, Observer
 from ._plan import Op, Site

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The axes of a spec, counted on a parameter and on an operand that is made of it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._jaxpr._program import CONV, NAME
+from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand
+from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
+
+
+def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each operand, the axes along which one result sums, or which share a scale all the same."""
+    shapes = [operand.shape for operand in contraction.operands]
+    if contraction.op == NAME:
+        return (), ()
+    if contraction.op != CONV:
+        (lhs, rhs), _ = contraction.dot
+        return lhs, rhs
+    numbers = contraction.params["dimension_numbers"]
+    batched = contraction.params["batch_group_count"] == 1
+    kept = (numbers.lhs_spec[0],) if batched else (), (numbers.rhs_spec[0],)
+    lhs, rhs = (tuple(i for i in range(len(shape)) if i not in of) for shape, of in zip(shapes, kept, strict=True))
+    return lhs, rhs
+
+
+def shared_axes(spec: QuantSpec, shape: tuple[int, ...]) -> frozenset[int]:
+    """The axes along which not each element has a scale of its own."""
+    groups = qparams_shape(spec, shape) or (1,) * len(shape)
+    return frozenset(i for i, (n, g) in enumerate(zip(shape, groups, strict=True)) if g != n or n == 1)
+
+
+def _runs(operand: Operand) -> list[set[int]]:
+    """For each axis of an operand, the axes of the parameter that it runs along."""
+    return [set(along - {JOINED, PICKED}) for along in operand.origin.axes]
+
+
+def along(operand: Operand, axes: Sequence[int]) -> set[int]:
+    """The axes of a parameter along which axes of an operand run."""
+    return set().union(*(_runs(operand)[i] for i in axes))
+
+
+def _with(spec: QuantSpec, axes: Sequence[int]) -> QuantSpec:
+    """The spec with a scale for each element along some axes."""
+    return dataclasses.replace(spec, granularity=PerChannel(tuple(axes)) if axes else PerTensor())
+
+
+def on_operand(
+    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], shape: tuple[int, ...], is_weight: bool
+) -> QuantSpec:
+    """A spec with its axes counted on the operand; what names an axis of a parameter, of some shape, counts on that."""
+    kind = spec.granularity
+    picked = [i for i, along in enumerate(operand.origin.axes) if PICKED in along and is_weight]
+    if isinstance(kind, PerTensor):
+        return _with(spec, picked) if picked else spec
+    if isinstance(kind, PerToken) or kind.axis is None:
+        return _of_op(spec, operand, contracted, is_weight)
+    return spec if operand.origin.path is None else _named(spec, operand, picked, shape)
+
+
+def _of_op(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], is_weight: bool) -> QuantSpec:
+    """A spec whose axes are those that the op contracts, or the others."""
+    kind = spec.granularity
+    if isinstance(kind, PerBlock):
+        if len(contracted) != 1:
+            named = dataclasses.replace(spec, granularity=_blocks(int(np.prod(kind.size)), operand, contracted))
+            raise ValueError(
+                f"{spec} has blocks along the contracted axis, and this op contracts {len(contracted)} of shape "
+                f"{operand.shape}: {contracted}. Name the axes of the blocks, counted on the parameter: {named}."
+            )
+        return dataclasses.replace(spec, granularity=PerBlock(contracted[0], kind.size))
+    if isinstance(kind, PerToken) and is_weight:
+        raise ValueError(
+            f"{spec} is of activations, and this is the weight. Give it PerChannel(None), a scale for each output "
+            "channel, as weight_spec(bits) does."
+        )
+    if isinstance(kind, PerChannel) and not is_weight:
+        raise ValueError(
+            f"{spec} is of the output channels of a weight, and this operand of shape {operand.shape} is none. "
+            "Say PerToken() for a scale along each row that is contracted, or name the axes: PerChannel(axis)."
+        )
+    return _with(spec, [i for i in range(len(operand.shape)) if i not in contracted])
+
+
+def _blocks(size: int, operand: Operand, contracted: tuple[int, ...]) -> PerBlock:
+    """Blocks of a size along several contracted axes, the last ones first, counted on the parameter if there is one."""
+    of = {i: _runs(operand)[i] for i in contracted}
+    is_apart = operand.origin.path is not None and all(len(along) == 1 for along in of.values())
+    sizes = {}
+    for i in sorted(contracted, reverse=True):
+        axis = min(of[i]) if is_apart else i
+        sizes[axis] = math.gcd(size, operand.shape[i])
+        size //= sizes[axis]
+    return PerBlock(tuple(sorted(sizes)), tuple(sizes[axis] for axis in sorted(sizes)))
+
+
+def _named(spec: QuantSpec, operand: Operand, picked: Sequence[int], shape: tuple[int, ...]) -> QuantSpec:
+    """A spec whose axes are named, counted on the parameter."""
+    kind: Any = spec.granularity
+    qparams_shape(dataclasses.replace(spec, granularity=PerChannel(kind.axis)), shape)
+    named = [a % len(shape) for a in (kind.axis if isinstance(kind.axis, tuple) else (kind.axis,))]
+    runs = _runs(operand)
+    axes = [i for i, of in enumerate(runs) if of.intersection(named) or i in picked]
+    alone = [[i for i in axes if runs[i] == {a}] for a in named]
+    is_split = isinstance(kind, PerBlock) and (len(axes) != len(named) or any(len(at) != 1 for at in alone))
+    if is_split or any(not runs[i] <= set(named) for i in axes):
+        raise ValueError(
+            f"{kind} of a parameter of shape {shape} is no axis of the operand of shape {operand.shape} that the "
+            f"function makes of it, whose axes run along {[sorted(along) for along in operand.origin.axes]}. Name axes "
+            "that stay apart from the others, or leave the axis None for the output channels of the op."
+        )
+    if isinstance(kind, PerBlock):
+        blocks = PerBlock(tuple(i for at in alone for i in at), tuple(kind.sizes.values()))
+        return dataclasses.replace(spec, granularity=blocks)
+    return _with(spec, axes)
+
+
+def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int, ...]) -> QuantSpec:
+    """The spec of an operand with its axes counted on the parameter of which it is made.
+
+    Axes that the operand does not have, because a scan or an index took them away, are separate.
+    """
+    kind, ndim = spec.granularity, len(operand.shape)
+    axis = getattr(kind, "axis", ())
+    own = {a % ndim for a in (axis if isinstance(axis, tuple) else (axis,))}
+    sizes = {a % ndim: size for a, size in kind.sizes.items()} if isinstance(kind, PerBlock) else {}
+    said: dict[int, set[int]] = {a: set() for a in range(len(shape))}  # of each axis: 1 separate, 0 shared, else blocks
+    for i, runs in enumerate(_runs(operand)):
+        separate = bool(sizes) or (i in own and isinstance(kind, PerChannel))
+        innermost = max(runs, default=None)
+        for a in runs:
+            said[a].add(sizes[i] if i in sizes and a == innermost else int(separate))
+    if any(len(of) > 1 for of in said.values()):
+        raise ValueError(_unsayable(spec, operand, path, shape))
+    of_axis = {a: next(iter(of), 1) for a, of in said.items() if shape[a] > 1}
+    blocks = {a: of for a, of in of_axis.items() if of > 1}
+    if any(shape[a] % size for a, size in blocks.items()):
+        raise ValueError(_unsayable(spec, operand, path, shape))
+    separate = tuple(a for a, of in of_axis.items() if of == 1)
+    granularity = PerChannel(separate) if separate else PerTensor()
+    if blocks:
+        granularity = PerBlock(tuple(blocks), tuple(blocks.values()))
+    return dataclasses.replace(spec, granularity=granularity)
+
+
+def _unsayable(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int, ...]) -> str:
+    runs = list(map(sorted, _runs(operand)))
+    return (
+        f"{spec} is of an operand of shape {operand.shape}, whose axes run along {runs} of the parameter {path!r} of "
+        f"shape {shape}, and no granularity of the parameter says it. Name axes that stay apart by weight_spec("
+        "channel_axis=...), counted on the parameter; or give the parameter the shape of the operand."
+    )

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each operand of each op gets: by which rule, and which spec, with the axes of the operand."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .. import _checks as checks
+from .._integer._contract import Precision
+from .._jaxpr._program import RAGGED, Location
+from .._jaxpr._walk import Contraction, Operand
+from .._paths import named_in_errors
+from .._rule import Rule
+from .._spec import QuantSpec, qparams_shape
+from . import _errors as errors
+from ._axes import contracted_axes, on_operand
+from ._backward import precisions
+from ._match import MatchedOp, Matcher, is_exact, is_wanted
+
+
+class Choice(NamedTuple):
+    """What one operand gets.
+
+    Attributes:
+      name: of its site.
+      operand: as the walk found it.
+      contracted: its axes along which one result sums.
+      rule: that decided; None where none did.
+      spec: QuantSpec with the axes of the operand; None leaves it in float.
+      is_weight: whether it is a parameter that a rule of kind "weight" is for.
+      value: where it is quantized already, if it is a value that a rule of kind "value" is for; else None.
+      keys: of its entry, or of each of the parameters that were concatenated.
+    """
+
+    name: str
+    operand: Operand
+    contracted: tuple[int, ...] = ()
+    rule: Rule | None = None
+    spec: QuantSpec | None = None
+    is_weight: bool = False
+    value: Location | None = None
+    keys: tuple[str, ...] = ()
+
+
+class Decision(NamedTuple):
+    """What happens to one op: what its operands get, and the precision of its two backward products."""
+
+    op: MatchedOp
+    operands: tuple[Choice, ...]
+    gradient: tuple[Precision, Precision] = (None, None)
+
+    @property
+    def contraction(self) -> Contraction:
+        """The op in the program."""
+        return self.op.contraction
+
+    @property
+    def specs(self):
+        return [c.spec for c in self.operands]
+
+    @property
+    def names(self):
+        return self.op.names
+
+    @property
+    def rules(self):
+        return [c.rule for c in self.operands]
+
+    @property
+    def contracted(self):
+        return [c.contracted for c in self.operands]
+
+    @property
+    def keys(self):
+        return [c.keys for c in self.operands]
+
+    @property
+    def shared(self):
+        return [c.value is not None for c in self.operands]
+
+    @property
+    def weight(self):
+        return next((i for i, c in enumerate(self.operands) if c.is_weight), None)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether an operand is."""
+        return any(choice.spec for choice in self.operands)
+
+
+def choose(ops: Sequence[MatchedOp], matcher: Matcher, strict: bool) -> list[Decision]:
+    """What happens to each op, without the keys of entries."""
+    values = {op.contraction.location: _of_value(op, matcher) for op in ops if op.kind == "value"}
+    return [_decision(op, matcher, values, strict) for op in ops]
+
+
+def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice], strict: bool) -> Decision:
+    if op.kind == "closed":
+        return _of_closed(op, matcher)
+    if op.kind == "value":
+        return Decision(op, (_as_value(values[op.contraction.location], values),))
+    choices = [_of_operand(op, side, matcher, strict) for side in range(2)]
+    specs = [choice.spec for choice in choices]
+    for choice, spec in zip(choices, specs, strict=True) if None not in specs else ():
+        with named_in_errors(choice.name, rule=choice.rule):
+            errors.check_scales(spec, choice.operand.shape, choice.contracted, op.contraction.op)
+    gradient = precisions(op, op.names, [choice.rule for choice in choices], specs)
+    return Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient)
+
+
+def _of_closed(op: MatchedOp, matcher: Matcher) -> Decision:
+    """Operands that go where nothing can be replaced, which no rule may want quantized."""
+    # The gradient of a ragged dot with respect to its matrices is closed, too.
+    is_meant = any(rule.kind == "gradient" for rule in matcher.rules) or not any(map(is_wanted, matcher.rules))
+    if op.contraction.op == RAGGED and op.contraction.gradient and not is_meant:
+        raise errors.differentiates(op.name)
+    choices = []
+    for name, operand in zip(op.names, op.contraction.operands, strict=True):
+        if operand.origin.path is None:
+            if left := matcher.left_out(op, operand.origin, frozenset()):
+                raise errors.computed_with_and_closed(op, *left[0])
+            choices.append(Choice(name, operand))
+            continue
+        rule = matcher.of_parameter(op, operand.origin)
+        if rule is not None and is_wanted(rule):
+            with named_in_errors(operand.origin.path, rule=rule):
+                raise errors.closed(op, operand.origin.parts)
+        choices.append(Choice(name, operand, rule=rule))
+    return Decision(op, tuple(choices))
+
+
+def _of_value(op: MatchedOp, matcher: Matcher) -> Choice:
+    """A value that is quantized where it is named: whole, by one scale."""
+    rule, (operand,), (name,) = matcher.first(op, 0), op.contraction.operands, op.names
+    assert rule is not None
+    with named_in_errors(name, rule=rule):
+        errors.check_value(operand, rule.activation)
+    return Choice(name, operand, (), rule, rule.activation)
+
+
+def _as_value(choice: Choice, values: Mapping[Location, Choice]) -> Choice:
+    """The choice, with the named value that the operand is: of its names the last that has a rule."""
+    value = next((point for point in reversed(choice.operand.origin.points) if point in values), None)
+    if value is None or choice.spec is None or choice.is_weight:
+        return choice
+    if values[value].spec != choice.spec:
+        with named_in_errors(choice.name, rule=choice.rule):
+            raise errors.two_specs_of_value(values[value].name, values[value].spec, choice.spec)
+    return choice._replace(value=value)
+
+
+def _of_operand(op: MatchedOp, side: int, matcher: Matcher, strict: bool) -> Choice:
+    operand, contracted = op.contraction.operands[side], contracted_axes(op.contraction)[side]
+    rule = matcher.first(op, side)
+    has_weight_spec = side == op.weight or (op.kind == "gradient" and operand.origin.role != "data")
+    if op.kind == "weight" and not has_weight_spec:  # a parameter as the input of another may have a rule of its own
+        own = matcher.of_parameter(op, operand.origin)
+        rule = rule if own is None or is_wanted(own) else own
+    spec = rule and (rule.weight if has_weight_spec else rule.activation)
+    if rule is not None and spec is not None:
+        with named_in_errors(op.names[side], rule=rule):
+            is_meant = strict or is_exact(rule) or _is_input(op, side, rule)
+            if checks.is_float(operand.dtype):
+                spec = _checked_spec(spec, operand, contracted, matcher, has_weight_spec)
+            elif is_meant:
+                raise errors.not_floating(operand.dtype)
+            else:
+                spec = None  # integers and the like that a glob only happens to match
+    return Choice(op.names[side], operand, contracted, rule, spec, op.kind == "weight" and side == op.weight)
+
+
+def _is_input(op: MatchedOp, side: int, rule: Rule) -> bool:
+    """Whether an operand is what a parameter that is quantized is contracted with."""
+    is_input = op.kind == "weight" and side != op.weight and rule.weight is not None
+    return is_input and checks.is_float(op.contraction.operands[1 - side].dtype)
+
+
+def _checked_spec(
+    spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: Matcher, is_weight: bool
+) -> QuantSpec:
+    """The spec with the axes of the operand."""
+    parts = operand.origin.held
+    spec = on_operand(spec, operand, contracted, matcher.leaves[parts[0]].shape if parts else (), is_weight)
+    qparams_shape(spec, operand.shape)
+    if len(parts) > 1:
+        errors.check_joined(spec, operand, contracted)
+    return spec
