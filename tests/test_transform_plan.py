@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact import x64
 
 import jaxquant as jq
 from jaxquant import (
@@ -114,6 +115,23 @@ def test_a_plan_is_a_table():
         "matched, but no operand 1 (5 numbers, 20 bytes)",
         "matched, but no operand: biases and the like, which no dot or convolution takes as they are",
     ]
+
+
+def test_a_plan_is_of_the_context_that_it_is_made_in():
+    """Of jit's cache, which tells 32 from 64 bits, and traces once for each."""
+    traced = []
+
+    def f(params, x):
+        traced.append(1)
+        wide = jnp.result_type(float)
+        return x.astype(wide) @ params["w"].astype(wide)
+
+    q, dtypes = jq.quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))]), []
+    for enabled in (False, True, False, True):
+        with x64(enabled):
+            dtypes.append(str(q.plan({"w": jnp.ones((4, 2), "float32")}, jnp.ones((3, 4), "float32"))["w:input"].dtype))
+    assert dtypes == ["float32", "float64"] * 2
+    assert len(traced) == 2
 
 
 def test_the_table_of_a_function_without_sites():

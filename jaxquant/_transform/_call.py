@@ -31,6 +31,10 @@ class Static:
     def of(cls, leaf: Any) -> "Static":
         return cls(type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf, leaf)
 
+    @classmethod
+    def known_by_identity(cls, value: Any) -> "Static":
+        return cls(type(value), id(value), value)
+
 
 def is_traced(leaf: Any) -> bool:
     """Whether a leaf is an argument of the program: arrays. Numbers of Python stay what they are, as in f itself."""

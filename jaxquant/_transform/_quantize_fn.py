@@ -286,10 +286,14 @@ class QuantizedFunction:
             key = jax.eval_shape(lambda: jax.random.key(0))  # a plan needs none
         how = _How(lsq_gradient=lsq_gradient)
         call, arrays = self._call(args, kwargs)
-        # Traced once for this and the call.
         with self._explained(args, kwargs):
-            _, _, plan, _ = self._jitted.eval_shape(call, how, arrays, key, qparams)
-        return plan.value
+            return self._decided(call, how, arrays, key, qparams)
+
+    def _decided(self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any) -> tuple[Plan, Entries]:
+        # Out of the cache of jit, so that the function is traced once for this and the call. A cache of our own would
+        # have to know the whole key of jit's, such as whether 64 bits are enabled and which mesh is set, or be stale.
+        _, _, decided, _ = self._jitted.eval_shape(call, how, arrays, key, qparams)
+        return decided.value
 
     @contextlib.contextmanager
     def _explained(self, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -309,8 +313,8 @@ class QuantizedFunction:
         if not qarrays or not known or self._compared.are_last(qarrays, known):
             return
         if new := self._compared.new(params, known):
-            _, _, planned, _ = self._jitted.eval_shape(call, how, arrays, key, qparams)
-            self._compared.check(new, planned.value[1])
+            _, entries = self._decided(call, how, arrays, key, qparams)
+            self._compared.check(new, entries)
         self._compared.passed(qarrays, known)
 
     def _rounds_stochastically(self) -> bool:
@@ -437,7 +441,7 @@ class QuantizedFunction:
         outs, observed = self._outs(program, sites, arrays, of_entries)
         results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]
-        return leaves, Static.of(program.structure), Static(Plan, id(plan), (plan, entries)), observed
+        return leaves, Static.of(program.structure), Static.known_by_identity((plan, entries)), observed
 
     def _outs(
         self, program: _Program, sites: Sites, arrays: Sequence[Any], qparams: Mapping[str, QParams | None]
