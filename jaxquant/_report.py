@@ -374,9 +374,8 @@ class _Costs(NamedTuple):
             error = lax.stop_gradient(fake_quant(at, spec, info.qparams) - at)
             return x + mask[info.entry].astype(x.dtype) * error
 
-        # A key of the call is for stochastic rounding, of which there is none here; the function may have its own.
-        of_function = {k: v for k, v in self.kwargs.items() if k != "key" or "key" in self.q._names}
-        return self._checked(self.q.at_sites(site)(params, *batch, qparams=self.qparams, **of_function))
+        kwargs = self.q.keywords_of_function(self.kwargs)
+        return self._checked(self.q.at_sites(site)(params, *batch, qparams=self.qparams, **kwargs))
 
     def _checked(self, value: Any) -> Array:
         try:

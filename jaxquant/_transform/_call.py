@@ -17,6 +17,8 @@ from .._paths import is_qarray, with_paths
 from .._qarray import QArray
 from .._qparams import QParams
 
+OWN_ARGUMENTS = {"qparams": None, "lsq_gradient": False, "key": None}  # of a call, beside those of the function
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +60,9 @@ class Call(NamedTuple):
 
 def with_own(signature: inspect.Signature) -> inspect.Signature:
     """The signature of a function, and the arguments that a call takes beside."""
-    defaults = {"qparams": None, "lsq_gradient": False, "key": None}
     own = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in defaults.items()
+        for name, default in OWN_ARGUMENTS.items()
         if name not in signature.parameters
     ]
     last = lambda p: p.kind is inspect.Parameter.VAR_KEYWORD

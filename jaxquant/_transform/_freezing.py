@@ -19,7 +19,7 @@ from .._paths import is_qarray, named_in_errors, with_paths
 from .._qarray import Frozen, QArray, check_dtypes
 from .._qparams import QParams
 from .._sharding import is_inside_shard_map
-from ._entries import Entries, check_freezing
+from ._entries import Entries, Entry, check_freezing
 
 
 def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QParams | None], key: Any) -> Any:
@@ -33,7 +33,12 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
         rounds = entry.spec.rounding == "stochastic"
         own = entries.noise_key(key, path) if rounds and key is not None else None
         q = quantize(leaf, entry.spec, qparams.get(path), key=own)
-    values, spec = q.values, entry.spec
+    return laid_out(q, entry, entries, qparams)
+
+
+def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QParams | None]) -> QArray:
+    """The integers of an entry, made with its spec and qparams, as they lie in memory when they are served."""
+    values, spec, path = q.values, entry.spec, entry.key
     if spec.bits <= 4 and not spec.format and not entry.is_multiplied:
         values = values.astype(jnp.int4 if spec.signed else jnp.uint4)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(path))

@@ -16,18 +16,36 @@ from .._tally import merge_tallies, tally, tally_across
 from ._entries import Entry
 
 
+class Observed(NamedTuple):
+    """What is known of an input where an op takes it.
+
+    Attributes:
+      x: its real values.
+      spec: QuantSpec, with the axes of x.
+      qparams: of its entry; None where it is dynamic.
+      contracted: the axes of x along which one result of the op sums.
+      other: the real values of the other operand, such as the weight; None if there is none, or integers alone.
+    """
+
+    x: Any
+    spec: QuantSpec
+    qparams: QParams | None = None
+    contracted: tuple[int, ...] = ()
+    other: Any = None
+
+
 class Observer(NamedTuple):
     """How inputs are observed.
 
     Attributes:
-      of: (x, spec, qparams or None) -> what is seen of it.
+      of: Observed -> what is seen of it.
       merge: of what is seen of two.
       neutral: shapes and dtypes of what is seen -> what is seen of nothing.
       across: (what is seen on one device, axes) -> what is seen on all.
       sees: whether an entry can be observed.
     """
 
-    of: Callable[[Any, QuantSpec, QParams | None], Any]
+    of: Callable[[Observed], Any]
     merge: Callable[[Any, Any], Any]
     neutral: Callable[[Any], Any]
     across: Callable[[Any, Collection[str]], Any]
@@ -44,17 +62,23 @@ def _zeros(like: Any) -> Any:
 
 
 RANGES = Observer(
-    lambda x, spec, _: observe(x, spec),
+    lambda given: observe(given.x, given.spec),
     merge_ranges,
     lambda r: Range(jnp.full(r.x_min.shape, jnp.inf), jnp.full(r.x_max.shape, -jnp.inf)),
     lambda r, axes: Range(lax.pmin(r.x_min, tuple(axes)), lax.pmax(r.x_max, tuple(axes))),
     has_range,
 )
 HISTOGRAMS = Observer(
-    lambda x, spec, _: histogram(x, spec),
+    lambda given: histogram(given.x, given.spec),
     merge_histograms,
     _zeros,
     lambda h, axes: Histogram(lax.psum(h.counts, tuple(axes))),
     has_range,
 )
-TALLIES = Observer(tally, merge_tallies, _zeros, tally_across, lambda entry: not entry.is_weight and entry.is_seen)
+TALLIES = Observer(
+    lambda given: tally(given.x, given.spec, given.qparams),
+    merge_tallies,
+    _zeros,
+    tally_across,
+    lambda entry: not entry.is_weight and entry.is_seen,
+)

@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from .._ranges._fit import fit_qparams
 from .._ranges._range import Range, qparams_from_range
 from .._rule import Rules, checked_rules, pattern_in_words
 from .._tally import Tally
-from ._call import Call, Static, is_traced, misuse, noted, paths_of, refuse_lost_changes, with_own
+from ._call import OWN_ARGUMENTS, Call, Static, is_traced, misuse, noted, paths_of, refuse_lost_changes, with_own
 from ._decide import Decisions, decide
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
@@ -128,11 +129,16 @@ class QuantizedFunction:
 
         Source: as `jaxquant.observe`.
         """
-        passed = self._passed(qparams)
         with_value = checks.static_bool("with_value", with_value)
         observer = HISTOGRAMS if checks.static_bool("histogram", histogram) else RANGES
-        value, observed = self._result(_How(observer, is_float=qparams is None), args, {**kwargs, **passed})
+        value, observed = self._collect(observer, qparams is None, qparams, args, kwargs)
         return (value, observed) if with_value else observed
+
+    def _collect(
+        self, observer: Observer, is_float: bool, qparams: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """The value of the function, in float or quantized, and what an observer sees of each input."""
+        return self._result(_How(observer, is_float), args, {**kwargs, **self._passed(qparams)})
 
     def tallies(self, *args: Any, qparams: Any = None, **kwargs: Any) -> tuple[Mapping[str, Entry], dict[str, Tally]]:
         """For `jaxquant.report`: the entries, and what quantizing does to each input of the function in float."""
@@ -141,10 +147,12 @@ class QuantizedFunction:
                 f"`q` must have its params as the first argument, got params_argnum={self._argnum}. Quantize a "
                 "function that takes them first: lambda params, x: f(x, params)."
             )
-        passed = self._passed(qparams)
-        _, entries = self._planned(args, {**kwargs, **passed})
-        _, found = self._result(_How(TALLIES, is_float=True), args, {**kwargs, **passed})
-        return entries.of, found
+        _, entries = self._planned(args, {**kwargs, **self._passed(qparams)})
+        return entries.of, self._collect(TALLIES, True, qparams, args, kwargs)[1]
+
+    def keywords_of_function(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """For `jaxquant.report`: the keywords of a call without those that the function itself does not have."""
+        return {name: v for name, v in kwargs.items() if name in self._names or name not in OWN_ARGUMENTS}
 
     def init_qparams(self, *args: Any, ranges: Any = None, method: str = "minmax", **kwargs: Any) -> dict[str, Any]:
         """The qparams of each entry of the plan, to be trained beside the parameters, or kept.
@@ -324,7 +332,7 @@ class QuantizedFunction:
     def _own(self, kwargs: dict[str, Any]) -> tuple[Any, Any, bool]:
         """The arguments that the function does not have, taken out of its keywords: (key, qparams, lsq_gradient)."""
         own = lambda name, default: default if name in self._names else kwargs.pop(name, default)
-        key, qparams, lsq_gradient = own("key", None), own("qparams", None), own("lsq_gradient", False)
+        qparams, lsq_gradient, key = itertools.starmap(own, OWN_ARGUMENTS.items())
         key = checks.rounding_key(key, self._rounds_stochastically(), "no rule that rounds so")
         return key, qparams, checked_lsq_gradient(lsq_gradient, qparams, "q.init_qparams(params, ...)")
 

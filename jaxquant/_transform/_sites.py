@@ -30,7 +30,7 @@ from .._spec import QuantSpec, granularity_of, qparams_shape
 from ._choices import Decision
 from ._decide import Decisions
 from ._entries import Entry
-from ._observers import RANGES, Observer
+from ._observers import RANGES, Observed, Observer
 from ._plan import Op, Site
 
 
@@ -41,8 +41,14 @@ def inputs_of(decisions: Decisions, observer: Observer | None) -> Inputs:
     how = observer or RANGES
 
     def nothing(key: str, scans: Collection[Location]) -> Any:
-        entry = entries[key]
-        one = jax.eval_shape(lambda x: how.of(x, entry.spec, None), jax.ShapeDtypeStruct(entry.shape, entry.dtype))
+        entry, decision = entries[key], decisions.of[entries[key].location]
+        side = next(side for side, choice in enumerate(decision.operands) if choice.keys == (key,))
+        x, *others = [
+            jax.ShapeDtypeStruct(v.shape, v.dtype)
+            for v in decision.contraction.operands[side:] + decision.contraction.operands[:side]
+        ]
+        contracted = decision.operands[side].contracted
+        one = jax.eval_shape(lambda x, *other: how.of(Observed(x, entry.spec, None, contracted, *other)), x, *others)
         turns = tuple(n for location, n in entry.stack if location in scans)
         return how.neutral(jax.tree.map(lambda v: jax.ShapeDtypeStruct((*turns, *v.shape), v.dtype), one))
 
@@ -147,7 +153,13 @@ class Sites(NamedTuple):
         for side, spec in enumerate(decision.specs):
             key = next(iter(decision.keys[side]), "")
             if spec is not None and inputs.first.get(key) == decision.contraction.location and self.observer:
-                scope.observed[key] = self.observer.of(values[side], spec, scope.qparams.get(key))
+                other = (
+                    values[1 - side].floats.get("real")
+                    if isinstance(values[1 - side], QuantizedParam)
+                    else values[1 - side]
+                )
+                given = Observed(values[side], spec, scope.qparams.get(key), decision.contracted[side], other)
+                scope.observed[key] = self.observer.of(given)
         if self.is_float:
             return eqn.primitive.bind(*values, **eqn.params)
         if self.view and any(decision.specs):
@@ -196,7 +208,7 @@ class Sites(NamedTuple):
                 return v
             v = self.read(v, decision.names[0])
         if inputs.first.get(key) == decision.contraction.location and self.observer:
-            scope.observed[key] = self.observer.of(v, spec, scope.qparams.get(key))
+            scope.observed[key] = self.observer.of(Observed(v, spec, scope.qparams.get(key)))
         v = jax.ad_checkpoint.checkpoint_name(v, params_of(eqn)["name"])
         if self.is_float or (self.view and decision.shared[0]):
             return v
