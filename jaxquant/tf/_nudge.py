@@ -27,7 +27,7 @@ class Nudged(NamedTuple):
     """A range moved so that real 0 falls on a level; five arrays of one shape.
 
     `inverse` is not the rounded `1 / scale` but a quotient of its own. `zero` is `-x_min * inverse`, rounded, which is
-    never negative: -1 marks a range that is not set, `x_min == x_max == 0`.
+    never negative: -1 says that the range is not set, `x_min == x_max == 0`.
     """
 
     scale: Array

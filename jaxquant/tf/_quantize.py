@@ -2,7 +2,6 @@
 """`quantize` to integers and `dequantize` back, in TensorFlow's three modes."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,20 +27,21 @@ class QuantizeOutput(NamedTuple):
     output_max: Array
 
 
-class _Ends(NamedTuple):
-    """The lowest and highest code as TensorFlow's kernels see them, in the dtype of the computation."""
+class _Coding(NamedTuple):
+    """How codes stand for real values: what is static of it."""
 
-    low: float
-    high: float
-    steps: float  # high - low, exact where the dtype of the computation holds it
-    half: float  # what moves unsigned codes onto the signed ones; 0 for unsigned codes
-    signed: bool
+    dtype: np.dtype
+    mode: str
+    narrow_range: bool
+    axis: int | None
 
+    @property
+    def lowest(self) -> float:
+        return float(np.iinfo(self.dtype).min)
 
-def _ends(dtype: np.dtype) -> _Ends:
-    info = np.iinfo(dtype)
-    low, high, steps = float(info.min), float(info.max), float(info.max - info.min)
-    return _Ends(low, high, steps, (steps + 1) / 2 if info.min else 0.0, info.min < 0)
+    @property
+    def highest(self) -> float:
+        return float(np.iinfo(self.dtype).max)
 
 
 def _wide_quotient(a: float, b: Array) -> Array:
@@ -57,8 +57,8 @@ def _wide_quotient(a: float, b: Array) -> Array:
 # ---- The range of one tensor. Selects stand where C++'s std::min and std::max drop a NaN.
 
 
-class _Plan(NamedTuple):
-    """What the element-wise pass needs. The range is the one that is reported."""
+class _Adjusted(NamedTuple):
+    """The range that is reported, and what takes its values to codes."""
 
     low: Array
     high: Array
@@ -70,88 +70,79 @@ def _larger(a: Array | float, b: Array) -> Array:
     return jnp.where(a < b, b, a)
 
 
-def _widen(x_min: Array, x_max: Array, least: float) -> tuple[Array, Array]:
-    """Makes the range contain 0 and be no narrower than `least` times its largest magnitude, or 1."""
+def _widen(x_min: Array, x_max: Array, ensure_minimum_range: float) -> tuple[Array, Array]:
+    """Makes the range contain 0 and be no narrower than the given part of its largest magnitude, or of 1."""
     low = jnp.where(x_min < 0, x_min, 0)
-    margin = num.guard(_larger(_larger(jnp.ones_like(x_min), jnp.abs(x_min)), jnp.abs(x_max)) * least)
+    largest = _larger(_larger(jnp.ones_like(x_min), jnp.abs(x_min)), jnp.abs(x_max))
+    margin = num.guard(largest * ensure_minimum_range)
     return low, _larger(jnp.zeros_like(x_max), _larger(x_max, low + margin))
 
 
-def _plan(x_min: Array, x_max: Array, ends: _Ends, mode: str, narrow_range: bool, least: float) -> _Plan:
+def _adjust(x_min: Array, x_max: Array, coding: _Coding, ensure_minimum_range: float) -> _Adjusted:
     x_min, x_max = lax.optimization_barrier((x_min, x_max))  # see _nudge.nudge
-    low, high = _widen(x_min, x_max, least)
-    if mode == "SCALED":
-        qmin = ends.low + narrow_range
-        scale, _ = largest_scale(low, high, qmin, ends.high)
-        return _Plan(qmin / scale, ends.high / scale, scale, jnp.zeros_like(scale))
-    scale = _wide_quotient(ends.steps, high - low)
-    if mode == "MIN_COMBINED":
-        return _Plan(low, high, scale, jnp.zeros_like(scale))
+    low, high = _widen(x_min, x_max, ensure_minimum_range)
+    if coding.mode == "SCALED":
+        qmin = coding.lowest + coding.narrow_range
+        scale, _ = largest_scale(low, high, qmin, coding.highest)
+        return _Adjusted(qmin / scale, coding.highest / scale, scale, jnp.zeros_like(scale))
+    scale = _wide_quotient(coding.highest - coding.lowest, high - low)
+    if coding.mode == "MIN_COMBINED":
+        return _Adjusted(low, high, scale, jnp.zeros_like(scale))
     scale = jnp.where(low == high, 0, scale)
-    return _Plan(low, high, scale, num.round_half_away(low * scale) - ends.low)
+    return _Adjusted(low, high, scale, num.round_half_away(low * scale) - coding.lowest)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "mode", "round_mode", "narrow_range", "axis", "least"))
+@functools.partial(jax.jit, static_argnames=("coding", "round_mode", "ensure_minimum_range"))
 def _quantize(
-    x: Array,
-    x_min: Array,
-    x_max: Array,
-    dtype: np.dtype,
-    mode: str,
-    round_mode: str,
-    narrow_range: bool,
-    axis: int | None,
-    least: float,
+    x: Array, x_min: Array, x_max: Array, coding: _Coding, round_mode: str, ensure_minimum_range: float
 ) -> QuantizeOutput:
-    ends, x = _ends(dtype), num.upcast(x, x_min.dtype)
-    plan = functools.partial(_plan, ends=ends, mode=mode, narrow_range=narrow_range, least=least)
-    plan = per_channel(plan, axis)(x_min, x_max)
-    low, high, scale, offset = (along_axis(v, axis, x.ndim) for v in plan)
-    if mode == "MIN_COMBINED":
+    x, lowest, highest = num.upcast(x, x_min.dtype), coding.lowest, coding.highest
+    adjust = functools.partial(_adjust, coding=coding, ensure_minimum_range=ensure_minimum_range)
+    adjusted = per_channel(adjust, coding.axis)(x_min, x_max)
+    low, high, scale, offset = (along_axis(v, coding.axis, x.ndim) for v in adjusted)
+    if coding.mode == "MIN_COMBINED":
         level = num.guard((num.clip(x, low, high) - low) * scale)
-        codes = num.round_half_away(level - ends.half) if ends.signed else num.round_half_up(level)
-    elif mode == "MIN_FIRST":
+        codes = num.round_half_away(level + lowest) if lowest < 0 else num.round_half_up(level)
+    elif coding.mode == "MIN_FIRST":
         # TensorFlow's kernel ends at the largest float32 below 2 ** 31.
         codes = num.round_half_away(x * scale) - offset
-        codes = num.clip(codes, jnp.asarray(ends.low, x.dtype), jnp.asarray(min(ends.high, 2.0**31 - 128), x.dtype))
+        codes = num.clip(codes, jnp.asarray(lowest, x.dtype), jnp.asarray(min(highest, 2.0**31 - 128), x.dtype))
     else:
         codes = _ROUND[round_mode](num.clip(x, low, high) * scale)
-    codes = jnp.where(codes == codes, codes, ends.low)
-    return QuantizeOutput(codes.astype(dtype), plan.low, plan.high)
+    codes = jnp.where(codes == codes, codes, lowest)
+    return QuantizeOutput(codes.astype(coding.dtype), adjusted.low, adjusted.high)
 
 
 # ---- Back to real values.
 
 
-def _combined(q: Array, x_min: Array, x_max: Array, ends: _Ends, narrow_range: bool) -> Array:
-    scale = num.divide(x_max - x_min, float(np.float32(ends.high) - np.float32(ends.low)))
-    return num.guard((q + ends.half) * scale) + x_min
+def _min_combined(q: Array, x_min: Array, x_max: Array, coding: _Coding) -> Array:
+    scale = num.divide(x_max - x_min, float(np.float32(coding.highest) - np.float32(coding.lowest)))
+    return num.guard((q - coding.lowest) * scale) + x_min
 
 
-def _first(q: Array, x_min: Array, x_max: Array, ends: _Ends, narrow_range: bool) -> Array:
+def _min_first(q: Array, x_min: Array, x_max: Array, coding: _Coding) -> Array:
     wide = jax.dtypes.canonicalize_dtype(jnp.float64)
-    scale = num.divide((x_max - x_min).astype(wide), ends.steps).astype(x_min.dtype)
+    scale = num.divide((x_max - x_min).astype(wide), coding.highest - coding.lowest).astype(x_min.dtype)
     rounded = num.guard(num.round_half_away(num.divide(x_min, scale)) * scale)
     rounded = jnp.where(x_max == x_min, x_min, rounded)
-    return (rounded - num.guard(ends.low * scale)) + num.guard(q * scale)
+    return (rounded - num.guard(coding.lowest * scale)) + num.guard(q * scale)
 
 
-def _scaled(q: Array, x_min: Array, x_max: Array, ends: _Ends, narrow_range: bool) -> Array:
-    scale = num.divide(x_max, ends.high)
-    if ends.signed:
-        scale = _larger(num.divide(x_min, ends.low + narrow_range), scale)
+def _scaled(q: Array, x_min: Array, x_max: Array, coding: _Coding) -> Array:
+    scale = num.divide(x_max, coding.highest)
+    if coding.lowest < 0:
+        scale = _larger(num.divide(x_min, coding.lowest + coding.narrow_range), scale)
     return num.guard(q * scale)
 
 
-_DEQUANTIZE: dict[str, Callable] = {"MIN_COMBINED": _combined, "MIN_FIRST": _first, "SCALED": _scaled}
+_DEQUANTIZE = {"MIN_COMBINED": _min_combined, "MIN_FIRST": _min_first, "SCALED": _scaled}
 
 
-@functools.partial(jax.jit, static_argnames=("mode", "narrow_range", "axis", "dtype"))
-def _dequantize(
-    q: Array, x_min: Array, x_max: Array, mode: str, narrow_range: bool, axis: int | None, dtype: np.dtype
-) -> Array:
-    x_min, x_max = (along_axis(v, axis, q.ndim) for v in lax.optimization_barrier((x_min, x_max)))
-    return _DEQUANTIZE[mode](q.astype(x_min.dtype), x_min, x_max, _ends(q.dtype), narrow_range).astype(dtype)
+@functools.partial(jax.jit, static_argnames=("coding", "dtype"))
+def _dequantize(q: Array, x_min: Array, x_max: Array, coding: _Coding, dtype: np.dtype) -> Array:
+    x_min, x_max = (along_axis(v, coding.axis, q.ndim) for v in lax.optimization_barrier((x_min, x_max)))
+    return _DEQUANTIZE[coding.mode](q.astype(x_min.dtype), x_min, x_max, coding).astype(dtype)
 
 
 # ---- What is public.
@@ -258,14 +249,16 @@ def quantize(
         )
     narrow_range = checks.static_bool("narrow_range", narrow_range)
     axis = checks.optional_axis("axis", axis, x.ndim)
-    least = checks.static_float("ensure_minimum_range", ensure_minimum_range, "a Python number")
-    if not 0 <= least < np.inf:
-        raise ValueError(f"`ensure_minimum_range` must be finite and not negative, got {least}. TensorFlow's is 0.01.")
+    minimum = checks.static_float("ensure_minimum_range", ensure_minimum_range, "a Python number")
+    if not 0 <= minimum < np.inf:
+        raise ValueError(
+            f"`ensure_minimum_range` must be finite and not negative, got {minimum}. TensorFlow's is 0.01."
+        )
     wide = num.compute_dtype(x.dtype)
     low, high = _range((min_range, max_range), wide, x, axis)
     checks.ordered(_RANGE, (min_range, max_range), wide, _not_greater, "min_range <= max_range")
-    least = float(np.asarray(least).astype(wide))
-    return _quantize(lax.stop_gradient(x), low, high, dtype, mode, round_mode, narrow_range, axis, least)
+    coding = _Coding(dtype, mode, narrow_range, axis)
+    return _quantize(lax.stop_gradient(x), low, high, coding, round_mode, float(np.asarray(minimum).astype(wide)))
 
 
 def _not_greater(low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -342,4 +335,4 @@ def dequantize(
     is_double = jnp.float64 in (getattr(checks.unwrapped(v), "dtype", None) for v in (min_range, max_range))
     wide = jax.dtypes.canonicalize_dtype(jnp.float64 if is_double else jnp.float32)
     low, high = _range((min_range, max_range), wide, q, axis)
-    return _dequantize(q, low, high, mode, narrow_range, axis, out)
+    return _dequantize(q, low, high, _Coding(q.dtype, mode, narrow_range, axis), out)
