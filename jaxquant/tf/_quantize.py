@@ -28,7 +28,7 @@ class QuantizeOutput(NamedTuple):
 
 
 class _Coding(NamedTuple):
-    """How codes stand for real values: what is static of it."""
+    """The static part of how codes stand for real values."""
 
     dtype: np.dtype
     mode: str

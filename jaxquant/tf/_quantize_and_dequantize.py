@@ -15,6 +15,16 @@ from .._sharding import shard_like, vary_together
 from ._nudge import along_axis, largest_scale, masked_product, per_channel
 
 
+class _Options(NamedTuple):
+    """The static options of a round trip."""
+
+    qmin: float
+    qmax: float
+    range_given: bool
+    round_mode: str
+    axis: int | None
+
+
 class _Adjusted(NamedTuple):
     scale: Array
     inverse: Array
@@ -30,10 +40,9 @@ def _adjust(x_min: Array, x_max: Array, qmin: float, qmax: float) -> _Adjusted:
     return _Adjusted(scale, inverse, jnp.where(by_min, x_min, qmin * inverse), jnp.where(by_min, qmax * inverse, x_max))
 
 
-@functools.partial(jax.jit, static_argnames=("qmin", "qmax", "range_given", "round_mode", "axis"))
-def _round_trip(
-    x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float, range_given: bool, round_mode: str, axis: int | None
-) -> Array:
+@functools.partial(jax.jit, static_argnames="options")
+def _round_trip(x: Array, x_min: Array, x_max: Array, options: _Options) -> Array:
+    qmin, qmax, range_given, round_mode, axis = options
     dtype, x = x.dtype, num.upcast(x, x_min.dtype)
     if not range_given:
         # NaN is left out of the range, so that it spoils no other element.
@@ -57,68 +66,47 @@ def _gradient(g: Array, x: Array, x_min: Array, x_max: Array, axis: int | None) 
     return masked_product(g, (x_min <= x) & (x <= x_max))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7, 8))
-def _op(x, x_min, x_max, qmin, qmax, range_given, round_mode, axis, bounded):
-    return _round_trip(x, x_min, x_max, qmin, qmax, range_given, round_mode, axis)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _op(x: Array, x_min: Array, x_max: Array, options: _Options, bounded: bool) -> Array:
+    return _round_trip(x, x_min, x_max, options)
 
 
-def _op_fwd(x, x_min, x_max, *options):
+def _op_fwd(x, x_min, x_max, options, bounded):
     # The op itself, not its body: else a second derivative would differentiate the bare staircase.
-    return _op(x, x_min, x_max, *options), (x, x_min, x_max)
+    return _op(x, x_min, x_max, options, bounded), (x, x_min, x_max)
 
 
-def _op_bwd(qmin, qmax, range_given, round_mode, axis, bounded, residuals, g):
-    dx = _gradient(g, *residuals, axis) if bounded else g
+def _op_bwd(options, bounded, residuals, g):
+    dx = _gradient(g, *residuals, options.axis) if bounded else g
     return shard_like(dx, residuals[0]), None, None
 
 
 _op.defvjp(_op_fwd, _op_bwd)
 
 
-class _RoundTrip(NamedTuple):
-    """The checked arguments of `quantize_and_dequantize*`."""
-
-    x: Array
-    x_min: Array
-    x_max: Array
-    qmin: float
-    qmax: float
-    range_given: bool
-    round_mode: str
-    axis: int | None
-
-
-def _round_trip_arguments(
-    x: Any,
-    x_min: Any,
-    x_max: Any,
-    signed: Any,
-    num_bits: Any,
-    range_given: Any,
-    round_mode: Any,
-    name: Any,
-    narrow: Any,
-    axis: Any,
-) -> _RoundTrip:
-    checks.ignored_name(name)
-    x = checks.float_array("input", x)
+def _levels(signed: Any, num_bits: Any, narrow: Any) -> tuple[float, float]:
     signed, narrow = checks.static_bool("signed_input", signed), checks.static_bool("narrow_range", narrow)
-    range_given = checks.static_bool("range_given", range_given)
     num_bits = checks.static_int_between("num_bits", num_bits, 1, 61 if signed else 62)
-    checks.one_of("round_mode", round_mode, tuple(_ROUND))
-    axis = checks.optional_axis("axis", axis, x.ndim)
-    dtype, names = num.compute_dtype(x.dtype), ("input_min", "input_max")
+    return (float(narrow - 2 ** (num_bits - 1)), 2.0 ** (num_bits - 1) - 1) if signed else (0.0, 2.0**num_bits - 1)
+
+
+def _options(ndim: int, levels: tuple[float, float], range_given: Any, round_mode: Any, axis: Any) -> _Options:
+    range_given = checks.static_bool("range_given", range_given)
+    round_mode = checks.one_of("round_mode", round_mode, tuple(_ROUND))
+    return _Options(*levels, range_given, round_mode, checks.optional_axis("axis", axis, ndim))
+
+
+def _with_range(x: Array, x_min: Any, x_max: Any, options: _Options) -> tuple[Array, Array, Array]:
+    dtype, names, axis = num.compute_dtype(x.dtype), ("input_min", "input_max"), options.axis
     lo, hi = checks.ends(names, (x_min, x_max), dtype)
     for end, v in zip(names, (lo, hi), strict=True):
         if axis is None:
             checks.shape(end, v, (), "one range for the tensor. For a range a slice pass `axis`")
-        elif range_given or v.ndim:
+        elif options.range_given or v.ndim:
             checks.shape(end, v, (x.shape[axis],), f"one range for each slice of `input` along axis {axis}")
-    if range_given:
+    if options.range_given:
         checks.ordered(names, (x_min, x_max), dtype, np.less_equal, "input_min <= input_max")
-    qmin, qmax = (-(2 ** (num_bits - 1)) + narrow, 2 ** (num_bits - 1) - 1) if signed else (0, 2**num_bits - 1)
-    x, lo, hi = vary_together(x, lo, hi)
-    return _RoundTrip(x, lo, hi, float(qmin), float(qmax), range_given, round_mode, axis)
+    return vary_together(x, lo, hi)
 
 
 def quantize_and_dequantize(
@@ -159,10 +147,10 @@ def quantize_and_dequantize(
     >>> jax.grad(lambda x: tf.quantize_and_dequantize(x, -10.0, 5.0, range_given=True))(20.0).item()
     1.0
     """
-    a = _round_trip_arguments(
-        input, input_min, input_max, signed_input, num_bits, range_given, round_mode, name, narrow_range, axis
-    )
-    return _op(*a, bounded=False)
+    checks.ignored_name(name)
+    x, levels = checks.float_array("input", input), _levels(signed_input, num_bits, narrow_range)
+    options = _options(x.ndim, levels, range_given, round_mode, axis)
+    return _op(*_with_range(x, input_min, input_max, options), options, bounded=False)
 
 
 def quantize_and_dequantize_v2(
@@ -222,7 +210,7 @@ def quantize_and_dequantize_v2(
     >>> tf.quantize_and_dequantize_v2(jnp.array([-10.04, 7.5, 20.0]), -10.0, 5.0, range_given=True).tolist()
     [-10.0, 7.5, 9.921875]
     """
-    a = _round_trip_arguments(
-        input, input_min, input_max, signed_input, num_bits, range_given, round_mode, name, narrow_range, axis
-    )
-    return _op(*a, bounded=True)
+    checks.ignored_name(name)
+    x, levels = checks.float_array("input", input), _levels(signed_input, num_bits, narrow_range)
+    options = _options(x.ndim, levels, range_given, round_mode, axis)
+    return _op(*_with_range(x, input_min, input_max, options), options, bounded=True)
