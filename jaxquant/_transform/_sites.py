@@ -153,11 +153,8 @@ class Sites(NamedTuple):
         for side, spec in enumerate(decision.specs):
             key = next(iter(decision.keys[side]), "")
             if spec is not None and inputs.first.get(key) == decision.contraction.location and self.observer:
-                other = (
-                    values[1 - side].floats.get("real")
-                    if isinstance(values[1 - side], QuantizedParam)
-                    else values[1 - side]
-                )
+                v: Any = values[1 - side]
+                other = v.real if isinstance(v, QuantizedParam) else v
                 given = Observed(values[side], spec, scope.qparams.get(key), decision.contracted[side], other)
                 scope.observed[key] = self.observer.of(given)
         if self.is_float:
