@@ -3,7 +3,7 @@
 
 import difflib
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -274,30 +274,3 @@ def optional_axis(name: str, value: Any, ndim: int) -> int | None:
             "Pass one of its axes, or None for one range."
         )
     return value % ndim
-
-
-def ignored_name(value: Any) -> None:
-    """TensorFlow's `name` is accepted, so that calls port unchanged; anything else in its place is a slip."""
-    if value is not None and not isinstance(value, str):
-        raise TypeError(
-            f"`name` must be None or a str, and is ignored, got {kind(value)}. What follows is keyword-only."
-        )
-
-
-def ordered(
-    names: tuple[str, str], values: tuple[Any, Any], dtype: jnp.dtype, relation: Callable, expected: str
-) -> None:
-    """Checks a range if it is concrete, with subnormals read as 0: so the kernels read them."""
-    values = unwrapped(values[0]), unwrapped(values[1])
-    if any(isinstance(v, jax.core.Tracer) for v in values):
-        return
-    low, high = (
-        _number(name, v, dtype) if _is_number(v) else np.asarray(v).astype(dtype)
-        for name, v in zip(names, values, strict=True)
-    )
-    tiny = np.finfo(dtype).tiny
-    if not relation(*(np.where(np.abs(v) < tiny, 0, v) for v in (low, high))).all():
-        raise ValueError(
-            f"`{names[0]}` and `{names[1]}` must satisfy {expected}, got {names[0]}={low} and {names[1]}={high}. "
-            "Swap or widen them."
-        )

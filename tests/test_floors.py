@@ -61,6 +61,7 @@ FLOORS = {
     "_transform/_sites": 6.5,
     "_transform/_quantize_fn": 6.6,
     "tf/_grad_pass_through": 3,
+    "tf/_checks": 1,
     "tf/_nudge": 2,
     "tf/_fake_quant": 3,
     "tf/_quantize_and_dequantize": 3,

@@ -12,6 +12,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._sharding import shard_like, vary_together
+from ._checks import ignored_name, ordered
 from ._nudge import Nudged, along_axis, masked_product, nudge, per_channel
 
 _PER_CHANNEL = "fake_quant_with_min_max_vars_per_channel"
@@ -114,7 +115,7 @@ def _constant_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Arr
         6.0 if x_max is None else checks.static_float("max", x_max, "fake_quant_with_min_max_vars"),
     )
     dtype = num.compute_dtype(x.dtype)
-    checks.ordered(("min", "max"), values, dtype, np.less, "min < max")
+    ordered(("min", "max"), values, dtype, np.less, "min < max")
     return vary_together(x, *checks.ends(("min", "max"), values, dtype))
 
 
@@ -166,7 +167,7 @@ def fake_quant_with_min_max_args(
     >>> tf.fake_quant_with_min_max_args(jnp.array([-9.0, 0.3, 4.0]), min=-1.0, max=2.0, num_bits=2).tolist()
     [-1.0, 0.0, 2.0]
     """
-    checks.ignored_name(name)
+    ignored_name(name)
     x, (qmin, qmax) = checks.float_array("inputs", inputs), _levels(num_bits, narrow_range)
     return _args(*_constant_range(x, min, max), qmin, qmax)
 
@@ -204,7 +205,7 @@ def fake_quant_with_min_max_args_gradient(
     >>> tf.fake_quant_with_min_max_args_gradient(jnp.ones(3), jnp.array([-9.0, 0.3, 2.0]), -1.0, 2.0, 2).tolist()
     [0.0, 1.0, 1.0]
     """
-    checks.ignored_name(name)
+    ignored_name(name)
     x, (qmin, qmax) = checks.float_array("inputs", inputs), _levels(num_bits, narrow_range)
     return _input_gradient(_cotangent(gradients, x), *_constant_range(x, min, max), qmin, qmax)
 
@@ -256,7 +257,7 @@ def fake_quant_with_min_max_vars(
     >>> loss(2.0).item(), jax.grad(loss)(2.0).item()
     (1.0, 1.0)
     """
-    checks.ignored_name(name)
+    ignored_name(name)
     x, (qmin, qmax) = checks.float_array("inputs", inputs), _levels(num_bits, narrow_range)
     return _vars(*_scalar_range(x, min, max), qmin, qmax, True)
 
@@ -301,7 +302,7 @@ def fake_quant_with_min_max_vars_gradient(
     >>> [v.tolist() for v in got]
     [[0.0, 1.0, 0.0], 1.0, 1.0]
     """
-    checks.ignored_name(name)
+    ignored_name(name)
     x, (qmin, qmax) = checks.float_array("inputs", inputs), _levels(num_bits, narrow_range)
     return _gradients(_cotangent(gradients, x), *_scalar_range(x, min, max), qmin, qmax)
 
@@ -351,7 +352,7 @@ def fake_quant_with_min_max_vars_per_channel(
     >>> tf.fake_quant_with_min_max_vars_per_channel(x, -top, top, num_bits=2, narrow_range=True).tolist()
     [[0.0, 6.0], [1.0, 6.0]]
     """
-    checks.ignored_name(name)
+    ignored_name(name)
     x, (qmin, qmax) = checks.float_array("inputs", inputs), _levels(num_bits, narrow_range)
     return _vars(*_channel_ranges(x, min, max), qmin, qmax, False)
 
@@ -392,6 +393,6 @@ def fake_quant_with_min_max_vars_per_channel_gradient(
     >>> got.backprop_wrt_max.tolist()
     [1.0, 1.0]
     """
-    checks.ignored_name(name)
+    ignored_name(name)
     x, (qmin, qmax) = checks.float_array("inputs", inputs), _levels(num_bits, narrow_range)
     return _gradients(_cotangent(gradients, x), *_channel_ranges(x, min, max), qmin, qmax)

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from ._checks import ignored_name, ordered
 from ._nudge import along_axis, largest_scale, per_channel
 
 _NAMES = ("int8", "uint8", "int16", "uint16", "int32")
@@ -237,7 +238,7 @@ def quantize(
     >>> q.output.tolist(), q.output_min.item(), q.output_max.item()
     ([0, 128, 255, 255], 0.0, 6.0)
     """
-    checks.ignored_name(name)
+    ignored_name(name)
     x = checks.float_array("input", input)
     dtype = _DTYPES[checks.one_of("T", _name_of(T), tuple(_DTYPES))]
     mode = checks.one_of("mode", mode, _MODES)
@@ -256,7 +257,7 @@ def quantize(
         )
     wide = num.compute_dtype(x.dtype)
     low, high = _range((min_range, max_range), wide, x, axis)
-    checks.ordered(_RANGE, (min_range, max_range), wide, _not_greater, "min_range <= max_range")
+    ordered(_RANGE, (min_range, max_range), wide, _not_greater, "min_range <= max_range")
     coding = _Coding(dtype, mode, narrow_range, axis)
     return _quantize(lax.stop_gradient(x), low, high, coding, round_mode, float(np.asarray(minimum).astype(wide)))
 
@@ -326,7 +327,7 @@ def dequantize(
     >>> tf.dequantize(jnp.array([0, 128, 255], jnp.uint8), 0.0, 6.0).tolist()
     [0.0, 3.0117647647857666, 6.0]
     """
-    checks.ignored_name(name)
+    ignored_name(name)
     q = checks.integer_array("input", input, _NAMES)
     mode = checks.one_of("mode", mode, _MODES)
     narrow_range = checks.static_bool("narrow_range", narrow_range)

@@ -12,6 +12,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._sharding import shard_like, vary_together
+from ._checks import ignored_name, ordered
 from ._nudge import along_axis, largest_scale, masked_product, per_channel
 
 
@@ -105,7 +106,7 @@ def _with_range(x: Array, x_min: Any, x_max: Any, options: _Options) -> tuple[Ar
         elif options.range_given or v.ndim:
             checks.shape(end, v, (x.shape[axis],), f"one range for each slice of `input` along axis {axis}")
     if options.range_given:
-        checks.ordered(names, (x_min, x_max), dtype, np.less_equal, "input_min <= input_max")
+        ordered(names, (x_min, x_max), dtype, np.less_equal, "input_min <= input_max")
     return vary_together(x, lo, hi)
 
 
@@ -147,7 +148,7 @@ def quantize_and_dequantize(
     >>> jax.grad(lambda x: tf.quantize_and_dequantize(x, -10.0, 5.0, range_given=True))(20.0).item()
     1.0
     """
-    checks.ignored_name(name)
+    ignored_name(name)
     x, levels = checks.float_array("input", input), _levels(signed_input, num_bits, narrow_range)
     options = _options(x.ndim, levels, range_given, round_mode, axis)
     return _op(*_with_range(x, input_min, input_max, options), options, bounded=False)
@@ -210,7 +211,7 @@ def quantize_and_dequantize_v2(
     >>> tf.quantize_and_dequantize_v2(jnp.array([-10.04, 7.5, 20.0]), -10.0, 5.0, range_given=True).tolist()
     [-10.0, 7.5, 9.921875]
     """
-    checks.ignored_name(name)
+    ignored_name(name)
     x, levels = checks.float_array("input", input), _levels(signed_input, num_bits, narrow_range)
     options = _options(x.ndim, levels, range_given, round_mode, axis)
     return _op(*_with_range(x, input_min, input_max, options), options, bounded=True)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of arguments that only TensorFlow's ops have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.core
+import numpy as np
+
+from .. import _checks as checks
+
+
+def ignored_name(value: Any) -> None:
+    """TensorFlow's `name` is accepted, so that calls port unchanged; anything else in its place is a slip."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(
+            f"`name` must be None or a str, and is ignored, got {checks.kind(value)}. What follows is keyword-only."
+        )
+
+
+def ordered(
+    names: tuple[str, str], values: tuple[Any, Any], dtype: np.dtype, relation: Callable, expected: str
+) -> None:
+    """Checks a range if it is concrete, with subnormals read as 0: so the kernels read them."""
+    values = checks.unwrapped(values[0]), checks.unwrapped(values[1])
+    if any(isinstance(v, jax.core.Tracer) for v in values):
+        return
+    with np.errstate(over="ignore"):  # infinite, as TensorFlow takes it
+        low, high = (np.asarray(v, np.float64).astype(dtype) for v in values)
+    tiny = np.finfo(dtype).tiny
+    if not relation(*(np.where(np.abs(v) < tiny, 0, v) for v in (low, high))).all():
+        raise ValueError(
+            f"`{names[0]}` and `{names[1]}` must satisfy {expected}, got {names[0]}={low} and {names[1]}={high}. "
+            "Swap or widen them."
+        )
