@@ -79,9 +79,7 @@ def largest_scale(x_min: Array, x_max: Array, qmin: float, qmax: float) -> tuple
 
 def along_axis(v: Array, axis: int | None, ndim: int) -> Array:
     """Reshapes a vector so that it broadcasts along `axis` of a rank-`ndim` array; a scalar stays one."""
-    if axis is None or v.ndim == 0:
-        return v
-    return lax.broadcast_in_dim(v, [v.shape[0] if i == axis else 1 for i in range(ndim)], [axis])
+    return lax.expand_dims(v, [i for i in range(ndim) if i != axis]) if v.ndim else v
 
 
 def per_channel(f: Callable, axis: int | None) -> Callable:
