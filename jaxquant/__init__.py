@@ -8,6 +8,10 @@ from ._affine import quantize as quantize
 from ._affine import scale_gradient as scale_gradient
 from ._files import load as load
 from ._files import save as save
+from ._granularity import PerBlock as PerBlock
+from ._granularity import PerChannel as PerChannel
+from ._granularity import PerTensor as PerTensor
+from ._granularity import PerToken as PerToken
 from ._integer._conv import conv_general_dilated as conv_general_dilated
 from ._integer._dot import dot_general as dot_general
 from ._pack import pack as pack
@@ -37,10 +41,6 @@ from ._report import ReportRow as ReportRow
 from ._report import choose_bits as choose_bits
 from ._report import report as report
 from ._rule import Rule as Rule
-from ._spec import PerBlock as PerBlock
-from ._spec import PerChannel as PerChannel
-from ._spec import PerTensor as PerTensor
-from ._spec import PerToken as PerToken
 from ._spec import QuantSpec as QuantSpec
 from ._spec import activation_spec as activation_spec
 from ._spec import float8_spec as float8_spec

@@ -15,7 +15,8 @@ from jax import Array, lax
 from . import _checks as checks
 from . import _groups as grouping
 from . import _numerics as num
-from ._spec import PerBlock, PerChannel, PerTensor, QuantSpec, granularity_of, spec_from_json, spec_to_json
+from ._granularity import PerChannel, PerTensor, granularity_of
+from ._spec import QuantSpec, spec_from_json, spec_to_json
 
 
 class Frozen(NamedTuple):
@@ -164,9 +165,9 @@ class QArray(checks.NotAnArray):
         if self.scale.ndim == 0:
             return changed(q, frozen=frozen)
         granularity, scales = granularity_of(q.scale.shape, values.shape), scales_of(q)
-        if isinstance(granularity, PerTensor) and q.tensor_scale is not None:
+        if granularity == PerTensor() and q.tensor_scale is not None:
             granularity = PerChannel(0)  # of one scale, which that of the tensor scales
-        elif isinstance(granularity, PerTensor):
+        elif granularity == PerTensor():
             scales = scales.map(lambda v: v.reshape(()))
         return changed(q, **scales._asdict(), spec=dataclasses.replace(q.spec, granularity=granularity), frozen=frozen)
 
@@ -294,11 +295,8 @@ def checked_qarray(name: str, q: Any) -> QArray:
     if not isinstance(q, QArray):
         raise TypeError(f"`{name}` must be a QArray, got {checks.kind(q)}. Make one by quantize(x, spec).")
     check_dtypes(name, q)
-    groups, kind = groups_of(q), q.spec.granularity
-    whole = len(groups) == q.ndim and (not isinstance(kind, PerTensor) or all(g == 1 for g in groups))
-    sizes = kind.sizes.values() if isinstance(kind, PerBlock) else ()
-    fits = lambda g, n: g in (1, n) or any(g * size == n for size in sizes)
-    whole = whole and all(fits(g, n) for g, n in zip(groups, q.shape, strict=False))
+    groups = groups_of(q)
+    whole = len(groups) == q.ndim and q.spec.granularity.fits(groups, q.shape)
     of_tensor = ""
     if q.spec.has_tensor_scale:
         whole = whole and q.tensor_scale is not None and q.tensor_scale.ndim in (0, q.ndim)

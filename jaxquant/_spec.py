@@ -12,91 +12,9 @@ from jax import Array, lax
 
 from . import _checks as checks
 from ._formats import FLOATS, SCALES, Float, Integers
+from ._granularity import Granularity, PerBlock, PerChannel, PerTensor
 
 ROUNDINGS = ("half_even", "half_up", "half_away", "stochastic")
-
-
-@dataclasses.dataclass(frozen=True)
-class PerTensor:
-    """One scale for the whole tensor; its qparams are scalars."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PerChannel:
-    """A scale for each index along one axis or several, shared along the others.
-
-    Attributes:
-      axis: static int or tuple of ints; negatives count from the end. None means the output channels of the op that
-        uses the weight, which a function that sees only the tensor cannot know: it raises.
-
-    The qparams of a tensor have its rank, its size on `axis`, and size 1 on every other axis.
-    """
-
-    axis: int | tuple[int, ...] | None
-
-    def __post_init__(self):
-        if self.axis is None:
-            return
-        several = self.axis if isinstance(self.axis, tuple | list) else [self.axis]
-        axes = sorted(checks.static_int("axis", a) for a in several)
-        if not axes or len(set(axes)) < len(axes):
-            raise ValueError(
-                f"`axis` must name at least one axis and none of them twice, got {self.axis}. "
-                "For one scale in all use PerTensor()."
-            )
-        object.__setattr__(self, "axis", tuple(axes) if len(axes) > 1 else axes[0])
-
-    def __repr__(self):
-        return f"PerChannel({self.axis})"
-
-
-@dataclasses.dataclass(frozen=True)
-class PerToken:
-    """A scale for each row of an activation, shared along the axes that the op contracts: each token, or each image.
-
-    `quantize_fn` knows those axes. A function that sees only the tensor does not, and raises: PerChannel((0, 1)) says
-    it for a batch of sequences (examples, tokens, features).
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class PerBlock:
-    """A scale for each run of `size` elements along one axis, or for each tile along several; other axes separate.
-
-    Attributes:
-      axis: static int, or tuple of ints; negatives count from the end. None means the contracted axis of the op that
-        uses the tensor.
-      size: static int >= 1, or a tuple with one for each axis, such as PerBlock((-2, -1), (128, 128)); each must divide
-        the length of its axis.
-
-    The qparams of a tensor have its shape, but with the number of blocks on `axis`.
-    """
-
-    axis: int | tuple[int, ...] | None
-    size: int | tuple[int, ...]
-
-    def __post_init__(self):
-        axes = tuple(None if a is None else checks.static_int("axis", a) for a in _several(self.axis))
-        sizes = tuple(checks.static_int_between("size", n, 1, 2**31 - 1) for n in _several(self.size))
-        if len(axes) != len(sizes) or not axes or len(set(axes)) < len(axes) or (len(axes) > 1 and None in axes):
-            raise ValueError(
-                f"`axis` must name at least one axis and none of them twice, and `size` have one number for each, got "
-                f"axis={self.axis} and size={self.size}. Tiles of a matrix are PerBlock((-2, -1), (128, 128))."
-            )
-        object.__setattr__(self, "axis", axes[0] if len(axes) == 1 else axes)
-        object.__setattr__(self, "size", sizes[0] if len(axes) == 1 else sizes)
-
-    @property
-    def sizes(self) -> dict[Any, int]:
-        """The size of the blocks along each axis."""
-        return dict(zip(_several(self.axis), _several(self.size), strict=True))
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-Granularity = PerTensor | PerChannel | PerToken | PerBlock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -212,7 +130,7 @@ class QuantSpec:
                 f"`granularity` must be PerTensor(), PerChannel(axis), PerToken() or PerBlock(axis, size), got "
                 f"{self.granularity!r}. An axis alone is PerChannel({self.granularity!r})."
             )
-        if self.has_tensor_scale and isinstance(self.granularity, PerTensor):
+        if self.has_tensor_scale and self.granularity == PerTensor():
             raise ValueError(
                 "`granularity` must be PerBlock(axis, size) with scale_dtype='float8_e4m3fn', got PerTensor(): one "
                 "scale of the tensor scales the scales of blocks. nvfp4_spec(axis) is blocks of 16."
@@ -444,72 +362,24 @@ def equal_but_for_rounding(spec: QuantSpec | None, other: QuantSpec | None) -> b
     return dataclasses.replace(spec, rounding=other.rounding) == other
 
 
-_GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerToken, PerBlock)}
-
-
 def spec_to_json(spec: QuantSpec) -> dict[str, Any]:
     """The spec as what JSON can hold: for files, and for programs that are exported with QArrays as arguments."""
     fields = {name: getattr(spec, name) for name in ("bits", "signed", "symmetric", "narrow_range", "rounding")}
     for name in ("format", "scale_dtype", "scale_rule"):  # not of those before: their files stay
         if getattr(spec, name) != QuantSpec.__dataclass_fields__[name].default:
             fields[name] = getattr(spec, name)
-    return fields | {"granularity": type(spec.granularity).__name__, **vars(spec.granularity)}
+    return fields | spec.granularity.to_json()
 
 
 def spec_from_json(fields: dict[str, Any]) -> QuantSpec:
     """The spec of which `spec_to_json` gave the fields."""
     fields = dict(fields)
-    kind = _GRANULARITIES[fields.pop("granularity")]
-    of_kind = {field.name: fields.pop(field.name) for field in dataclasses.fields(kind)}
-    return QuantSpec(granularity=kind(**of_kind), **fields)  # which take lists for tuples, which JSON does not have
+    return QuantSpec(granularity=Granularity.from_json(fields), **fields)
 
 
 def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scale of an array of this shape; raises where the granularity does not fit it."""
-    kind = spec.granularity
-    if isinstance(kind, PerTensor):
-        return ()
-    if isinstance(kind, PerToken):
-        raise ValueError(
-            f"{spec} does not say which axes are contracted: only the op that uses the tensor knows it. Got shape "
-            f"{shape}; name those that are not, such as PerChannel(0) for rows, or PerChannel((0, 1)) for a batch of "
-            "sequences."
-        )
-    if kind.axis is None:
-        name = "channel_axis" if isinstance(kind, PerChannel) else "axis"
-        raise ValueError(
-            f"{spec} does not say which axis: only the op that uses the tensor knows it. Got shape {shape}; "
-            f"pass {name}, such as weight_spec(channel_axis=-1) for a kernel (in, out) or 0 for one (out, in)."
-        )
-    axes = kind.axis if isinstance(kind.axis, tuple) else (kind.axis,)
-    if not all(-len(shape) <= a < len(shape) for a in axes):
-        raise ValueError(
-            f"{kind} is out of range for an array of rank {len(shape)}, shape {shape}. Pass axes in "
-            f"[{-len(shape)}, {len(shape)}); a scale for each 32 values along an axis is PerBlock(axis, 32)."
-        )
-    axes = [a % len(shape) for a in axes]
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"{kind} names an axis of an array of shape {shape} twice. Name each once.")
-    if isinstance(kind, PerChannel):
-        return tuple(n if i in axes else 1 for i, n in enumerate(shape))
-    sizes = dict(zip(axes, kind.sizes.values(), strict=True))
-    for axis, size in sizes.items():
-        if (length := shape[axis]) % size:
-            fitting = ", ".join(str(n) for n in range(1, length + 1) if length % n == 0)
-            raise ValueError(
-                f"`size` of {kind} does not divide the length {length} of axis {axis}, shape {shape}. "
-                f"Sizes that do: {fitting}."
-            )
-    return tuple(n // sizes.get(i, 1) for i, n in enumerate(shape))
-
-
-def granularity_of(groups: tuple[int, ...], shape: tuple[int, ...]) -> PerTensor | PerChannel | PerBlock:
-    """The granularity with these numbers of groups along the axes of an array."""
-    separate = tuple(i for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if g == n != 1)
-    if all(g in (1, n) for g, n in zip(groups, shape, strict=True)):
-        return PerChannel(separate) if separate else PerTensor()
-    sizes = {i: n // g for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if g != n}
-    return PerBlock(tuple(sizes), tuple(sizes.values()))
+    return spec.granularity.scale_shape(shape, spec)
 
 
 def limits_of(spec: QuantSpec, bits: Any = None) -> tuple[Any, Any]:

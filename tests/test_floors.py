@@ -22,6 +22,7 @@ FLOORS = {
     "_groups": 0,
     "_pack": 1,
     "_formats": 0.5,
+    "_granularity": 0.5,
     "_spec": 1,
     "_qparams": 1.05,
     "_grid": 1.1,

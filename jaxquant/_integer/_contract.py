@@ -18,10 +18,11 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import quantize_straight_through, real_values, with_gradient_of
+from .._granularity import PerTensor
 from .._groups import apart, broadcast_groups
 from .._qarray import QArray, checked_qarray
 from .._ranges._range import finite_or
-from .._spec import PerTensor, QuantSpec
+from .._spec import QuantSpec
 
 _HOME = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation") else jax.core
 _INCONCLUSIVE = getattr(_HOME, "InconclusiveDimensionOperation")  # noqa: B009

@@ -17,7 +17,7 @@ from .. import _numerics as num
 from .._groups import broadcast_groups
 from .._jaxpr._transpose import Transposed
 from .._qarray import QArray, checked_qarray
-from .._spec import PerChannel, PerTensor, PerToken, QuantSpec
+from .._spec import QuantSpec
 from ._contract import (
     EXACT,
     Precision,
@@ -82,9 +82,9 @@ class Conv(NamedTuple):
             low = centred(q, jnp.float32).astype(jnp.bfloat16)
             return num.guard(transposed(g.astype(jnp.bfloat16), low, jnp.float32) * step)
         out = self.dimensions.out_spec
-        kept = {PerTensor: (), PerToken: out[:1], PerChannel: out[1:2]}[type(precision.granularity)]
-        spec = dataclasses.replace(precision, granularity=PerChannel(kept) if kept else PerTensor())
-        summed = tuple(i for i in range(g.ndim) if i not in kept)
+        kind = precision.granularity.of_op([i for i in range(g.ndim) if i != out[side]], g.shape)
+        spec = dataclasses.replace(precision, granularity=kind)
+        summed = tuple(i for i in range(g.ndim) if i not in kind.axes)
         a, b = rounded(g, spec, summed, key), plain(q, q.values, step, q.zero_point)
 
         def contracted(x: QArray, w: QArray) -> Array:
@@ -98,7 +98,7 @@ class Conv(NamedTuple):
 
         (a, *_), (b, *_) = parts = in_digits(a, b, (summed, tuple(range(q.ndim))))
         acc = sum_of_digits(*parts, (spec, q.spec), transposed.length, self.execution, contracted)
-        places = {i: (self.dimensions.lhs_spec[0], self.dimensions.rhs_spec[0])[side] for i in kept}
+        places = {i: (self.dimensions.lhs_spec[0], self.dimensions.rhs_spec[0])[side] for i in kind.axes}
         return scaled(acc, in_output("g", a.scale, a.shape, places, acc.ndim), b.scale)
 
     def _place(self, name: str, v: Array, q: QArray, ndim: int) -> Array:

@@ -16,9 +16,10 @@ from jax import Array, lax
 
 from .. import _numerics as num
 from .._formats import FLOATS
+from .._granularity import PerTensor
 from .._groups import broadcast_groups
 from .._qarray import QArray
-from .._spec import PerTensor, QuantSpec
+from .._spec import QuantSpec
 from ._contract import bound, centred, fits, is_at_most, with_flags
 
 _LARGEST = 2**7  # magnitude of a digit

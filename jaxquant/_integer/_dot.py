@@ -18,7 +18,7 @@ from .. import _numerics as num
 from .._groups import broadcast_groups
 from .._qarray import QArray, changed, checked_qarray, groups_of, moved, permutation, scales_of
 from .._sharding import shard_like, vary_together
-from .._spec import Granularity, PerBlock, PerChannel, PerTensor, QuantSpec
+from .._spec import QuantSpec
 from ._contract import (
     EXACT,
     Precision,
@@ -93,7 +93,7 @@ class Dot(NamedTuple):
         """
         precision, other = self.gradient[side], 1 - side
         inner, batch, summed = self.contracted[other], self.batch[other], self._free(q.ndim, other)
-        if isinstance(precision, QuantSpec) and isinstance(precision.granularity, PerBlock) and len(summed) > 1:
+        if isinstance(precision, QuantSpec) and precision.granularity.sizes and len(summed) > 1:
             dot, g, q = self._with_one_summed(side, g, q, summed)
             return dot.towards(side, g, q, shape, key)
         groups, step = groups_of(q), lax.reshape(q.step, groups_of(q))
@@ -127,7 +127,7 @@ class Dot(NamedTuple):
                 if not q.spec.symmetric:  # a zero point for each of what is summed is no factor of the sum
                     wide = dataclasses.replace(q.spec, bits=q.spec.bits + 1, signed=True, symmetric=True)
                     q, values = dataclasses.replace(q, spec=wide), centred(q, jnp.int16)
-            kept = dataclasses.replace(precision, granularity=_along(precision.granularity, of_sum, g.ndim))
+            kept = dataclasses.replace(precision, granularity=precision.granularity.of_op(of_sum, g.shape))
             y = dot.exact(*in_order(rounded(g, kept, of_sum, key), plain(q, with_blocks(values), scale, zero)))
         else:
             values = with_blocks(centred(q, jnp.float32).astype(jnp.bfloat16))
@@ -300,15 +300,6 @@ def _as_stored(
         return q, contracted, batch
     at = lambda axes: tuple(there.index(i) for i in axes)
     return moved(q, q.stored, lambda v: lax.transpose(v, there)), at(contracted), at(batch)
-
-
-def _along(kind: Granularity, summed: tuple[int, ...], ndim: int) -> Granularity:
-    """What the granularity of a gradient means where these axes are summed: of blocks there is one."""
-    if isinstance(kind, PerBlock):
-        (size,) = kind.sizes.values()
-        return PerBlock(summed[0], size)
-    kept = tuple(i for i in range(ndim) if i not in summed)
-    return PerTensor() if isinstance(kind, PerTensor) or not kept else PerChannel(kept)
 
 
 def _matrix(v: Array, rows: Sequence[int], columns: Sequence[int]) -> Array:

@@ -4,13 +4,11 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
+from .._granularity import PerBlock, PerChannel, PerTensor, PerToken, per_axes
 from .._jaxpr._program import CONV, NAME
 from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand
-from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
+from .._spec import QuantSpec, qparams_shape
 
 
 def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -46,7 +44,7 @@ def along(operand: Operand, axes: Sequence[int]) -> set[int]:
 
 def _with(spec: QuantSpec, axes: Sequence[int]) -> QuantSpec:
     """The spec with a scale for each element along some axes."""
-    return dataclasses.replace(spec, granularity=PerChannel(tuple(axes)) if axes else PerTensor())
+    return dataclasses.replace(spec, granularity=per_axes(axes))
 
 
 def on_operand(
@@ -55,9 +53,9 @@ def on_operand(
     """A spec with its axes counted on the operand; what names an axis of a parameter, of some shape, counts on that."""
     kind = spec.granularity
     picked = [i for i, along in enumerate(operand.origin.axes) if PICKED in along and is_weight]
-    if isinstance(kind, PerTensor):
+    if kind == PerTensor():
         return _with(spec, picked) if picked else spec
-    if isinstance(kind, PerToken) or kind.axis is None:
+    if kind.is_of_op:
         return _of_op(spec, operand, contracted, is_weight)
     return spec if operand.origin.path is None else _named(spec, operand, picked, shape)
 
@@ -65,25 +63,23 @@ def on_operand(
 def _of_op(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], is_weight: bool) -> QuantSpec:
     """A spec whose axes are those that the op contracts, or the others."""
     kind = spec.granularity
-    if isinstance(kind, PerBlock):
-        if len(contracted) != 1:
-            named = dataclasses.replace(spec, granularity=_blocks(int(np.prod(kind.size)), operand, contracted))
-            raise ValueError(
-                f"{spec} has blocks along the contracted axis, and this op contracts {len(contracted)} of shape "
-                f"{operand.shape}: {contracted}. Name the axes of the blocks, counted on the parameter: {named}."
-            )
-        return dataclasses.replace(spec, granularity=PerBlock(contracted[0], kind.size))
-    if isinstance(kind, PerToken) and is_weight:
+    if kind.sizes and len(contracted) != 1:
+        named = dataclasses.replace(spec, granularity=_blocks(math.prod(kind.sizes.values()), operand, contracted))
+        raise ValueError(
+            f"{spec} has blocks along the contracted axis, and this op contracts {len(contracted)} of shape "
+            f"{operand.shape}: {contracted}. Name the axes of the blocks, counted on the parameter: {named}."
+        )
+    if kind == PerToken() and is_weight:
         raise ValueError(
             f"{spec} is of activations, and this is the weight. Give it PerChannel(None), a scale for each output "
             "channel, as weight_spec(bits) does."
         )
-    if isinstance(kind, PerChannel) and not is_weight:
+    if kind == PerChannel(None) and not is_weight:
         raise ValueError(
             f"{spec} is of the output channels of a weight, and this operand of shape {operand.shape} is none. "
             "Say PerToken() for a scale along each row that is contracted, or name the axes: PerChannel(axis)."
         )
-    return _with(spec, [i for i in range(len(operand.shape)) if i not in contracted])
+    return dataclasses.replace(spec, granularity=kind.of_op(contracted, operand.shape))
 
 
 def _blocks(size: int, operand: Operand, contracted: tuple[int, ...]) -> PerBlock:
@@ -100,20 +96,20 @@ def _blocks(size: int, operand: Operand, contracted: tuple[int, ...]) -> PerBloc
 
 def _named(spec: QuantSpec, operand: Operand, picked: Sequence[int], shape: tuple[int, ...]) -> QuantSpec:
     """A spec whose axes are named, counted on the parameter."""
-    kind: Any = spec.granularity
-    qparams_shape(dataclasses.replace(spec, granularity=PerChannel(kind.axis)), shape)
-    named = [a % len(shape) for a in (kind.axis if isinstance(kind.axis, tuple) else (kind.axis,))]
+    kind = spec.granularity
+    qparams_shape(_with(spec, kind.axes), shape)
+    named = [a % len(shape) for a in kind.axes]
     runs = _runs(operand)
     axes = [i for i, of in enumerate(runs) if of.intersection(named) or i in picked]
     alone = [[i for i in axes if runs[i] == {a}] for a in named]
-    is_split = isinstance(kind, PerBlock) and (len(axes) != len(named) or any(len(at) != 1 for at in alone))
+    is_split = bool(kind.sizes) and (len(axes) != len(named) or any(len(at) != 1 for at in alone))
     if is_split or any(not runs[i] <= set(named) for i in axes):
         raise ValueError(
             f"{kind} of a parameter of shape {shape} is no axis of the operand of shape {operand.shape} that the "
             f"function makes of it, whose axes run along {[sorted(along) for along in operand.origin.axes]}. Name axes "
             "that stay apart from the others, or leave the axis None for the output channels of the op."
         )
-    if isinstance(kind, PerBlock):
+    if kind.sizes:
         blocks = PerBlock(tuple(i for at in alone for i in at), tuple(kind.sizes.values()))
         return dataclasses.replace(spec, granularity=blocks)
     return _with(spec, axes)
@@ -125,12 +121,11 @@ def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int,
     Axes that the operand does not have, because a scan or an index took them away, are separate.
     """
     kind, ndim = spec.granularity, len(operand.shape)
-    axis = getattr(kind, "axis", ())
-    own = {a % ndim for a in (axis if isinstance(axis, tuple) else (axis,))}
-    sizes = {a % ndim: size for a, size in kind.sizes.items()} if isinstance(kind, PerBlock) else {}
+    own = {a % ndim for a in kind.axes}
+    sizes = {a % ndim: size for a, size in kind.sizes.items()}
     said: dict[int, set[int]] = {a: set() for a in range(len(shape))}  # of each axis: 1 separate, 0 shared, else blocks
     for i, runs in enumerate(_runs(operand)):
-        separate = bool(sizes) or (i in own and isinstance(kind, PerChannel))
+        separate = bool(sizes) or i in own
         innermost = max(runs, default=None)
         for a in runs:
             said[a].add(sizes[i] if i in sizes and a == innermost else int(separate))
@@ -141,9 +136,7 @@ def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int,
     if any(shape[a] % size for a, size in blocks.items()):
         raise ValueError(_unsayable(spec, operand, path, shape))
     separate = tuple(a for a, of in of_axis.items() if of == 1)
-    granularity = PerChannel(separate) if separate else PerTensor()
-    if blocks:
-        granularity = PerBlock(tuple(blocks), tuple(blocks.values()))
+    granularity = PerBlock(tuple(blocks), tuple(blocks.values())) if blocks else per_axes(separate)
     return dataclasses.replace(spec, granularity=granularity)
 
 

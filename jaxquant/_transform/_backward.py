@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from .._granularity import PerChannel, PerTensor, PerToken
 from .._integer._contract import Precision
 from .._jaxpr._program import CONV, RAGGED
 from .._paths import named_in_errors
 from .._rule import Rule
-from .._spec import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, qparams_shape
+from .._spec import QuantSpec, qparams_shape
 from ._match import MatchedOp
 
 
@@ -51,20 +52,20 @@ def _check_gradient(op: MatchedOp, side: int, precision: QuantSpec | str, other:
     kind, is_weight = precision.granularity, side == op.weight
     is_dot = op.contraction.op != CONV
     batches = 1 if is_dot else op.contraction.params["batch_group_count"]
-    if isinstance(kind, PerToken) and batches > 1:
+    if kind == PerToken() and batches > 1:
         raise ValueError(
             f"`gradient` towards an input in groups of examples (batch_group_count={batches}) has "
             f"one scale, got {precision}. Say PerTensor()."
         )
     allowed: list[Any] = [PerTensor(), PerChannel(None) if is_weight else PerToken()]
-    if kind not in allowed and not (is_dot and isinstance(kind, PerBlock) and kind.axis is None):
+    if kind not in allowed and not (is_dot and None in kind.sizes):
         blocks = " or PerBlock(None, size), along what is summed" if is_dot else ""
         raise ValueError(
             f"`gradient` towards {'the weight' if is_weight else 'an input'} must be {allowed[0]}, "
             f"{allowed[1]}{blocks}, got {precision}. Different ones are a pair: gradient=(towards the input, towards "
             "the weight)."
         )
-    if isinstance(kind, PerBlock):
+    if kind.sizes:
         (contracted, batch), shape = op.contraction.dot, op.contraction.operands[1 - side].shape
         summed = [i for i in range(len(shape)) if i not in (*contracted[1 - side], *batch[1 - side])]
         is_ragged = op.contraction.op == RAGGED  # whose groups and columns are brought together
@@ -75,4 +76,4 @@ def _check_gradient(op: MatchedOp, side: int, precision: QuantSpec | str, other:
                 f"{shape}. Say PerTensor() for this product."
             )
         length = math.prod(shape[i] for i in summed)
-        qparams_shape(dataclasses.replace(precision, granularity=PerBlock(0, kind.size)), (length,))
+        qparams_shape(dataclasses.replace(precision, granularity=kind.of_op((0,), (length,))), (length,))

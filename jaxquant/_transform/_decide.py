@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from typing import NamedTuple
 
 from .. import _checks as checks
+from .._granularity import PerToken
 from .._jaxpr._program import NAME, Location
 from .._jaxpr._walk import Contraction, Walk
 from .._rule import Rule
-from .._spec import PerToken
 from . import _errors as errors
 from ._axes import contracted_axes
 from ._choices import Choice, Decision, choose
@@ -134,7 +134,7 @@ def _sites(
             choice.name, op.kind, c.op, c.scope, operand.shape, operand.dtype, _length(c), spec,
             None if rule is None else rule.pattern, "" if spec else _why(op, choice, frozen), ", ".join(keys),
             entries[keys[0]].spec if keys else None, states[keys[0]] if keys else "",
-            is_per_token=spec is not None and bool(activation) and isinstance(activation.granularity, PerToken),
+            is_per_token=spec is not None and bool(activation) and activation.granularity == PerToken(),
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from .._paths import named_in_errors
 from .._qarray import QArray
 from .._qparams import QParams
 from .._rule import Rule
-from .._spec import PerBlock, PerToken, QuantSpec, equal_but_for_rounding, qparams_shape
+from .._spec import QuantSpec, equal_but_for_rounding, qparams_shape
 from ._axes import along, on_parameter, shared_axes
 from ._choices import Choice, Decision
 
@@ -114,7 +114,7 @@ def _of_input(key: str, decision: Decision, side: int, _: Any) -> Entry:
     assert rule is not None
     assert spec is not None
     kind = rule.activation.granularity if rule.activation else spec.granularity
-    is_dynamic = isinstance(spec.granularity, PerBlock) or isinstance(kind, PerToken)
+    is_dynamic = spec.granularity.is_dynamic or kind.is_dynamic
     return Entry(
         key, spec, operand.shape, operand.dtype, False, rule, (name,), is_dynamic=is_dynamic,
         location=contraction.location, stack=contraction.stack, is_seen=not contraction.in_condition,
@@ -304,7 +304,7 @@ def _at_rest(
     Of what the product takes whole, or a scan turn by turn: a slice would be moved in each call. Blocks are summed one
     after the other; convolutions, and products of more axes, gain nothing.
     """
-    if contraction.op != "dot_general" or rule.activation is None or isinstance(spec.granularity, PerBlock):
+    if contraction.op != "dot_general" or rule.activation is None or spec.granularity.sizes:
         return None
     operand, ndim = contraction.operands[side], len(shape)
     before = ndim - len(operand.shape)

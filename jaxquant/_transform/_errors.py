@@ -6,10 +6,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from .. import _checks as checks
+from .._granularity import PerTensor
 from .._jaxpr._program import CONV
 from .._jaxpr._walk import JOINED, Operand, Origin
 from .._rule import KINDS, Rule, pattern_in_words, shadowed
-from .._spec import PerBlock, PerTensor, QuantSpec, qparams_shape
+from .._spec import QuantSpec, qparams_shape
 from ._match import MatchedOp, Matcher, gathered_by_data, is_wanted
 
 # Of one operand
@@ -68,7 +69,7 @@ def check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...])
 def check_scales(spec: Any, shape: tuple[int, ...], contracted: tuple[int, ...], op: str) -> None:
     """A scale that is applied after the contraction is shared along it, or by the blocks of a dot."""
     kind, groups = spec.granularity, qparams_shape(spec, shape) or (1,) * len(shape)
-    blocked = {axis % len(shape) for axis in kind.sizes} if isinstance(kind, PerBlock) and op != CONV else ()
+    blocked = {axis % len(shape) for axis in kind.sizes if op != CONV}
     separate = [i for i in contracted if groups[i] > 1 and i not in blocked]
     if separate:
         raise ValueError(

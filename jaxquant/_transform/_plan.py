@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .. import _checks as checks
 from .._rule import pattern_in_words
-from .._spec import PerBlock, PerChannel, PerToken, QuantSpec
+from .._spec import QuantSpec
 from .._table import as_html, as_text
 
 _HEADER = "site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "left in float because"
@@ -151,12 +151,7 @@ class Plan:
 def in_words(spec: QuantSpec, is_per_token: bool = False) -> str:
     """A spec in a cell of a table."""
     kind = spec.granularity
-    if is_per_token or isinstance(kind, PerToken):
-        per = "token"
-    else:
-        per = f"channel {kind.axis}" if isinstance(kind, PerChannel) else "tensor"
-    if isinstance(kind, PerBlock):
-        per = f"block of {' x '.join(map(str, kind.sizes.values()))} on {kind.axis}"
+    per = "token" if is_per_token and not kind.sizes else kind.words
     per += "" if spec.scale_dtype == "float32" else f", scale {spec.scale_dtype}"
     if spec.format:
         return f"{spec.format} per {per}"

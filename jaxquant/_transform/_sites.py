@@ -13,6 +13,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import fake_quant, nan_flags, quantize_straight_through, real_values, with_gradient_of
+from .._granularity import granularity_of
 from .._groups import of_rank
 from .._integer._contract import Precision, contract
 from .._integer._conv import Conv
@@ -26,7 +27,7 @@ from .._paths import named_in_errors
 from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
 from .._sharding import replicated
-from .._spec import QuantSpec, granularity_of, qparams_shape
+from .._spec import QuantSpec, qparams_shape
 from ._choices import Decision
 from ._decide import Decisions
 from ._entries import Entry

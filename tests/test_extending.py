@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is added from outside, in one place, works everywhere: a granularity."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+
+from jaxquant import (
+    PerBlock,
+    QuantSpec,
+    Rule,
+    dequantize,
+    dot_general,
+    fake_quant,
+    fit_qparams,
+    load,
+    quantize,
+    quantize_fn,
+    save,
+)
+from jaxquant._granularity import Granularity
+
+X = jax.random.normal(jax.random.key(0), (6, 16))
+W = jax.random.normal(jax.random.key(1), (16, 8))
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class PerHalf(Granularity):
+    """A scale for each half of an axis, whatever its length, and each index of the others."""
+
+    axis: int
+
+    def scale_shape(self, shape, spec):
+        if shape[self.axis] % 2:
+            raise ValueError(f"{spec} halves axis {self.axis} of shape {shape}, which is odd.")
+        return tuple(2 if i == self.axis else n for i, n in enumerate(shape))
+
+
+def halves(axis, shape, **kw):
+    """Specs that share scales alike in arrays of a shape: by the granularity from outside, and by blocks."""
+    own, blocks = PerHalf(axis), PerBlock(axis, shape[axis] // 2)
+    return QuantSpec(granularity=own, **kw), QuantSpec(granularity=blocks, **kw)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_granularity_quantizes(axis):
+    own, blocks = halves(axis, X.shape)
+    assert_same_bits(fake_quant(X, own), fake_quant(X, blocks))
+    q = quantize(X, own, fit_qparams(X, own, "mse"))
+    assert_same_bits(q.values, quantize(X, blocks, fit_qparams(X, blocks, "mse")).values)
+    assert_same_bits(dequantize(q), fake_quant(X, own, fit_qparams(X, own, "mse")))
+    assert_same_bits(dequantize(q.T), dequantize(q).T)
+
+
+def test_a_granularity_says_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"QuantSpec\(bits=8, granularity=PerHalf\(axis=0\)\) halves axis 0"):
+        quantize(X[1:], QuantSpec(granularity=PerHalf(0)))
+    q = quantize(X, QuantSpec(granularity=PerHalf(0)))
+    with pytest.raises(ValueError, match="do not fit"):
+        dequantize(dataclasses.replace(q, values=q.values[1:]))
+
+
+def test_a_granularity_contracts():
+    products = [
+        dot_general(quantize(X, of_x), quantize(W, of_w), MATMUL)
+        for of_x, of_w in zip(halves(1, X.shape), halves(0, W.shape), strict=True)
+    ]
+    assert_same_bits(*products)
+
+
+def test_a_granularity_is_in_rules_and_files(tmp_path):
+    model, params = lambda p, x: x @ p["w"], {"w": W}
+    own, blocks = (
+        quantize_fn(model, [Rule("w", of_w, of_x)])
+        for of_x, of_w in zip(halves(1, X.shape), halves(0, W.shape), strict=True)
+    )
+    assert_same_bits(own(params, X), blocks(params, X))
+    gradients = [jax.grad(lambda p, q=q: (q(p, X) ** 2).sum())(params)["w"] for q in (own, blocks)]
+    assert_same_bits(*gradients)
+    frozen = own.freeze(params, X)
+    assert_same_bits(own(frozen, X), own(params, X))
+    assert "PerHalf" not in str(own.plan(params, X))  # which says what it is of this parameter
+    save(tmp_path / "frozen.safetensors", frozen)
+    assert_same_bits(own(load(tmp_path / "frozen.safetensors"), X), own(params, X))
+
+
+def test_a_granularity_is_saved(tmp_path):
+    q = quantize(W, QuantSpec(bits=4, granularity=PerHalf(0)))
+    save(tmp_path / "w.safetensors", {"w": q})
+    again = load(tmp_path / "w.safetensors")["w"]
+    assert again.spec == q.spec
+    assert_same_bits(dequantize(again), dequantize(q))
+    assert np.array_equal(jnp.asarray(again.values), q.values)
