@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxquant import PerBlock, PerChannel, PerTensor, QuantSpec
+from jaxquant._jaxpr._calls import CALLS
+from jaxquant._jaxpr._origin import DATA, parameter
 from jaxquant._jaxpr._program import traced
-from jaxquant._jaxpr._walk import DATA, Walk, parameter
+from jaxquant._jaxpr._walk import Walk
 from jaxquant._spec import qparams_shape
 from jaxquant._transform._axes import on_operand, on_parameter
 
@@ -17,7 +19,7 @@ def spec_of(shape, make, granularity):
     jaxpr, _ = traced(
         lambda args: [jnp.tensordot(jnp.ones(4), make(args[0], args[1]), 0)], [jnp.ones(shape), jnp.int32(0)]
     )
-    walk = Walk()
+    walk = Walk(CALLS)
     walk.program(jaxpr, [parameter("w", len(shape)), DATA])
     operand = next(o for c in walk.found() for o in c.operands if o.origin.parts)
     return on_parameter(QuantSpec(granularity=granularity), operand, "w", shape).granularity
@@ -83,7 +85,7 @@ def test_axes_counted_on_the_operand_and_back_share_the_same_values(move):
     """Wherever both ways can be said: a scale of the parameter stays one of the same values."""
     (shape, make), kept = MOVES[move], 0
     jaxpr, _ = traced(lambda args: [jnp.tensordot(jnp.ones(4), make(args[0]), 0)], [jnp.ones(shape)])
-    walk = Walk()
+    walk = Walk(CALLS)
     walk.program(jaxpr, [parameter("w", len(shape))])
     operand = next(o for c in walk.found() for o in c.operands if o.origin.parts)
     for granularity in GRANULARITIES:
@@ -103,7 +105,7 @@ def test_axes_counted_on_the_operand_and_back_share_the_same_values(move):
 
 def walked(f, *shapes):
     jaxpr, _ = traced(lambda args: jax.tree.leaves(f(*args)), [jnp.ones(shape) for shape in shapes])
-    walk = Walk()
+    walk = Walk(CALLS)
     args = [parameter("w", len(shapes[0])), *(DATA._replace(value=i) for i in range(1, len(shapes)))]
     walk.read(walk.program(jaxpr, args), "the result")
     return walk

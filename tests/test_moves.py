@@ -14,9 +14,9 @@ from jax.extend.core import Literal
 
 from jaxquant import PerBlock, PerChannel, QuantSpec, dequantize, quantize
 from jaxquant._groups import broadcast_groups, of_rank
-from jaxquant._jaxpr._evaluate import bound
-from jaxquant._jaxpr._moves import QuantizedParam, is_moved, moved
-from jaxquant._jaxpr._program import programs, traced
+from jaxquant._jaxpr._moves import is_moved, moved
+from jaxquant._jaxpr._program import evaluated, programs, traced
+from jaxquant._jaxpr._quantized_param import QuantizedParam
 
 SHAPE = 4, 6, 8
 INDEX = jnp.array([[3, 0], [-1, 9]])
@@ -46,7 +46,7 @@ MOVES = {
 SPECS = QuantSpec(granularity=PerChannel((0, -1))), QuantSpec(symmetric=False, granularity=PerBlock(1, 2)), QuantSpec()
 
 
-def evaluated(f, parameter):
+def moves_of(f, parameter):
     """The program of f, with nothing in it but what moves its argument."""
 
     def program(jaxpr, consts, args):
@@ -60,7 +60,7 @@ def evaluated(f, parameter):
                 ((inner, inner_consts),) = programs(eqn)
                 outs = program(inner, inner_consts, ins)
             else:
-                outs = bound(eqn, ins, jaxpr)
+                outs = evaluated(eqn, ins, jaxpr)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -75,7 +75,7 @@ def every_move(spec):
 
     def parts(f, q, real):
         q = dataclasses.replace(q, scale=of_rank(q.scale, 3), zero_point=of_rank(q.zero_point, 3))
-        for part in evaluated(f, QuantizedParam(q, real, None, None, ("w",))):
+        for part in moves_of(f, QuantizedParam(q, real, None, None, ("w",))):
             over = lambda v, shape=part.quantized.shape: broadcast_groups(v, shape)
             yield part.real, part.quantized.values, over(part.quantized.scale), over(part.quantized.zero_point)
 

@@ -1,88 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantized parameter on its way to the ops that use it: it travels with its qparams."""
+"""The primitives of jax that only move values, or cast them: what becomes of axes, of groups and of parameters.
+
+One entry a primitive in MOVES. A walk asks what the origins of its results are, an evaluation what becomes of quantized
+parameters; the two halves of an entry must agree, since a plan says of the results what an evaluation then does.
+"""
 
 import dataclasses
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
-from jax.sharding import PartitionSpec as P
 
+from .. import _checks as checks
 from .. import _groups as grouping
-from .._affine import real_values
-from .._qarray import QArray, Scales, changed, scales_of
+from .._qarray import Scales, changed, scales_of
 from .._sharding import vary_together
+from ._origin import JOINED, PICKED, Origin, computed
 from ._program import avals, param
+from ._quantized_param import QuantizedParam, dequantized, ordered
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["quantized", "real", "as_read", "nan_flags"],
-    meta_fields=["paths", "casts", "is_value"],
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class QuantizedParam:
-    """A parameter, or a named value, or a part of it: what moves it moves integers, real values and scales alike.
+class Move(NamedTuple):
+    """What a primitive makes of values.
 
     Attributes:
-      quantized: its integers, which no cast changes, and their scales, all of its rank. `stored` is None where no op
-        reads them, `zero_point` where it is known to be 0, all scales where there are none. The spec is that of the
-        parameter; of a part the granularity is another, which the shape of the scales says.
-      real: its real values, as ops that contract it differentiate them; casts round them. None of integers alone.
-      as_read: its values for what else reads it, if anything does and they are others.
-      nan_flags: for its groups, NaN where one of their values was; None where none can be.
-      paths: of the parameter; of several that were concatenated, all.
-      casts: what casts it has been through: the primitives and their parameters.
-      is_value: whether it is a named value, which has a range of its own on each device.
+      origins: (eqn, origins of the operands) -> those of the results.
+      parameters: (eqn, operands, of which some are quantized parameters) -> the results.
+      takes: (eqn, operands) -> whether it moves those parameters; if not, they are read in float.
+      is_same: whether equal moves of one value are one value in a plan. Not of those with indices or of several values:
+        each is an input of its own.
+      has_indices: whether all operands but the first are indices, which are read.
     """
 
-    quantized: QArray
-    real: Array | None
-    as_read: Array | None
-    nan_flags: Array | None
-    paths: tuple[str, ...]
-    casts: tuple[tuple[Any, tuple[tuple[str, Any], ...]], ...] = ()
-    is_value: bool = False
-
-    def map(self, of_values: Callable[[Any], Any], of_groups: Callable[[Any], Any]) -> "QuantizedParam":
-        """The parameter with other values, of each array of its shape, and of each that has a value for a group."""
-        scales = scales_of(self.quantized).map(of_groups)
-        quantized = changed(self.quantized, stored=_of(of_values, self.quantized.stored), **scales._asdict())
-        moved = dataclasses.replace(self, quantized=quantized, nan_flags=_of(of_groups, self.nan_flags))
-        return moved.map_floats(of_values)
-
-    def map_floats(self, f: Callable[[Any], Any]) -> "QuantizedParam":
-        """The parameter with `f` of its real values."""
-        return dataclasses.replace(self, real=_of(f, self.real), as_read=_of(f, self.as_read))
-
-    def cast(self, x: Array) -> Array:
-        """Values of the parameter through the casts that it has been through."""
-        for primitive, params in self.casts:
-            x = primitive.bind(x, **dict(params))
-        return x
+    origins: Callable[[JaxprEqn, Sequence[Origin]], Sequence[Origin]]
+    parameters: Callable[[JaxprEqn, Sequence[Any]], list[Any]]
+    takes: Callable[[JaxprEqn, Sequence[Any]], bool]
+    is_same: bool = True
+    has_indices: bool = False
 
 
-def _of(f: Callable[[Any], Any], v: Any) -> Any:
-    return None if v is None else f(v)
+_Axes = tuple[frozenset[int], ...]  # as in Origin
+_OfAxes = Callable[[JaxprEqn, _Axes], _Axes]
+_OfGroups = Callable[[JaxprEqn, Array, tuple[int, ...], Sequence[Any]], list[Array]]
 
 
-# To floats alone.
-_CASTS = ("convert_element_type", "reduce_precision")
-# To all, in any shape.
-_PASSING = ("name", "copy", "stop_gradient", "pvary", "pcast", "ppermute")
-# To any number of values at once.
-_TOGETHER = ("optimization_barrier", "device_put")
-# Of which a value is what is computed from it: it has a range of its own.
-_OF_PARAMETERS = ("concatenate", "stack", "all_gather")
-# To what has the shape of the parameter, or to its groups with the axes of size 1 whole.
-_SHARDING = ("sharding_constraint", "reshard", "mesh_cast")
+def one(axes: _OfAxes | None = None, groups: _OfGroups | None = None) -> Move:
+    """The move of one value.
+
+    Args:
+      axes: (eqn, axes that the value runs along) -> those of each result; None where it keeps them.
+      groups: (eqn, values for groups, shape of the value, other operands) -> those of each result; None where the
+        primitive itself moves an array of any shape.
+    """
+    return Move(
+        functools.partial(_first, axes),
+        functools.partial(_moved, groups),
+        lambda eqn, ins: isinstance(ins[0], QuantizedParam),
+    )
+
+
+def _first(axes: _OfAxes | None, eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
+    origin = ins[0]
+    if axes and origin.parts:
+        origin = origin._replace(axes=axes(eqn, origin.axes))
+    return [origin] * len(eqn.outvars)
+
+
+def _moved(groups: _OfGroups | None, eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
+    parameter, *rest = ins
+    of_values = of_groups = lambda v: _results(eqn, v, *rest)
+    if groups is not None:
+        parameter, of_groups = ordered(parameter), lambda v: groups(eqn, v, avals(eqn.invars)[0].shape, rest)
+    results = parameter.map(of_values, of_groups)
+    part = lambda i: results.map(operator.itemgetter(i), operator.itemgetter(i))
+    return [part(i) for i in range(len(eqn.outvars))]
 
 
 def _results(eqn: JaxprEqn, *ins: Any, **changes: Any) -> list[Any]:
@@ -91,6 +88,45 @@ def _results(eqn: JaxprEqn, *ins: Any, **changes: Any) -> list[Any]:
         params["fill_value"] = 0  # integers have no NaN; the scale has
     outs = eqn.primitive.bind(*ins, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+# What becomes of axes and groups, by primitive.
+
+
+def _transposed_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
+    return tuple(axes[i] for i in param(eqn, "permutation"))
+
+
+def _squeezed_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
+    return tuple(of for i, of in enumerate(axes) if i not in param(eqn, "dimensions"))
+
+
+def _broadcasted_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
+    places = param(eqn, "broadcast_dimensions")
+    return tuple(axes[places.index(i)] if i in places else frozenset() for i in range(avals(eqn.outvars)[0].ndim))
+
+
+def _reshaped_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
+    """Which axes the new ones run along: in runs of equal size, each new axis along all the old ones of its run."""
+    old, new = avals(eqn.invars)[0].shape, avals(eqn.outvars)[0].shape
+    result = [frozenset[int]()] * len(new)
+    for of_old, of_new in grouping.segments(old, new):
+        along = [axes[i] for i in of_old if old[i] > 1] or [axes[i] for i in of_old]  # those of size 1 do not count
+        for j in [j for j in of_new if new[j] > 1] or of_new:
+            result[j] = frozenset().union(*along)
+    return tuple(result)
+
+
+def _unstacked_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
+    return tuple(of for i, of in enumerate(axes) if i != param(eqn, "axis"))
+
+
+def _unstacked(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    axis = param(eqn, "axis")
+    if v.shape[axis] == 1:
+        return [lax.squeeze(v, [axis])] * shape[axis]
+    v = grouping.apart(v, axis, shape[axis])
+    return [lax.index_in_dim(v, i, axis, keepdims=False) for i in range(shape[axis])]
 
 
 def _sliced(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
@@ -106,12 +142,16 @@ def _split(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) ->
     return [grouping.sliced(v, axis, shape[axis], *bounds) for bounds in itertools.pairwise([0, *ends])]
 
 
-def _unstacked(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
-    axis = param(eqn, "axis")
-    if v.shape[axis] == 1:
-        return [lax.squeeze(v, [axis])] * shape[axis]
-    v = grouping.apart(v, axis, shape[axis])
-    return [lax.index_in_dim(v, i, axis, keepdims=False) for i in range(shape[axis])]
+def _tiled(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    times = [n if v.shape[i] > 1 else 1 for i, n in enumerate(param(eqn, "reps"))]
+    return [jnp.tile(v, times)]
+
+
+# Primitives with indices.
+
+
+def _picked_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
+    return [ins[0]._replace(picked=ins[0].picked or any(index.data for index in ins[1:]))]
 
 
 def _dynamic_slice(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], starts: Sequence[Any]) -> list[Array]:
@@ -120,9 +160,21 @@ def _dynamic_slice(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], starts: Sequ
     return [v]
 
 
-def _tiled(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
-    times = [n if v.shape[i] > 1 else 1 for i, n in enumerate(param(eqn, "reps"))]
-    return [jnp.tile(v, times)]
+def _gathered_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
+    """The axes of what a gather makes: windows run along those of the parameter, each index picks a part of it."""
+    numbers = param(eqn, "dimension_numbers")
+    gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
+    windows = iter([of for i, of in enumerate(axes) if i not in gone])
+    ndim = avals(eqn.outvars)[0].ndim
+    return tuple(next(windows) if i in numbers.offset_dims else frozenset([PICKED]) for i in range(ndim))
+
+
+def _gathered_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
+    origin = computed(ins)
+    if ins[0].parts:
+        axes = _gathered_axes(eqn, ins[0].axes)
+        origin = origin._replace(gathered=True, parts=ins[0].parts, axes=axes, picked=True)
+    return [origin]
 
 
 def _gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
@@ -142,7 +194,30 @@ def _gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[An
     return _results(eqn, v, *rest, slice_sizes=tuple(sizes), mode=mode)
 
 
-def _all_gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+# Primitives between devices.
+
+
+def _on_axis(eqn: JaxprEqn, ins: Sequence[Any], groups: _OfGroups | None = None) -> list[QuantizedParam]:
+    """The parameter moved by a primitive that wants values which vary over the axis of the mesh."""
+    parameter = ins[0]
+    like = parameter.real if parameter.quantized.stored is None else parameter.quantized.stored
+    varying = parameter.map(lambda v: v, lambda v: vary_together(v, like)[0])
+    return _moved(groups, eqn, [varying, *ins[1:]])
+
+
+def _of_devices_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
+    if param(eqn, "tiled"):
+        return axes
+    at = param(eqn, "all_gather_dimension")
+    return (*axes[:at], frozenset(), *axes[at:])
+
+
+def _of_devices_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
+    # A named value has a range of its own on each device, so that all of it is no value with one range.
+    return _first(_of_devices_axes, eqn, ins) if ins[0].parts else [ins[0]._replace(points=())]
+
+
+def _of_devices(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
     axis, is_tiled = param(eqn, "all_gather_dimension"), param(eqn, "tiled")
     if is_tiled and v.shape[axis] == 1 < shape[axis]:  # of all devices
         return [v]
@@ -151,51 +226,43 @@ def _all_gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[A
     return _results(eqn, grouping.apart(v, axis, shape[axis]) if is_tiled else v)  # each device has groups of its own
 
 
-_Move = Callable[[JaxprEqn, Array, tuple[int, ...], Sequence[Any]], list[Array]]
-_OF_GROUPS: dict[str, _Move] = {
-    "transpose": lambda eqn, v, shape, _: [lax.transpose(v, param(eqn, "permutation"))],
-    "reshape": lambda eqn, v, shape, _: [grouping.reshaped(v, shape, avals(eqn.outvars)[0].shape)],
-    "squeeze": lambda eqn, v, shape, _: [lax.squeeze(v, param(eqn, "dimensions"))],
-    "broadcast_in_dim": lambda eqn, v, shape, _: [
-        grouping.broadcasted(v, avals(eqn.outvars)[0].ndim, param(eqn, "broadcast_dimensions"))
-    ],
-    "rev": lambda eqn, v, shape, _: [lax.rev(v, param(eqn, "dimensions"))],
-    "slice": _sliced,
-    "split": _split,
-    "unstack": _unstacked,
-    "dynamic_slice": _dynamic_slice,
-    "tile": _tiled,
-    "gather": _gathered,
-    "all_gather": _all_gathered,
-}
+def _is_parameter(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
+    return isinstance(ins[0], QuantizedParam) and not ins[0].is_value
 
 
-def is_moved(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
-    """Whether an equation moves a quantized parameter, or several, and nothing else."""
-    name = eqn.primitive.name
-    if name in _OF_PARAMETERS and any(isinstance(v, QuantizedParam) and v.is_value for v in ins):
-        return False
-    if name in ("concatenate", "stack"):
-        return all(isinstance(v, QuantizedParam) and _is_like(v, ins[0]) for v in ins)
-    if name in _TOGETHER:
-        return True
-    moves = name in _OF_GROUPS or name in (*_PASSING, *_SHARDING) or _is_cast(eqn)
-    return moves and isinstance(ins[0], QuantizedParam)
+# Casts, which leave integers as they are.
 
 
-def _is_like(a: QuantizedParam, b: QuantizedParam) -> bool:
-    """Whether the integers of two have one meaning, so that one array can hold them."""
-    meaning = lambda q: (vars(q.spec) | {"granularity": None}, [v is None for v in scales_of(q)])
-    return meaning(a.quantized) == meaning(b.quantized)
+def _cast_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
+    # A parameter keeps its path, so that errors name it where a cast to integers reads it in float. A named value has
+    # no range of its own after such a cast, nor after one to floats of 8 bits, which have another.
+    keeps = ins[0].parts or checks.is_float(avals(eqn.outvars)[0].dtype)
+    return [ins[0] if keeps else ins[0]._replace(points=())]
 
 
-def _is_cast(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _CASTS and jnp.issubdtype(avals(eqn.outvars)[0].dtype, jnp.floating)
+def _cast(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
+    casts = (*ins[0].casts, (eqn.primitive, tuple(eqn.params.items())))
+    return [dataclasses.replace(ins[0].map_floats(lambda v: _results(eqn, v)[0]), casts=casts)]
+
+
+def _is_cast(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
+    return isinstance(ins[0], QuantizedParam) and jnp.issubdtype(avals(eqn.outvars)[0].dtype, jnp.floating)
+
+
+_CAST = Move(_cast_origin, _cast, _is_cast)
+
+
+# Primitives of several values that give each.
+
+
+def _each(eqn: JaxprEqn, ins: Sequence[Origin]) -> Sequence[Origin]:
+    return ins
 
 
 def _together(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
-    """Of a primitive that takes several values and gives them, each part of a parameter is one more."""
-    leaves, structure = jax.tree.flatten(list(ins))
+    """The values that a primitive takes and gives, where each array of a parameter is one more of them."""
+    ins = [ordered(v) if isinstance(v, QuantizedParam) else v for v in ins]
+    leaves, structure = jax.tree.flatten(ins)
     of = [i for i, v in enumerate(ins) for _ in jax.tree.leaves(v)]  # which operand each leaf is part of
     is_whole = [leaf.shape == avals(eqn.invars)[i].shape for leaf, i in zip(leaves, of, strict=True)]
 
@@ -211,104 +278,34 @@ def _together(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
 _NOWHERE = {"devices": None, "srcs": None}  # values for groups have not the shape that a sharding is of
 
 
-def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
-    """What becomes of a quantized parameter in an equation that moves it."""
-    name = eqn.primitive.name
-    if name not in (*_CASTS, *_PASSING):
-        ins = [ordered(v) if isinstance(v, QuantizedParam) else v for v in ins]
-    if name in ("concatenate", "stack"):
-        return [_joined(eqn, ins)]
-    if name in _TOGETHER:
-        return _together(eqn, ins)
-    parameter, *rest = ins
-    shape = avals(eqn.invars)[0].shape
-    of_values = lambda v: _results(eqn, v, *rest)
-    if name in _CASTS:
-        casts = (*parameter.casts, (eqn.primitive, tuple(eqn.params.items())))
-        return [dataclasses.replace(parameter.map_floats(lambda v: of_values(v)[0]), casts=casts)]
-    of_groups = of_values if name in _PASSING else functools.partial(_grouped, eqn, shape=shape, rest=rest)
-    if name in ("ppermute", "all_gather"):  # which want values that vary over the axis
-        like = parameter.real if parameter.quantized.stored is None else parameter.quantized.stored
-        of_varying = of_groups
-        of_groups = lambda v: of_varying(vary_together(v, like)[0])
-    results = parameter.map(of_values, of_groups)
-    part = lambda i: results.map(operator.itemgetter(i), operator.itemgetter(i))
-    return [part(i) for i in range(len(eqn.outvars))]
+# Primitives that put values side by side.
 
 
-def ordered(parameter: QuantizedParam) -> QuantizedParam:
-    """The parameter with its integers as its values are, in order and dtype: what moves them counts on it."""
-    q = parameter.quantized
-    if q.stored is None:
-        return parameter
-    return dataclasses.replace(parameter, quantized=changed(q, stored=q.values, order=None))
+def _joined_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
+    """The origin of parameters side by side, if they lie alike."""
+    first = ins[0].axes
+    if any(not origin.weights or origin.axes != first for origin in ins):
+        return [computed(ins)]
+    axis, is_new = param(eqn, "dimension", "axis"), eqn.primitive.name == "stack"
+    along = frozenset() if is_new else first[axis]
+    axes = (*first[:axis], along | {JOINED}, *first[axis + (not is_new) :])
+    parts = dict.fromkeys(part for origin in ins for part in origin.parts)
+    params, picked = frozenset().union(*(origin.params for origin in ins)), any(origin.picked for origin in ins)
+    return [Origin(params, parts=tuple(parts), axes=axes, picked=picked)]
 
 
-def stacked(parameter: QuantizedParam, n: int) -> QuantizedParam:
-    """The parameter to be scanned along its first axis, of length `n`: with values for each element of that."""
-    order = parameter.quantized.order
-    if order and len(order) == parameter.quantized.ndim:
-        parameter = ordered(parameter)
-    return parameter.map(lambda v: v, lambda v: grouping.apart(v, 0, n))
+def _is_like(a: QuantizedParam, b: QuantizedParam) -> bool:
+    """Whether the integers of two have one meaning, so that one array can hold them."""
+    meaning = lambda q: (vars(q.spec) | {"granularity": None}, [v is None for v in scales_of(q)])
+    return meaning(a.quantized) == meaning(b.quantized)
 
 
-def sharded(
-    parameter: QuantizedParam, shape: tuple[int, ...], spec: P, mesh: Any
-) -> tuple[QuantizedParam, QuantizedParam]:
-    """The parameter to be taken apart by shard_map as its values are; and how, which is a pytree of specs like it."""
-    spec = P(*spec, *[None] * (len(shape) - len(spec)))
-
-    def parts(axis: int) -> int:
-        names = spec[axis]
-        return math.prod(mesh.shape[name] for name in (names if isinstance(names, tuple) else (names,)) if name)
-
-    def fitting(v: Array) -> Array:
-        for i, n in enumerate(shape):
-            if v.shape[i] > 1 and v.shape[i] % parts(i):
-                v = grouping.apart(v, i, n)
-        return v
-
-    of_groups = lambda v: P(*(s if n > 1 else None for n, s in zip(v.shape, spec, strict=True)))
-    parameter = ordered(parameter).map(lambda v: v, fitting)
-    return parameter, parameter.map(lambda _: spec, of_groups)
+def _are_joined(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
+    return all(isinstance(v, QuantizedParam) and not v.is_value and _is_like(v, ins[0]) for v in ins)
 
 
-def _grouped(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
-    if eqn.primitive.name in _SHARDING:
-        return [v]
-    return _OF_GROUPS[eqn.primitive.name](eqn, v, shape, rest)
-
-
-def dequantized(parameter: QuantizedParam) -> Array:
-    """The real values of its integers, before any cast."""
-    return _dequantized(qarray(parameter), parameter.nan_flags)
-
-
-@jax.jit
-def _dequantized(q: QArray, nan_flags: Array | None) -> Array:
-    value = real_values(q, q.dtype)
-    return value if nan_flags is None else value + grouping.broadcast_groups(nan_flags, value.shape).astype(value.dtype)
-
-
-def qarray(parameter: QuantizedParam) -> QArray:
-    """The integers of a parameter with all of their scales, wherever those are shared now."""
-    q = parameter.quantized
-    return changed(q, zero_point=jnp.zeros_like(q.scale, q.spec.dtype)) if q.zero_point is None else q
-
-
-def from_integers(f: Callable, values: Sequence[Any], of_parameter: Callable[[QuantizedParam], Any]) -> Any:
-    """`f(*values)`, with what `of_parameter` makes of the parameters among them.
-
-    What is made of integers alone is made again for a backward pass, which would else keep it in float.
-    """
-    result = lambda *values: f(*(of_parameter(v) if isinstance(v, QuantizedParam) else v for v in values))
-    is_frozen = any(isinstance(v, QuantizedParam) and v.real is None for v in values)
-    return (jax.checkpoint(result) if is_frozen else result)(*values)
-
-
-def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:
-    is_new = eqn.primitive.name == "stack"
-    axis = param(eqn, "dimension", "axis")
+def _joined(eqn: JaxprEqn, ins: Sequence[QuantizedParam]) -> list[QuantizedParam]:
+    parts, is_new, axis = list(map(ordered, ins)), eqn.primitive.name == "stack", param(eqn, "dimension", "axis")
     shapes = [v.shape for v in avals(eqn.invars)]
 
     def of_groups(values: Sequence[Array]) -> Array:
@@ -331,7 +328,7 @@ def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:
     # Of parts that were cast differently the value is rounded once, to what they are now.
     ways = [(part.quantized.dtype, part.casts) for part in parts]
     dtype, casts = ways[0] if all(way == ways[0] for way in ways) else (avals(eqn.outvars)[0].dtype, ())
-    return QuantizedParam(
+    joined = QuantizedParam(
         changed(quantized[0], stored=whole([q.stored for q in quantized]), dtype=dtype, **scales._asdict()),
         whole([real(part) for part in parts]) if any(part.real is not None for part in parts) else None,
         whole([part.as_read for part in parts]),
@@ -339,3 +336,53 @@ def _joined(eqn: JaxprEqn, parts: Sequence[QuantizedParam]) -> QuantizedParam:
         tuple(dict.fromkeys(path for part in parts for path in part.paths)),
         casts,
     )
+    return [joined]
+
+
+_TOGETHER = Move(_each, _together, lambda eqn, ins: True)
+_JOINED = Move(_joined_origin, _joined, _are_joined, is_same=False)
+_SHARDED = one(groups=lambda eqn, v, shape, _: [v])  # the groups stay whole on each device
+
+MOVES: dict[str, Move] = {
+    "transpose": one(_transposed_axes, lambda eqn, v, shape, _: [lax.transpose(v, param(eqn, "permutation"))]),
+    "reshape": one(_reshaped_axes, lambda eqn, v, shape, _: [grouping.reshaped(v, shape, avals(eqn.outvars)[0].shape)]),
+    "squeeze": one(_squeezed_axes, lambda eqn, v, shape, _: [lax.squeeze(v, param(eqn, "dimensions"))]),
+    "broadcast_in_dim": one(
+        _broadcasted_axes,
+        lambda eqn, v, shape, _: [
+            grouping.broadcasted(v, avals(eqn.outvars)[0].ndim, param(eqn, "broadcast_dimensions"))
+        ],
+    ),
+    "unstack": one(_unstacked_axes, _unstacked),
+    # The axes of these stay, with some of the elements, or in another order.
+    "rev": one(groups=lambda eqn, v, shape, _: [lax.rev(v, param(eqn, "dimensions"))]),
+    "slice": one(groups=_sliced),
+    "split": one(groups=_split),
+    "tile": one(groups=_tiled),
+    "dynamic_slice": one(groups=_dynamic_slice)._replace(origins=_picked_origin, is_same=False, has_indices=True),
+    "gather": one(groups=_gathered)._replace(origins=_gathered_origin, is_same=False, has_indices=True),
+    # These take an array of any shape, and leave it as it is.
+    "copy": one(),
+    "name": one(),  # whose origin has the name, too: `Walk.named`
+    "stop_gradient": one(),
+    "pvary": one()._replace(origins=_each),
+    "pcast": one()._replace(origins=_each),
+    "ppermute": one()._replace(parameters=_on_axis),
+    "all_gather": Move(_of_devices_origin, functools.partial(_on_axis, groups=_of_devices), _is_parameter),
+    **dict.fromkeys(("convert_element_type", "reduce_precision"), _CAST),
+    **dict.fromkeys(("optimization_barrier", "device_put"), _TOGETHER),
+    **dict.fromkeys(("concatenate", "stack"), _JOINED),
+    # A sharding is one of the shape of the value, which the arrays for its groups have not.
+    **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), _SHARDED),
+}
+
+
+def is_moved(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
+    """Whether an equation moves a quantized parameter, or several, and nothing else."""
+    move = MOVES.get(eqn.primitive.name)
+    return move is not None and move.takes(eqn, ins)
+
+
+def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
+    """What becomes of a quantized parameter in an equation that moves it."""
+    return MOVES[eqn.primitive.name].parameters(eqn, ins)

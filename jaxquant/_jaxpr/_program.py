@@ -2,7 +2,7 @@
 """How jax spells a program: its equations, the programs inside them, and one equation evaluated."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -11,10 +11,25 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 Location = tuple[int, ...]  # the place of an equation in a program; then which program inside it, the place there, ...
 CONV, RAGGED = "conv_general_dilated", "ragged_dot_general"
 CONTRACTIONS = ("dot_general", CONV, RAGGED)
-NAME = "name"  # what `quant_point` makes of a value
-HIGH = "call_hi_primitive"  # a primitive of jax.experimental.hijax
+NAME = "name"  # the primitive of checkpoint_name
+POINT = "jaxquant"  # what `quant_point` puts before the name of a checkpoint_name
+HIJAX = "call_hi_primitive"  # what jax.experimental.hijax makes primitives of
 # Contractions, or kernels that may hold one, which cannot be replaced from outside.
 CLOSED = ("pallas_call", "ffi_call", "scaled_matmul_wrapper", "scaled_dot")
+
+
+class Call(NamedTuple):
+    """A primitive of jax that holds programs: what a walk and an evaluation make of it.
+
+    Attributes:
+      walk: (walk, eqn, origins of the operands, place) -> those of the results.
+      evaluate: (replacements, step) -> the results, where one of the programs holds something to replace.
+      is_through: whether its results are those of its program: one value inside and outside.
+    """
+
+    walk: Callable[..., Sequence[Any]]
+    evaluate: Callable[..., Sequence[Any]]
+    is_through: bool = False
 
 
 def traced(f: Callable, args: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
@@ -29,13 +44,13 @@ def opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
 
 def programs(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[Any]]]:
     """Those in the parameters of an equation, found by value: `cond` keeps its under `branches`."""
-    if eqn.primitive.name == HIGH:
+    if eqn.primitive.name == HIJAX:
         return [opened(expanded(eqn))]
     values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
     return [opened(v) for v in values if isinstance(getattr(v, "jaxpr", v), Jaxpr)]
 
 
-def _high(eqn: JaxprEqn) -> Any:
+def _of_hijax(eqn: JaxprEqn) -> Any:
     """The object that an equation of `jax.experimental.hijax` applies: its one parameter, under changing names."""
     (primitive,) = eqn.params.values()
     return primitive
@@ -43,19 +58,19 @@ def _high(eqn: JaxprEqn) -> Any:
 
 def expanded(eqn: JaxprEqn) -> Any:
     """The program that such an object stands for, by the method with which its author says so."""
-    high = _high(eqn)
-    expand = lambda *ins: jax.tree.leaves(high.expand(*jax.tree.unflatten(high.in_tree, ins)))
+    applied = _of_hijax(eqn)
+    expand = lambda *ins: jax.tree.leaves(applied.expand(*jax.tree.unflatten(applied.in_tree, ins)))
     return jax.make_jaxpr(expand)(*avals(eqn.invars))
 
 
 def params_of(eqn: JaxprEqn) -> Mapping[str, Any]:
     """The parameters of an equation; a primitive of hijax has them in its object."""
-    return _high(eqn).params if eqn.primitive.name == HIGH else eqn.params
+    return _of_hijax(eqn).params if eqn.primitive.name == HIJAX else eqn.params
 
 
 def kind(eqn: JaxprEqn) -> str:
     """The name of the primitive; of one of hijax what the public function that made it is called otherwise."""
-    is_checkpoint = eqn.primitive.name == HIGH and {"policy", "prevent_cse"} <= set(params_of(eqn))
+    is_checkpoint = eqn.primitive.name == HIJAX and {"policy", "prevent_cse"} <= set(params_of(eqn))
     return "checkpoint" if is_checkpoint else eqn.primitive.name
 
 
@@ -86,7 +101,7 @@ def avals(variables: Sequence[Any]) -> list[Any]:
     return [v.aval for v in variables]
 
 
-def bound(eqn: JaxprEqn, ins: Sequence[Any], around: Jaxpr) -> list[Any]:
+def evaluated(eqn: JaxprEqn, ins: Sequence[Any], around: Jaxpr) -> list[Any]:
     """The results of one equation as it stands; `around` is a program to take its debug information from."""
     values = {v: value for v, value in zip(eqn.invars, ins, strict=True) if not isinstance(v, Literal)}
     alone = around.replace(

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 from .._granularity import PerBlock, PerChannel, PerTensor, PerToken, per_axes
+from .._jaxpr._origin import JOINED, PICKED
 from .._jaxpr._program import CONV, NAME
-from .._jaxpr._walk import JOINED, PICKED, Contraction, Operand
+from .._jaxpr._walk import Contraction, Operand
 from .._spec import QuantSpec, qparams_shape
 
 

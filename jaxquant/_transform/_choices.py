@@ -178,7 +178,7 @@ def _checked_spec(
     spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: Matcher, is_weight: bool
 ) -> QuantSpec:
     """The spec with the axes of the operand."""
-    parts = operand.origin.held
+    parts = operand.origin.weights
     spec = on_operand(spec, operand, contracted, matcher.leaves[parts[0]].shape if parts else (), is_weight)
     qparams_shape(spec, operand.shape)
     if len(parts) > 1:

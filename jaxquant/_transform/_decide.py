@@ -158,7 +158,7 @@ def _why(op: MatchedOp, choice: Choice, frozen: Set[str]) -> str:
     origin, dtype = choice.operand.origin, choice.operand.dtype
     if op.kind == "closed":
         return f"{op.contraction.op} cannot be entered"
-    if not frozen.isdisjoint(origin.held):
+    if not frozen.isdisjoint(origin.weights):
         return "integers that no rule is for: their real values"
     if choice.rule is not None and not is_wanted(choice.rule):
         return "the rule says None"

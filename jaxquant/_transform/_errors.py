@@ -7,8 +7,9 @@ from typing import Any
 
 from .. import _checks as checks
 from .._granularity import PerTensor
+from .._jaxpr._origin import JOINED, Origin
 from .._jaxpr._program import CONV
-from .._jaxpr._walk import JOINED, Operand, Origin
+from .._jaxpr._walk import Operand
 from .._rule import KINDS, Rule, pattern_in_words, shadowed
 from .._spec import QuantSpec, qparams_shape
 from ._match import MatchedOp, Matcher, gathered_by_data, is_wanted
@@ -26,9 +27,9 @@ def not_floating(dtype: Any) -> ValueError:
 
 def check_value(operand: Operand, spec: QuantSpec | None) -> None:
     """A value that is quantized where it is named is a floating one, no parameter, and has one scale."""
-    if operand.origin.held:
+    if operand.origin.weights:
         raise ValueError(
-            f"the value is the parameter {operand.origin.held[0]!r}. Quantize it by a rule for its path, with "
+            f"the value is the parameter {operand.origin.weights[0]!r}. Quantize it by a rule for its path, with "
             "everywhere=True if something else than a dot uses it."
         )
     if not checks.is_float(operand.dtype):

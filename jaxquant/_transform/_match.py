@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._jaxpr._origin import Origin, computed
 from .._jaxpr._program import NAME
-from .._jaxpr._walk import Contraction, Operand, Origin, computed
+from .._jaxpr._walk import Contraction, Operand
 from .._rule import Rule
 
 
@@ -30,7 +31,7 @@ class MatchedOp(NamedTuple):
         """What the pattern of a rule for an operand is matched with."""
         of_weight = self.origins[self.weight or 0]
         if self.kind == "weight":
-            return list(of_weight.held)
+            return list(of_weight.weights)
         if self.kind == "value":
             return names_of(self)
         if self.kind in ("derived", "captured"):
@@ -128,7 +129,7 @@ class Matcher:
 
     def of_parameter(self, op: MatchedOp, origin: Origin) -> Rule | None:
         """The rule for a parameter where it is no operand that a rule of kind "weight" is for."""
-        rule = self.for_path(origin.held[0], op.contraction) if origin.held else None
+        rule = self.for_path(origin.weights[0], op.contraction) if origin.weights else None
         if rule is not None:
             self.used.add(self.rules.index(rule))
         return rule
@@ -150,7 +151,7 @@ class Matcher:
             rules = [self.for_path(part, contraction) for part in operand.origin.parts]
             if all(rule and rule.weight and rule.everywhere for rule in rules):
                 operand = operand._replace(origin=operand.origin._replace(gathered=False))
-            parts = operand.origin.held
+            parts = operand.origin.weights
             ranks = {len(self.leaves[part].shape) for part in parts}  # axes are counted on all of them
             if len(parts) < 2 or (is_wanted(rules[0]) and all(rule is rules[0] for rule in rules) and len(ranks) == 1):
                 return operand

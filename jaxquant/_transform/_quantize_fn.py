@@ -17,9 +17,11 @@ from jax import Array
 
 from .. import _checks as checks
 from .._integer._contract import checked_execution
+from .._jaxpr._calls import CALLS
 from .._jaxpr._evaluate import Scope
-from .._jaxpr._program import traced
-from .._jaxpr._walk import DATA, POINT, Origin, Walk, parameter
+from .._jaxpr._origin import DATA, Origin, parameter
+from .._jaxpr._program import POINT, traced
+from .._jaxpr._walk import Walk
 from .._params import checked_lsq_gradient, with_lsq_gradient
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from .._qparams import QParams
@@ -390,7 +392,7 @@ class QuantizedFunction:
         jaxpr, consts = traced(flat, [v.values.astype(v.dtype) if is_qarray(v) else v for v in arrays])
         params, origins = self._origins(call, jaxpr.invars)
         paths = [origin.path for origin in origins]
-        walk = Walk()
+        walk = Walk(CALLS)
         walk.read(walk.program(jaxpr, origins), "the result of the function")
         frozen = {path for path, v in zip(paths, arrays, strict=True) if path is not None and is_qarray(v)}
         matcher = Matcher(self._rules, params, f"params_argnum={self._argnum}")
@@ -439,7 +441,7 @@ class QuantizedFunction:
                     "qparams=qparams)."
                 )
         of_entries = entries.checked_qparams(qparams, frozen)
-        operands = {path for of in program.walk.found() for v in of.operands for path in v.origin.held}
+        operands = {path for of in program.walk.found() for v in of.operands for path in v.origin.weights}
         entries.check_frozen(frozen, qparams, operands)
         if how.lsq_gradient:
             for name, entry in entries.of.items():

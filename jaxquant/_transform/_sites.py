@@ -19,9 +19,10 @@ from .._integer._contract import Precision, contract
 from .._integer._conv import Conv
 from .._integer._dot import Dot
 from .._integer._ragged import Ragged
+from .._jaxpr._calls import CALLS
 from .._jaxpr._evaluate import Inputs, Replacements, Scope
-from .._jaxpr._moves import QuantizedParam, dequantized, from_integers, qarray
 from .._jaxpr._program import CONTRACTIONS, CONV, NAME, RAGGED, Location, params_of
+from .._jaxpr._quantized_param import QuantizedParam, dequantized, from_integers, qarray
 from .._jaxpr._walk import Contraction
 from .._paths import named_in_errors
 from .._qarray import QArray, Scales, changed, scales_of
@@ -94,7 +95,7 @@ class Sites(NamedTuple):
         inputs = inputs_of(self.decisions, self.observer)
         one = lambda decision: self._named if decision.contraction.op == NAME else self._result
         of = {at: functools.partial(one(decision), decision, inputs) for at, decision in self.decisions.of.items()}
-        return Replacements(of, self.decisions.custom, holding, self.read, inputs)
+        return Replacements(of, self.decisions.custom, holding, self.read, inputs, CALLS)
 
     def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
         """A parameter on its way to its ops; `is_read` where something may read it in float."""

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a value of a program was made of: which parameters it holds or was computed from, and along which axes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ._program import Location
+
+
+class Origin(NamedTuple):
+    """What a value was made of.
+
+    Attributes:
+      params: the paths of the parameters that it depends on.
+      data: whether it depends on another argument, too.
+      captured: whether it depends on an array that the function closes over.
+      parts: the paths of the parameters whose values it holds, perhaps some of them in another order; several where
+        parameters were concatenated, none if it was computed from them.
+      axes: for each axis of the value, the axes of these parameters that it runs along; JOINED where they stand side by
+        side, PICKED where each element is another part of the parameter, which indices say.
+      picked: whether data say which part of the parameter it is.
+      computed: the parameters of at least two axes that it was computed from, with no contraction between.
+      gathered: whether it holds its parts in an order that indices say: what a gather makes of a parameter.
+      name: what `quant_point` called it, and
+      points: where that was, and where it was named before; it may have been moved since.
+      value: what tells it from other values of the program: equal for one that comes through a call, or through equal
+        moves. Not compared where values come together.
+    """
+
+    params: frozenset[str] = frozenset()
+    data: bool = False
+    captured: bool = False
+    parts: tuple[str, ...] = ()
+    axes: tuple[frozenset[int], ...] = ()
+    picked: bool = False
+    computed: frozenset[str] = frozenset()
+    gathered: bool = False
+    name: str | None = None
+    points: tuple[Location, ...] = ()
+    value: Any = None
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether its integers may travel with it: a parameter that is not computed with, or a named value."""
+        return bool(self.parts or self.points)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The parameters that an op has for an operand by it: its parts, but none if they were gathered."""
+        return () if self.gathered else self.parts
+
+    @property
+    def path(self) -> str | None:
+        """The path of the parameter it is, of several joined by "+"; None if it is none."""
+        return "+".join(self.weights) if self.weights else None
+
+    @property
+    def role(self) -> str:
+        """What it is as an operand: "weight", "data", "derived" from parameters alone, or "captured" from neither."""
+        if self.weights:
+            return "weight"
+        return "data" if self.data else "derived" if self.params else "captured"
+
+
+JOINED, PICKED = -1, -2  # instead of an axis of a parameter
+DATA, CAPTURED, LITERAL = Origin(data=True), Origin(captured=True), Origin()
+
+
+def parameter(path: str, ndim: int) -> Origin:
+    """A parameter itself."""
+    return Origin(frozenset([path]), parts=(path,), axes=tuple(frozenset([i]) for i in range(ndim)))
+
+
+def computed(origins: Sequence[Origin]) -> Origin:
+    """What is computed from several values."""
+    # Of one axis are biases and the scales of norms, which are no operands.
+    matrices = (o.parts for o in origins if sum(map(bool, o.axes)) >= 2 and not o.gathered)
+    return Origin(
+        frozenset().union(*(o.params for o in origins)),
+        any(o.data for o in origins),
+        any(o.captured for o in origins),
+        computed=frozenset().union(*matrices, *(o.computed for o in origins)),
+    )
+
+
+def either(*origins: Origin) -> Origin:
+    """What is one of several values."""
+    return origins[0] if all(alike(o, origins[0]) for o in origins) else computed(origins)
+
+
+def alike(a: Origin, b: Origin) -> bool:
+    """Whether two values were made of the same, be they the same value or not."""
+    return a._replace(value=None) == b._replace(value=None)

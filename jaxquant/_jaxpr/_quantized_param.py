@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized parameter on its way to the ops that use it: it travels with its scales."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from .. import _groups as grouping
+from .._affine import real_values
+from .._qarray import QArray, changed, scales_of
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["quantized", "real", "as_read", "nan_flags"],
+    meta_fields=["paths", "casts", "is_value"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedParam:
+    """A parameter, or a named value, or a part of it: what moves it moves integers, real values and scales alike.
+
+    Attributes:
+      quantized: its integers, which no cast changes, and their scales, all of its rank. `stored` is None where no op
+        reads them, `zero_point` where it is known to be 0, all scales where there are none. The spec is that of the
+        parameter; of a part the granularity is another, which the shape of the scales says.
+      real: its real values, as ops that contract it differentiate them; casts round them. None of integers alone.
+      as_read: its values for what else reads it, if anything does and they are others.
+      nan_flags: for its groups, NaN where one of their values was; None where none can be.
+      paths: of the parameter; of several that were concatenated, all.
+      casts: what casts it has been through: the primitives and their parameters.
+      is_value: whether it is a named value, which has a range of its own on each device.
+    """
+
+    quantized: QArray
+    real: Array | None
+    as_read: Array | None
+    nan_flags: Array | None
+    paths: tuple[str, ...]
+    casts: tuple[tuple[Any, tuple[tuple[str, Any], ...]], ...] = ()
+    is_value: bool = False
+
+    def map(self, of_values: Callable[[Any], Any], of_groups: Callable[[Any], Any]) -> "QuantizedParam":
+        """The parameter with other values, of each array of its shape, and of each that has a value for a group."""
+        scales = scales_of(self.quantized).map(of_groups)
+        quantized = changed(self.quantized, stored=_of(of_values, self.quantized.stored), **scales._asdict())
+        moved = dataclasses.replace(self, quantized=quantized, nan_flags=_of(of_groups, self.nan_flags))
+        return moved.map_floats(of_values)
+
+    def map_floats(self, f: Callable[[Any], Any]) -> "QuantizedParam":
+        """The parameter with `f` of its real values."""
+        return dataclasses.replace(self, real=_of(f, self.real), as_read=_of(f, self.as_read))
+
+    def cast(self, x: Array) -> Array:
+        """Values of the parameter through the casts that it has been through."""
+        for primitive, params in self.casts:
+            x = primitive.bind(x, **dict(params))
+        return x
+
+
+def _of(f: Callable[[Any], Any], v: Any) -> Any:
+    return None if v is None else f(v)
+
+
+def ordered(parameter: QuantizedParam) -> QuantizedParam:
+    """The parameter with its integers as its values are, in order and dtype: what moves them counts on it."""
+    q = parameter.quantized
+    if q.stored is None:
+        return parameter
+    return dataclasses.replace(parameter, quantized=changed(q, stored=q.values, order=None))
+
+
+def stacked(parameter: QuantizedParam, n: int) -> QuantizedParam:
+    """The parameter to be scanned along its first axis, of length `n`: with values for each element of that."""
+    order = parameter.quantized.order
+    if order and len(order) == parameter.quantized.ndim:
+        parameter = ordered(parameter)
+    return parameter.map(lambda v: v, lambda v: grouping.apart(v, 0, n))
+
+
+def sharded(
+    parameter: QuantizedParam, shape: tuple[int, ...], spec: P, mesh: Any
+) -> tuple[QuantizedParam, QuantizedParam]:
+    """The parameter to be taken apart by shard_map as its values are; and how, which is a pytree of specs like it."""
+    spec = P(*spec, *[None] * (len(shape) - len(spec)))
+
+    def parts(axis: int) -> int:
+        names = spec[axis]
+        return math.prod(mesh.shape[name] for name in (names if isinstance(names, tuple) else (names,)) if name)
+
+    def fitting(v: Array) -> Array:
+        for i, n in enumerate(shape):
+            if v.shape[i] > 1 and v.shape[i] % parts(i):
+                v = grouping.apart(v, i, n)
+        return v
+
+    of_groups = lambda v: P(*(s if n > 1 else None for n, s in zip(v.shape, spec, strict=True)))
+    parameter = ordered(parameter).map(lambda v: v, fitting)
+    return parameter, parameter.map(lambda _: spec, of_groups)
+
+
+def dequantized(parameter: QuantizedParam) -> Array:
+    """The real values of its integers, before any cast."""
+    return _dequantized(qarray(parameter), parameter.nan_flags)
+
+
+@jax.jit
+def _dequantized(q: QArray, nan_flags: Array | None) -> Array:
+    value = real_values(q, q.dtype)
+    return value if nan_flags is None else value + grouping.broadcast_groups(nan_flags, value.shape).astype(value.dtype)
+
+
+def qarray(parameter: QuantizedParam) -> QArray:
+    """The integers of a parameter with all of their scales, wherever those are shared now."""
+    q = parameter.quantized
+    return changed(q, zero_point=jnp.zeros_like(q.scale, q.spec.dtype)) if q.zero_point is None else q
+
+
+def from_integers(f: Callable, values: Sequence[Any], of_parameter: Callable[[QuantizedParam], Any]) -> Any:
+    """`f(*values)`, with what `of_parameter` makes of the parameters among them.
+
+    What is made of integers alone is made again for a backward pass, which would else keep it in float.
+    """
+    result = lambda *values: f(*(of_parameter(v) if isinstance(v, QuantizedParam) else v for v in values))
+    is_frozen = any(isinstance(v, QuantizedParam) and v.real is None for v in values)
+    return (jax.checkpoint(result) if is_frozen else result)(*values)
