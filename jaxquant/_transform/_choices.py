@@ -40,6 +40,11 @@ class Choice(NamedTuple):
     value: Location | None = None
     keys: tuple[str, ...] = ()
 
+    @property
+    def arrives_quantized(self) -> bool:
+        """Whether the op gets it with its integers, and does not make them."""
+        return self.spec is not None and (self.is_weight or self.value is not None)
+
 
 class Decision(NamedTuple):
     """What happens to one op: what its operands get, and the precision of its two backward products."""
@@ -54,37 +59,14 @@ class Decision(NamedTuple):
         return self.op.contraction
 
     @property
-    def specs(self):
-        return [c.spec for c in self.operands]
-
-    @property
-    def names(self):
-        return self.op.names
-
-    @property
-    def rules(self):
-        return [c.rule for c in self.operands]
-
-    @property
-    def contracted(self):
-        return [c.contracted for c in self.operands]
-
-    @property
-    def keys(self):
-        return [c.keys for c in self.operands]
-
-    @property
-    def shared(self):
-        return [c.value is not None for c in self.operands]
-
-    @property
-    def weight(self):
-        return next((i for i, c in enumerate(self.operands) if c.is_weight), None)
-
-    @property
     def is_quantized(self) -> bool:
         """Whether an operand is."""
         return any(choice.spec for choice in self.operands)
+
+    @property
+    def input_keys(self) -> list[str]:
+        """The keys of the operands that are no weight."""
+        return [key for choice in self.operands if not choice.is_weight for key in choice.keys]
 
 
 def choose(ops: Sequence[MatchedOp], matcher: Matcher, strict: bool) -> list[Decision]:

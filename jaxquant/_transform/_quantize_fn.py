@@ -36,7 +36,7 @@ from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges
 from ._match import Matcher
 from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, has_range
 from ._plan import Plan, Site
-from ._sites import ReadInFloat, Sites, View, is_stochastic
+from ._sites import ReadInFloat, SiteEvaluator, View, is_stochastic
 
 
 class _How(NamedTuple):
@@ -447,14 +447,14 @@ class QuantizedFunction:
             for name, entry in entries.of.items():
                 if (used := of_entries[name]) is not None and name not in frozen:
                     of_entries[name] = with_lsq_gradient(used, entry.size, entry.spec, None)
-        sites = Sites(program.decisions, self._execution, key, how.observer, how.is_float, view)
+        sites = SiteEvaluator(program.decisions, self._execution, key, how.observer, how.is_float, view)
         outs, observed = self._outs(program, sites, arrays, of_entries)
         results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]
         return leaves, Static.of(program.structure), Static.known_by_identity((plan, entries)), observed
 
     def _outs(
-        self, program: _Program, sites: Sites, arrays: Sequence[Any], qparams: Mapping[str, QParams | None]
+        self, program: _Program, sites: SiteEvaluator, arrays: Sequence[Any], qparams: Mapping[str, QParams | None]
     ) -> tuple[list[Any], dict[str, Any]]:
         """The arrays among the results, and what is observed."""
         entries = program.decisions.entries.of

@@ -29,7 +29,7 @@ from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
 from .._sharding import replicated
 from .._spec import QuantSpec, qparams_shape
-from ._choices import Decision
+from ._choices import Choice, Decision
 from ._decide import Decisions
 from ._entries import Entry
 from ._observers import RANGES, Observed, Observer
@@ -43,19 +43,17 @@ def inputs_of(decisions: Decisions, observer: Observer | None) -> Inputs:
     how = observer or RANGES
 
     def nothing(key: str, scans: Collection[Location]) -> Any:
-        entry, decision = entries[key], decisions.of[entries[key].location]
-        side = next(side for side, choice in enumerate(decision.operands) if choice.keys == (key,))
-        x, *others = [
-            jax.ShapeDtypeStruct(v.shape, v.dtype)
-            for v in decision.contraction.operands[side:] + decision.contraction.operands[:side]
-        ]
-        contracted = decision.operands[side].contracted
+        entry = entries[key]
+        choices = decisions.of[entry.location].operands
+        side = [choice.keys for choice in choices].index((key,))
+        shapes = [jax.ShapeDtypeStruct(choice.operand.shape, choice.operand.dtype) for choice in choices]
+        contracted, (x, *others) = choices[side].contracted, (shapes[side], *shapes[:side], *shapes[side + 1 :])
         one = jax.eval_shape(lambda x, *other: how.of(Observed(x, entry.spec, None, contracted, *other)), x, *others)
         turns = tuple(n for location, n in entry.stack if location in scans)
         return how.neutral(jax.tree.map(lambda v: jax.ShapeDtypeStruct((*turns, *v.shape), v.dtype), one))
 
     return Inputs(
-        {at: {key for keys in of.keys for key in keys if key in entries} for at, of in decisions.of.items()},
+        {at: set(of.input_keys) for at, of in decisions.of.items()},
         {key: entry.location for key, entry in entries.items() if observer and observer.sees(entry)},
         {key: [location for location, _ in entry.stack] for key, entry in entries.items()},
         nothing,
@@ -71,8 +69,8 @@ class View(NamedTuple):
     op: Callable[..., Array] | None = None
 
 
-class Sites(NamedTuple):
-    """What is computed at the sites of one call.
+class SiteEvaluator(NamedTuple):
+    """Computes what is at the sites of one call.
 
     Attributes:
       decisions: about them.
@@ -91,11 +89,15 @@ class Sites(NamedTuple):
     view: View | None = None
 
     def replacements(self, holding: Mapping[Location, Sequence[bool]]) -> Replacements:
-        """The contractions with what takes their place."""
-        inputs = inputs_of(self.decisions, self.observer)
-        one = lambda decision: self._named if decision.contraction.op == NAME else self._result
-        of = {at: functools.partial(one(decision), decision, inputs) for at, decision in self.decisions.of.items()}
+        """The contractions and named values with what takes their place."""
+        inputs, of = inputs_of(self.decisions, self.observer), {}
+        for location, decision in self.decisions.of.items():
+            keys = [key for key in decision.input_keys if inputs.first.get(key) == location]
+            one = self._named if decision.contraction.op == NAME else self._op
+            of[location] = functools.partial(one, decision, keys)
         return Replacements(of, self.decisions.custom, holding, self.read, inputs, CALLS)
+
+    # Parameters
 
     def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
         """A parameter on its way to its ops; `is_read` where something may read it in float."""
@@ -115,16 +117,6 @@ class Sites(NamedTuple):
             )
         return _parameter(path, q, entry.spec, real, value if is_read else None, flags)
 
-    def _to_view(self, entry: Entry, value: Array, qparams: QParams | None) -> QuantizedParam:
-        read = value
-        if entry.rule.everywhere and entry.reads:
-            info = next(site for site in self.decisions.plan if site.entry == entry.key and site.op not in CONTRACTIONS)
-            read = self._given(info._replace(qparams=qparams), value)
-        scales = Scales(None, None, None) if qparams is None else Scales(qparams.scale, qparams.zero_point, None)
-        scales = scales.map(lambda v: of_rank(v, value.ndim))
-        q = QArray(None, scales.scale, scales.zero_point, entry.spec, value.dtype)
-        return QuantizedParam(q, value, read, None, (entry.key,))
-
     def read(self, parameter: QuantizedParam, by: str | None) -> Array:
         """A parameter for what computes with it in float."""
         real, as_read = parameter.real, parameter.as_read
@@ -141,137 +133,154 @@ class Sites(NamedTuple):
             return as_read
         raise ReadInFloat(parameter.paths, by, real is not None)
 
+    # Ops
+
+    def _op(self, decision: Decision, observed: Sequence[str], eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
+        """The result of an op, in which the inputs with some keys are observed."""
+        values = list(ins)
+        for side, choice in enumerate(decision.operands):
+            if isinstance(ins[side], QuantizedParam) and not choice.arrives_quantized:
+                values[side] = self.read(ins[side], choice.name)
+        self._observe(decision, observed, values, scope)
+        if self.is_float:
+            return eqn.primitive.bind(*values, **eqn.params)
+        if self.view:
+            return self._in_view(self.view, decision, eqn, values, scope)
+        is_integer = all(choice.spec for choice in decision.operands)
+        return (self._in_integers if is_integer else self._in_float)(decision, eqn, values, scope)
+
+    def _observe(self, decision: Decision, keys: Sequence[str], values: Sequence[Any], scope: Scope) -> None:
+        for side, choice in enumerate(decision.operands):
+            if self.observer and choice.spec is not None and choice.keys[0] in keys:
+                other = values[1 - side] if len(decision.operands) == 2 else None
+                other = other.real if isinstance(other, QuantizedParam) else other
+                qparams = scope.qparams.get(choice.keys[0])
+                given = Observed(values[side], choice.spec, qparams, choice.contracted, other)
+                scope.observed[choice.keys[0]] = self.observer.of(given)
+
+    def _in_float(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
+        """An op in float, with the value of its quantizer for the operand that has one."""
+        operands = list(values)
+        for side, choice in enumerate(decision.operands):
+            if choice.spec is None:
+                continue
+            with named_in_errors(choice.name, rule=choice.rule):
+                if choice.arrives_quantized:
+                    operands[side] = _checked(values[side])
+                    if choice.value is not None:
+                        operands[side] = self.read(operands[side], choice.name)
+                else:
+                    key = self._key(choice.spec, scope.key, (decision.contraction.location, side))
+                    qparams = scope.qparams.get(choice.keys[0])
+                    operands[side] = _fake_quantized(values[side], choice.spec, qparams, key)
+        return from_integers(lambda *values: eqn.primitive.bind(*values, **eqn.params), operands, _value)
+
+    def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
+        """A contraction of integers."""
+        operands = list(values)
+        for side, choice in enumerate(decision.operands):
+            if choice.arrives_quantized:
+                dtype, parameter = eqn.invars[side].aval.dtype, _checked(values[side])
+                quantized = changed(parameter.quantized, spec=choice.spec, dtype=dtype)
+                parameter = dataclasses.replace(parameter, quantized=quantized)
+                operands[side] = parameter if choice.is_weight else _of_value(parameter, choice.contracted)
+            else:
+                operands[side] = self._quantized(decision, side, values[side], scope)
+        spec = next(filter(is_stochastic, decision.gradient), None)
+        key = self._key(spec, scope.key, (decision.contraction.location, "gradient"))
+        return from_integers(functools.partial(self._product, decision, eqn, key), operands, _of_weight)
+
+    def _quantized(self, decision: Decision, side: int, v: Any, scope: Scope) -> tuple[Array, QArray, Array | None]:
+        """An input with the gradient of its quantizer, in integers, and its NaN flags."""
+        choice = decision.operands[side]
+        assert choice.spec is not None
+        with named_in_errors(choice.name, rule=choice.rule):
+            key = self._key(choice.spec, scope.key, (decision.contraction.location, side))
+            known_by = id(v), choice.spec, choice.contracted, choice.keys
+            if key is None and known_by in scope.memo:
+                return scope.memo[known_by][1]
+            qparams = scope.qparams.get(choice.keys[0])
+            result = quantize_straight_through(v, choice.spec, choice.contracted, key, qparams)
+            scope.memo[known_by] = v, result  # the value too: no other then gets its id
+            return result
+
+    def _product(self, decision: Decision, eqn: Any, key: Any, *values: Any) -> Array:
+        operands, more = values[:2], values[2:]
+        axes = [choice.contracted for choice in decision.operands]
+        if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
+            operands = [(real, dataclasses.replace(q, order=None), flags) for real, q, flags in operands]
+            whole = lambda axes: lambda v: replicated(v, axes) if v.ndim else v
+            operands = [jax.tree.map(whole(of), operand) for operand, of in zip(operands, axes, strict=True)]
+        (x, a, x_flags), (w, b, w_flags) = operands
+        with named_in_errors(*decision.op.names):
+            op = _op_of(decision.contraction, self.execution, decision.gradient)
+            y = _contracted(op, x, w, a, b, (x_flags, w_flags), key, more)
+        return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
+
+    def _named(self, decision: Decision, observed: Sequence[str], eqn: Any, ins: Sequence[Any], scope: Scope) -> Any:
+        """A value that is quantized where it is named, and travels on with its integers."""
+        (choice,), v = decision.operands, ins[0]
+        assert choice.spec is not None
+        if isinstance(v, QuantizedParam):
+            if choice.value is not None and not self.is_float:
+                return v
+            v = self.read(v, choice.name)
+        self._observe(decision, observed, [v], scope)
+        v = jax.ad_checkpoint.checkpoint_name(v, params_of(eqn)["name"])
+        if self.is_float or (self.view and choice.value is not None):
+            return v
+        if self.view:
+            return self._given(*self._of_site(choice, v, scope))
+        with named_in_errors(choice.name, rule=choice.rule):
+            key = self._key(choice.spec, scope.key, (decision.contraction.location, 0))
+            qparams = scope.qparams.get(choice.keys[0])
+            real, q, _ = quantize_straight_through(v, choice.spec, tuple(range(v.ndim)), key, qparams)
+        return dataclasses.replace(_parameter(choice.keys[0], q, choice.spec, real), is_value=True)
+
+    # Stochastic rounding
+
     def _key(self, spec: Precision, key: Any, of: Any) -> Any:
         return self.decisions.entries.noise_key(key, of) if key is not None and is_stochastic(spec) else None
 
-    def _result(self, decision: Decision, inputs: Inputs, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
-        """Of a contraction, with what was decided about its operands."""
-        kept = lambda side: side == decision.weight or decision.shared[side]
-        stays = lambda side: side < 2 and kept(side) and decision.specs[side] is not None
-        values = [
-            self.read(v, decision.names[side]) if isinstance(v, QuantizedParam) and not stays(side) else v
-            for side, v in enumerate(ins)
-        ]
-        for side, spec in enumerate(decision.specs):
-            key = next(iter(decision.keys[side]), "")
-            if spec is not None and inputs.first.get(key) == decision.contraction.location and self.observer:
-                v: Any = values[1 - side]
-                other = v.real if isinstance(v, QuantizedParam) else v
-                given = Observed(values[side], spec, scope.qparams.get(key), decision.contracted[side], other)
-                scope.observed[key] = self.observer.of(given)
-        if self.is_float:
-            return eqn.primitive.bind(*values, **eqn.params)
-        if self.view and any(decision.specs):
-            return self._of_view(self.view, decision, eqn, values, scope)
-        if None in decision.specs:
-            for side, spec in enumerate(decision.specs):
-                if spec is not None:
-                    values[side] = self._in_float(decision, side, spec, values[side], scope)
-            return from_integers(lambda *values: eqn.primitive.bind(*values, **eqn.params), values, _value)
-        for side, spec in enumerate(decision.specs):
-            assert spec is not None
-            v: Any = values[side]
-            if side == decision.weight or decision.shared[side]:
-                dtype = eqn.invars[side].aval.dtype
-                v = _checked(v)
-                v = dataclasses.replace(v, quantized=changed(v.quantized, spec=spec, dtype=dtype))
-                values[side] = _of_value(v, decision.contracted[side]) if decision.shared[side] else v
-            else:
-                values[side] = self._in_integers(decision, side, spec, v, scope)
-        spec = next(filter(is_stochastic, decision.gradient), None)
-        key = self._key(spec, scope.key, (decision.contraction.location, "gradient"))
-
-        def contracted(*values: Any) -> Array:
-            operands, more = values[:2], values[2:]
-            if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
-                operands = [(real, dataclasses.replace(q, order=None), flags) for real, q, flags in operands]
-                whole = lambda axes: lambda v: replicated(v, axes) if v.ndim else v
-                operands = [
-                    jax.tree.map(whole(axes), of) for of, axes in zip(operands, decision.contracted, strict=True)
-                ]
-            (x, a, x_flags), (w, b, w_flags) = operands
-            with named_in_errors(*decision.names):
-                op = _op_of(decision.contraction, self.execution, decision.gradient)
-                y = _contracted(op, x, w, a, b, (x_flags, w_flags), key, more)
-            return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
-
-        return from_integers(contracted, values, _of_weight)
-
-    def _named(self, decision: Decision, inputs: Inputs, eqn: Any, ins: Sequence[Any], scope: Scope) -> Any:
-        """Of a value that is quantized where it is named, and travels on with its integers."""
-        (key, *_), (spec,) = decision.keys[0], decision.specs
-        assert spec is not None
-        v: Any = ins[0]
-        if isinstance(v, QuantizedParam):
-            if decision.shared[0] and not self.is_float:
-                return v
-            v = self.read(v, decision.names[0])
-        if inputs.first.get(key) == decision.contraction.location and self.observer:
-            scope.observed[key] = self.observer.of(Observed(v, spec, scope.qparams.get(key)))
-        v = jax.ad_checkpoint.checkpoint_name(v, params_of(eqn)["name"])
-        if self.is_float or (self.view and decision.shared[0]):
-            return v
-        if self.view:
-            return self._given(*self._of_site(decision, 0, v, scope))
-        with named_in_errors(decision.names[0], rule=decision.rules[0]):
-            axes, own = tuple(range(v.ndim)), self._key(spec, scope.key, (decision.contraction.location, 0))
-            real, q, _ = quantize_straight_through(v, spec, axes, own, scope.qparams.get(key))
-        return dataclasses.replace(_parameter(key, q, spec, real), is_value=True)
-
-    def _in_integers(
-        self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope
-    ) -> tuple[Array, QArray, Array | None]:
-        """An input with the gradient of its quantizer, in integers, and its NaN flags."""
-        contracted = decision.contracted[side]
-        with named_in_errors(decision.names[side], rule=decision.rules[side]):
-            (name,) = decision.keys[side]
-            key = self._key(spec, scope.key, (decision.contraction.location, side))
-            at = id(v), spec, contracted, name
-            if key is None and at in scope.memo:
-                return scope.memo[at][1]
-            result = quantize_straight_through(v, spec, contracted, key, scope.qparams.get(name))
-            scope.memo[at] = v, result  # the value too: no other then gets its id
-            return result
-
     def key_of_inputs(self) -> Any:
         """The key of what is rounded where the program runs; None if it is parameters alone, or nothing."""
-        of_inputs = lambda of: [spec for side, spec in enumerate(of.specs) if side != of.weight]
+        of_inputs = lambda of: [choice.spec for choice in of.operands if not choice.is_weight]
         specs = [spec for of in self.decisions.of.values() for spec in (*of_inputs(of), *of.gradient)]
         return self.key if any(map(is_stochastic, specs)) else None
 
-    def _in_float(self, decision: Decision, side: int, spec: QuantSpec, v: Any, scope: Scope) -> Any:
-        """An operand of an op whose other one is in float: the value of its quantizer."""
-        with named_in_errors(decision.names[side], rule=decision.rules[side]):
-            if side == decision.weight:
-                return _checked(v)
-            if decision.shared[side]:
-                return self.read(_checked(v), decision.names[side])
-            key = self._key(spec, scope.key, (decision.contraction.location, side))
-            return _fake_quantized(v, spec, scope.qparams.get(decision.keys[side][0]), key)
+    # Views
 
-    def _of_view(self, view: View, decision: Decision, eqn: Any, values: list[Any], scope: Scope) -> Array:
-        """Of a contraction with what the functions of the caller make of it."""
-        for side, spec in enumerate(decision.specs):
-            if spec is not None and not (decision.shared[side] and view.op is None):
-                of = self._of_site(decision, side, values[side], scope)
-                values[side] = self._given(*of) if view.op is None else view.site(*of)
+    def _to_view(self, entry: Entry, value: Array, qparams: QParams | None) -> QuantizedParam:
+        read = value
+        if entry.rule.everywhere and entry.reads:
+            info = next(site for site in self.decisions.plan if site.entry == entry.key and site.op not in CONTRACTIONS)
+            read = self._given(info._replace(qparams=qparams), value)
+        scales = Scales(None, None, None) if qparams is None else Scales(qparams.scale, qparams.zero_point, None)
+        scales = scales.map(lambda v: of_rank(v, value.ndim))
+        q = QArray(None, scales.scale, scales.zero_point, entry.spec, value.dtype)
+        return QuantizedParam(q, value, read, None, (entry.key,))
+
+    def _in_view(self, view: View, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
+        """What the functions of the caller make of an op."""
+        operands = list(values)
+        for side, choice in enumerate(decision.operands):
+            if choice.spec is not None and not (choice.value is not None and view.op is None):
+                of = self._of_site(choice, values[side], scope)
+                operands[side] = self._given(*of) if view.op is None else view.site(*of)
         lax_op = functools.partial(eqn.primitive.bind, **eqn.params)
         if view.op is None:
-            return lax_op(*values)
+            return lax_op(*operands)
         result = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
-        y = view.op(Op(decision.contraction.op, dict(params_of(eqn)), result, lax_op), *values)
-        return _checked_result("op", y, result, " and ".join(map(repr, decision.names)))
+        y = view.op(Op(decision.contraction.op, dict(params_of(eqn)), result, lax_op), *operands)
+        return _checked_result("op", y, result, " and ".join(map(repr, decision.op.names)))
 
-    def _of_site(self, decision: Decision, side: int, v: Any, scope: Scope) -> tuple[Site, Array]:
+    def _of_site(self, choice: Choice, v: Any, scope: Scope) -> tuple[Site, Array]:
         """What the function of the caller is given of an operand."""
-        qparams = scope.qparams.get(decision.keys[side][0])
-        is_weight = side == decision.weight
-        if is_weight:
+        info, qparams = self.decisions.plan[choice.name], scope.qparams.get(choice.keys[0])
+        if choice.is_weight:
             q, v = _checked(v).quantized, v.real
             qparams = None if q.scale is None else QParams(q.scale, q.zero_point)
-        info = self.decisions.plan[decision.names[side]]
-        if is_weight and qparams is not None:
-            info = _fitting(info, qparams, v.shape)
+            info = info if qparams is None else _fitting(info, qparams, v.shape)
         return info._replace(qparams=qparams), v
 
     def _given(self, info: Site, x: Array) -> Array:
