@@ -27,6 +27,7 @@ from jaxquant import (
     range_from_histogram,
     weight_spec,
 )
+from jaxquant._transform._observers import Observer, has_range
 
 W, A = weight_spec(8), activation_spec(8)
 RULES = [Rule("**", W, A)]
@@ -247,3 +248,29 @@ def test_lsq_gradient_divides_by_what_shares_a_scale():
     np.testing.assert_allclose(ratio("w"), 1 / np.sqrt(8 * 127), rtol=1e-5)
     with pytest.raises(ValueError, match=r"`lsq_gradient`.*qparams=None"):
         q(p, X, lsq_gradient=True)
+
+
+def test_an_observer_gets_the_contracted_axes_and_the_other_operand():
+    """As a solver for the integers of a weight needs them: the products of its inputs, where it meets them."""
+
+    def of(given):
+        kept = tuple(i for i in range(given.x.ndim) if i not in given.contracted)
+        return jnp.tensordot(given.x, given.x, (kept, kept)), given.other
+
+    add = functools.partial(jax.tree.map, jnp.add)
+    zeros = functools.partial(jax.tree.map, lambda v: jnp.zeros(v.shape, v.dtype))
+    across = lambda found, axes: lax.psum(found, tuple(axes))
+    q, x = quantize_fn(scanned, RULES), normal(0, 4, 8)
+    inputs, weights = {"up:input": [], "down:input": []}, {"up:input": P3["up"], "down:input": P3["down"]}
+    for up, down in zip(P3["up"], P3["down"], strict=True):
+        inputs["up:input"].append(x)
+        inputs["down:input"].append(hidden := jnp.tanh(inputs["up:input"][-1] @ up))
+        x = x + hidden @ down
+    for qparams, tolerance in ((None, 1e-5), (q.init_qparams(P3, inputs["up:input"][0]), 0.1)):
+        arguments = (P3, inputs["up:input"][0]), {}
+        observer = Observer(of, add, zeros, across, has_range)
+        _, found = q._collect(observer, qparams is None, qparams, *arguments)
+        for key, (products, other) in found.items():
+            assert_same_bits(other, weights[key])
+            want = np.stack([x.T @ x for x in inputs[key]])
+            np.testing.assert_allclose(products, want, rtol=tolerance, atol=tolerance)
