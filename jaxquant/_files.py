@@ -25,7 +25,7 @@ from ._paths import named_in_errors, unboxed, with_paths
 from ._qarray import QArray, checked_qarray, frozen_from_json, frozen_to_json, scales_of
 from ._qparams import Log2QParams, QParams
 from ._ranges._range import Range
-from ._spec import spec_from_json, spec_to_json
+from ._spec import QuantSpec, spec_from_json, spec_to_json
 
 _SCHEMA = 4  # 3 had no specs of qparams, and all arrays in full; those before were in no release
 _HEADER = "__jaxquant__"
@@ -230,6 +230,14 @@ def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
                 arrays["values"] = np.asarray(pack(arrays["values"], leaf.spec.bits))
     said["dtypes"] = {part: str(value.dtype) for part, value in arrays.items()}
     return said, {part: _plain(value) for part, value in arrays.items()}
+
+
+def saved_bytes(spec: QuantSpec, size: int, groups: int) -> int:
+    """The bytes of so many levels with so many scales, and zero points where there are any, as `save` writes them."""
+    of_levels = math.ceil(size * spec.bits / 8) if spec.bits <= 4 else size * spec.dtype.itemsize
+    of_zero_point = 0 if spec.symmetric else spec.dtype.itemsize
+    of_groups = groups * (jnp.dtype(spec.scale_dtype).itemsize + of_zero_point)
+    return of_levels + of_groups + (4 if spec.has_tensor_scale else 0)
 
 
 def _needed(name: str, described: dict, parts: dict[str, np.ndarray], scales: dict[Any, str]) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from . import _checks as checks
 from ._affine import fake_quant
+from ._files import saved_bytes
 from ._groups import reduce_groups
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from ._qparams import QParams
@@ -65,14 +66,13 @@ class ReportRow(NamedTuple):
 
     def nbytes(self, bits: int) -> int:
         """The bytes of a parameter's integers of this width with float32 scales, as `save` writes them."""
-        return _nbytes(self.size, self.groups, bits, 4, self.spec.symmetric)
+        return saved_bytes(_in_integers(self.spec, bits), self.size, self.groups)
 
 
-def _nbytes(size: int, groups: int, bits: int, of_scale: int, is_symmetric: bool) -> int:
-    """Values, packed up to 4 bits, and for each group a scale, and a zero point where there is one."""
-    width = bits / 8 if bits <= 4 else 1 if bits <= 8 else 2
-    of_zero_point = 0 if is_symmetric else 1 if bits <= 8 else 2
-    return math.ceil(size * width) + groups * (of_scale + of_zero_point)
+def _in_integers(spec: QuantSpec, bits: int) -> QuantSpec:
+    """The spec with integers of other bits, and scales in float32."""
+    rule = spec.scale_rule if spec.scale_rule == "half_step" else "ceil"
+    return dataclasses.replace(spec, bits=bits, format=None, scale_dtype="float32", scale_rule=rule)
 
 
 _MOST_CHOICES = 500  # kept of those that may still become the best; it costs the last per mille of a budget
@@ -286,9 +286,7 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
             **fields, size=size, dead=_dead(leaf, entry.spec, qparams), bytes_before=size * leaf.dtype.itemsize,
             bytes_after=0,
         )  # fmt: skip
-    spec = entry.spec
-    nbytes = _nbytes(size, row.groups, spec.bits, jnp.dtype(spec.scale_dtype).itemsize, spec.symmetric)
-    return row._replace(bytes_after=nbytes + (4 if spec.has_tensor_scale else 0))
+    return row._replace(bytes_after=saved_bytes(entry.spec, size, row.groups))
 
 
 def _dead(leaf: Array, spec: QuantSpec, qparams: QParams | None) -> int:
@@ -345,21 +343,17 @@ class _Costs(NamedTuple):
         }
 
     def _errors(self, path: str, leaf: Array) -> Array:
-        """Of a parameter as its rule says, and at each of the widths by min-max, stacked."""
+        """The errors of a parameter as its rule says, and at each of the widths by min-max, stacked."""
         spec = to_nearest(self.entries[path].spec)
         own = fake_quant(leaf, spec, (self.qparams or {}).get(path)) - leaf
         if not self.widths:
             return own[None]
-        wide = QuantSpec(
-            bits=max(self.widths), signed=spec.signed, symmetric=spec.symmetric, narrow_range=spec.narrow_range,
-            granularity=spec.granularity, rounding=spec.rounding,
-            scale_rule=spec.scale_rule if spec.scale_rule == "half_step" else "ceil",
-        )  # fmt: skip
+        wide = _in_integers(spec, max(self.widths))
         others = lax.map(lambda bits: fake_quant(leaf, wide, bits=bits) - leaf, jnp.asarray(self.widths, jnp.int32))
         return jnp.concatenate([own[None], others])
 
     def _loss(self, params: Any, batch: tuple, mask: Mapping[str, Array], errors: Mapping[str, Array]) -> Array:
-        """With a part of the error of each entry added to it; errors count as constants."""
+        """The loss with a part of the error of each entry added to it; errors count as constants."""
         leaves = [
             leaf + mask[path].astype(leaf.dtype) * errors[path] if path in errors else leaf
             for path, leaf in with_paths(params)
@@ -434,15 +428,15 @@ def choose_bits(report: Report, budget_bytes: int) -> dict[str, int]:
             "loss=...)."
         )
     budget = checks.static_int_between("budget_bytes", budget_bytes, 0, 2**62)
-    least = sum(row.nbytes(min(row.by_bits)) for row in rows.values())
-    if budget < least:
+    fewest = sum(row.nbytes(min(row.by_bits)) for row in rows.values())
+    if budget < fewest:
         raise ValueError(
-            f"`budget_bytes` must be at least {least}, which the fewest bits of the report need, got {budget}. "
+            f"`budget_bytes` must be at least {fewest}, which the fewest bits of the report need, got {budget}. "
             "Raise it, or report at fewer bits."
         )
     # Of the choices so far, those that no other beats in both bytes and cost: (bytes, cost, bits of each).
     best: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
-    needed = least
+    needed = fewest
     for row in rows.values():
         needed -= row.nbytes(min(row.by_bits))
         longer = sorted(

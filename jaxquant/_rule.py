@@ -117,7 +117,7 @@ class Rule:
 
     @property
     def gradients(self) -> tuple[Any, Any]:
-        """The precision of the gradients: towards the input and the weight, or towards the two operands."""
+        """The precision of the gradients to the input and the weight, or to the two operands."""
         is_pair = isinstance(self.gradient, tuple) and len(self.gradient) == 2
         return self.gradient if is_pair else (self.gradient, self.gradient)
 

@@ -13,7 +13,7 @@ from .._spec import QuantSpec, qparams_shape
 
 
 def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each operand, the axes along which one result sums, or which share a scale all the same."""
+    """The axes of each operand along which one result sums, or which share a scale all the same."""
     shapes = [operand.shape for operand in contraction.operands]
     if contraction.op == NAME:
         return (), ()

@@ -18,7 +18,7 @@ from ._match import MatchedOp
 def precisions(
     op: MatchedOp, names: Sequence[str], rules: Sequence[Rule | None], specs: Sequence[QuantSpec | None]
 ) -> tuple[Precision, Precision]:
-    """The precision of the products towards the two operands."""
+    """The precision of the products that give the gradients of the two operands."""
     found: list[Precision] = [None, None]
     for side in range(2):
         rule = rules[side if op.weight is None else op.weight]

@@ -24,7 +24,7 @@ class MatchedOp(NamedTuple):
 
     @property
     def origins(self) -> list[Origin]:
-        """Those of the operands."""
+        """The origins of the operands."""
         return [operand.origin for operand in self.contraction.operands]
 
     def subjects(self, side: int) -> list[str]:
@@ -141,10 +141,11 @@ class Matcher:
         self.used |= {self.rules.index(rule) for _, rule in chosen if not is_wanted(rule)}
         return [(path, rule) for path, rule in chosen if rule.weight and not rule.optional and path not in quantized]
 
-    def agreed(self, contraction: Contraction) -> Contraction:
-        """With parameters that were concatenated, and that no one rule quantizes, as what is computed from them.
+    def with_roles(self, contraction: Contraction) -> Contraction:
+        """The contraction with its operands in the roles in which the rules take them.
 
-        And with those that were gathered as parameters, where their rule wants every use quantized.
+        What was concatenated of parameters that no one rule quantizes is computed from them; what was gathered is the
+        parameter, where its rule wants every use quantized.
         """
 
         def of(operand: Operand) -> Operand:
@@ -159,7 +160,7 @@ class Matcher:
 
         return contraction._replace(operands=tuple(map(of, contraction.operands)))
 
-    def resolved(self, op: MatchedOp) -> MatchedOp:
+    def with_weight(self, op: MatchedOp) -> MatchedOp:
         """The op; of two parameters the one that a rule quantizes is the weight, and the other its input."""
         if op.kind != "params":
             return op

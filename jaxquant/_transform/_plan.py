@@ -115,7 +115,7 @@ class Plan:
         return as_html(*self._table(), self._sums(), lambda row: row[4] == "-")
 
     def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Without the columns that say nothing in any row."""
+        """The header and the rows, without the columns that say nothing in any row."""
         rows = [
             (
                 site.name or "''",

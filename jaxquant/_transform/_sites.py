@@ -313,7 +313,7 @@ def is_stochastic(spec: Any) -> bool:
 
 
 class ReadInFloat(ValueError):
-    """Of parameters that something reads in float of which the walk does not know; they can be given if they are."""
+    """Something reads parameters in float of which the walk does not know; they can be given if there are any."""
 
     def __init__(self, paths: Sequence[str], by: str | None, can_be_given: bool):
         self.paths, self.can_be_given = paths, can_be_given
