@@ -69,7 +69,7 @@ def _passed(g: Array, inside: Array) -> Array:
 def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None, spec: QuantSpec) -> Array:
     """To x, where the qparams are fitted to x itself."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    beyond = spec.levels.beyond(spec.rounding) if spec.symmetric and spec.scale_dtype == "float32" else None
+    beyond = spec.levels.beyond(spec.rounding) if spec.symmetric and spec.scales.is_exact else None
     if spec.scale_rule == "half_step":  # the ends of the range lie on a tie with the level beyond, and pass too
         beyond = 1.0
     if beyond is not None:

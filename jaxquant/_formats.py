@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,16 +64,19 @@ class Integers:
 
 @dataclasses.dataclass(frozen=True)
 class Float:
-    """The finite values of a narrow float: a sign, `mantissa` bits, exponents from `least`, values up to `qmax`.
+    """The finite values of a narrow float: a sign, `mantissa` bits, exponents from `lowest`, values up to `qmax`.
 
-    Each is an integer multiple of the smallest, 2 ** (least - mantissa).
+    Each is an integer multiple of the smallest, 2 ** (lowest - mantissa). XLA has not all dtypes: `stored` is another
+    one that has all levels.
     """
 
     name: str
     bits: int
     mantissa: int
-    least: int
+    lowest: int
     qmax: float
+    stored: str | None = None
+    has_nan: bool = True
 
     @property
     def qmin(self) -> float:
@@ -83,20 +85,20 @@ class Float:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that holds the levels. XLA has no float6, whose levels are all levels of float8_e4m3fn."""
-        return np.dtype(jnp.dtype("float8_e4m3fn" if self.bits == 6 else self.name))
+        """The dtype that holds the levels."""
+        return np.dtype(jnp.dtype(self.stored or self.name))
 
     @property
     def number(self) -> int:
         """How many levels there are, one zero among them."""
-        octaves = math.frexp(self.qmax)[1] - 1 - self.least  # whole ones, each of 2 ** mantissa levels
-        highest = self.qmax / 2.0 ** (octaves + self.least) - 1
+        octaves = math.frexp(self.qmax)[1] - 1 - self.lowest  # whole ones, each of 2 ** mantissa levels
+        highest = self.qmax / 2.0 ** (octaves + self.lowest) - 1
         return 2 * (2**self.mantissa * (1 + octaves) + round(highest * 2**self.mantissa)) + 1
 
     @property
     def unit(self) -> float:
         """What all levels are integer multiples of."""
-        return 2.0 ** (self.least - self.mantissa)
+        return 2.0 ** (self.lowest - self.mantissa)
 
     @property
     def last_step(self) -> float:
@@ -110,7 +112,7 @@ class Float:
         so that no contraction changes them.
         """
         most = jnp.finfo(v.dtype).maxexp - 1  # of infinities too
-        exponent = jnp.clip(num.exponent(v), self.least, most) - self.mantissa
+        exponent = jnp.clip(num.exponent(v), self.lowest, most) - self.mantissa
         rounded = _rounded(v * num.power_of_two(-exponent, v.dtype), rounding, noise)
         return rounded * num.power_of_two(exponent, v.dtype)
 
@@ -120,28 +122,9 @@ class Float:
         return self.last_step / 2 if rounding == "half_away" or (rounding == "half_even" and is_odd) else None
 
     def held(self, level: Array, qmin: Array, qmax: Array) -> Array:
-        """Levels, clipped, in what holds them; NaN stays, and becomes qmin in float4, which has none."""
+        """Levels, clipped, in what holds them; NaN stays, and becomes qmin where there is none."""
         level = lax.min(lax.max(level, qmin), qmax)
-        return (num.select(level == level, level, qmin) if self.bits == 4 else level).astype(self.dtype)
-
-
-def power_of_two_above(scale: Array) -> Array:
-    """The least power of two that is not below a positive scale, of those from 2 ** -126 to 2 ** 127; NaN stays."""
-    bits = lax.bitcast_convert_type(scale, jnp.int32)
-    above = lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
-    return num.select(scale == scale, lax.min(above, np.float32(2.0**127)), jnp.nan)
-
-
-def power_of_two_below(largest: Array, last: Any) -> Array:
-    """2 ** (floor(log2(largest)) - floor(log2(last))): OCP's scale for values up to `largest` and a level `last`."""
-    below = lax.max(highest_bit(largest) / highest_bit(last), np.float32(2.0**-126))
-    return num.select(largest == largest, below, jnp.nan)
-
-
-def highest_bit(v: Any) -> Array:
-    """2 ** floor(log2(v)) of positive normal float32."""
-    bits = lax.bitcast_convert_type(jnp.asarray(v, jnp.float32), jnp.int32) & 0x7F800000
-    return lax.bitcast_convert_type(bits, jnp.float32)
+        return (level if self.has_nan else num.select(level == level, level, qmin)).astype(self.dtype)
 
 
 def _rounded(v: Array, rounding: str, noise: Array | None) -> Array:
@@ -155,15 +138,8 @@ FLOATS = {
         Float("float8_e5m2", 8, 2, -14, 57344.0),
         Float("float8_e3m4", 8, 4, -2, 15.5),
         Float("float8_e4m3b11fnuz", 8, 3, -10, 30.0),
-        Float("float6_e2m3fn", 6, 3, 0, 7.5),
-        Float("float6_e3m2fn", 6, 2, -2, 28.0),
-        Float("float4_e2m1fn", 4, 1, 0, 6.0),
+        Float("float6_e2m3fn", 6, 3, 0, 7.5, stored="float8_e4m3fn"),
+        Float("float6_e3m2fn", 6, 2, -2, 28.0, stored="float8_e4m3fn"),
+        Float("float4_e2m1fn", 4, 1, 0, 6.0, has_nan=False),
     )
-}
-SCALES = {  # what holds scales; None for float32 itself, and for powers of two
-    "float32": None,
-    "float16": Float("float16", 16, 10, -14, 65504.0),
-    "bfloat16": Float("bfloat16", 16, 7, -126, float(jnp.finfo(jnp.bfloat16).max)),
-    "float8_e8m0fnu": None,
-    "float8_e4m3fn": FLOATS["float8_e4m3fn"],
 }

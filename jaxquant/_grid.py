@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The levels that values are rounded to, of qparams as they are used."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from . import _numerics as num
-from ._formats import SCALES, highest_bit, power_of_two_above, power_of_two_below
 from ._groups import broadcast_groups
 from ._qparams import QParams
+from ._scale_formats import TINY
 from ._spec import QuantSpec
-
-TINY = np.float32(jnp.finfo(jnp.float32).tiny)
 
 
 class Grid(NamedTuple):
@@ -40,7 +36,9 @@ class Grid(NamedTuple):
 
         The scale is not tiny and the zero point on the grid; what was just fitted is so already.
         """
-        return (self if fitted else self._limited())._with_scales_of(spec)
+        grid = self if fitted else self._limited()
+        scale, tensor_scale = spec.scales.rounded(grid.scale, grid.qmax, spec.scale_rule)
+        return grid._replace(scale=scale, tensor_scale=tensor_scale)
 
     def _limited(self) -> "Grid":
         def scale_used(scale):
@@ -52,29 +50,9 @@ class Grid(NamedTuple):
             return scale, num.clip(num.round_half_even(zero_point), self.qmin, self.qmax)
 
         if self.zero_point is None:
-            return self._replace(scale=_once(scale_used, self.scale))
-        scale, zero_point = _once(both_used, self.scale, self.zero_point)
+            return self._replace(scale=num.computed_once(scale_used, self.scale))
+        scale, zero_point = num.computed_once(both_used, self.scale, self.zero_point)
         return self._replace(scale=scale, zero_point=zero_point)
-
-    def _with_scales_of(self, spec: QuantSpec) -> "Grid":
-        if spec.scale_dtype == "float32":
-            return self
-        if spec.scale_dtype == "float8_e8m0fnu":
-            # Of a scale, the largest value is that of the last level.
-            mantissa = self.qmax / highest_bit(self.qmax)
-            below = lambda scale: power_of_two_below(scale * mantissa, 1.0)
-            return self._replace(scale=_once(below if spec.scale_rule == "floor" else power_of_two_above, self.scale))
-        held, tensor_scale = SCALES[spec.scale_dtype], None
-        assert held is not None
-        if spec.has_tensor_scale:
-            most = jnp.max(num.select(self.scale == self.scale, self.scale, 0), initial=0.0)
-            tensor_scale = lax.max(num.divide(most, held.qmax), np.float32(TINY / held.unit))  # no step below TINY
-
-        def rounded(scale):
-            scale = scale if tensor_scale is None else num.divide(scale, tensor_scale)
-            return num.clip(held.nearest(scale, "half_even", None), held.unit, held.qmax)
-
-        return self._replace(scale=_once(rounded, self.scale), tensor_scale=tensor_scale)
 
     def over(self, x: Array) -> "Grid":
         """For the values of `x`: in their dtype, each with the scale and the zero point of its group."""
@@ -107,10 +85,6 @@ class Grid(NamedTuple):
     def held(self, level: Array, spec: QuantSpec) -> Array:
         """The levels, clipped, in the dtype that holds them."""
         return spec.levels.held(level, self.qmin, self.qmax)
-
-
-def _once(f: Callable, *arrays: Array) -> Any:
-    return num.computed_once(f, *arrays) if jnp.ndim(arrays[0]) else f(*arrays)
 
 
 def grid_of(qparams: QParams, spec: QuantSpec, ends: tuple[Any, Any]) -> Grid:

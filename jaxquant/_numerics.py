@@ -181,7 +181,9 @@ def computed_once(f: Callable, x: Array, *others: Array) -> Any:
 
     XLA:CPU fuses the arithmetic of a channel into the element-wise pass that uses it, and so does it again for every
     element: divisions and all, twice the time of the pass. The result of a conditional stands alone. The branches
-    are the same; the condition is a sum, of which XLA:CPU makes fewer kernels than of `any`.
+    are the same; the condition is a sum, of which XLA:CPU makes fewer kernels than of `any`. A scalar needs none.
     """
+    if not jnp.ndim(x):
+        return f(x, *others)
     branched = lambda x, *others: lax.cond(jnp.sum(x) < 0, f, f, x, *others)
     return lax.platform_dependent(x, *others, cpu=branched, default=f)

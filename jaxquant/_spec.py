@@ -11,8 +11,9 @@ import numpy as np
 from jax import Array, lax
 
 from . import _checks as checks
-from ._formats import FLOATS, SCALES, Float, Integers
+from ._formats import FLOATS, Float, Integers
 from ._granularity import Granularity, PerBlock, PerChannel, PerTensor
+from ._scale_formats import SCALE_FORMATS, ScaleFormat
 
 ROUNDINGS = ("half_even", "half_up", "half_away", "stochastic")
 
@@ -105,36 +106,14 @@ class QuantSpec:
                 "and without it 0 could not be represented. Leave it None."
             )
         checks.one_of("rounding", self.rounding, ROUNDINGS)
-        checks.one_of("scale_dtype", self.scale_dtype, tuple(SCALES))
+        checks.one_of("scale_dtype", self.scale_dtype, tuple(SCALE_FORMATS))
         checks.one_of("scale_rule", self.scale_rule, ("ceil", "floor", "half_step"))
-        if self.scale_rule == "floor" and self.scale_dtype != "float8_e8m0fnu":
-            raise ValueError(
-                f"`scale_rule` says which power of two a scale becomes, got 'floor' with scale_dtype="
-                f"{self.scale_dtype!r}. Pass scale_dtype='float8_e8m0fnu', or leave the rule out."
-            )
-        if self.scale_rule == "half_step" and (
-            self.format or self.scale_dtype != "float32" or not self.symmetric or not self.signed
-        ):
-            raise ValueError(
-                "`scale_rule='half_step'` is of signed symmetric integers with float32 scales, got "
-                f"signed={self.signed}, symmetric={self.symmetric}, format={self.format!r} and "
-                f"scale_dtype={self.scale_dtype!r}. Leave the rule out."
-            )
-        if self.scale_dtype.startswith("float8") and not self.symmetric:
-            raise ValueError(
-                f"`symmetric` must be True with scale_dtype={self.scale_dtype!r}, got False. Leave it out, or hold "
-                "the scale in float32, float16 or bfloat16."
-            )
         if not isinstance(self.granularity, Granularity):
             raise TypeError(
                 f"`granularity` must be PerTensor(), PerChannel(axis), PerToken() or PerBlock(axis, size), got "
                 f"{self.granularity!r}. An axis alone is PerChannel({self.granularity!r})."
             )
-        if self.has_tensor_scale and self.granularity == PerTensor():
-            raise ValueError(
-                "`granularity` must be PerBlock(axis, size) with scale_dtype='float8_e4m3fn', got PerTensor(): one "
-                "scale of the tensor scales the scales of blocks. nvfp4_spec(axis) is blocks of 16."
-            )
+        self.scales.check(self)
 
     @property
     def _is_narrow_by_default(self) -> bool:
@@ -146,9 +125,14 @@ class QuantSpec:
         return FLOATS[self.format] if self.format else Integers(self.bits, self.signed, bool(self.narrow_range))
 
     @property
+    def scales(self) -> ScaleFormat:
+        """What holds scales."""
+        return SCALE_FORMATS[self.scale_dtype]
+
+    @property
     def has_tensor_scale(self) -> bool:
         """Whether one float32 for the tensor scales the scales of its blocks."""
-        return self.scale_dtype == "float8_e4m3fn"
+        return self.scales.has_tensor_scale
 
     @property
     def qmin(self) -> int | float:

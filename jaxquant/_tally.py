@@ -74,8 +74,8 @@ def _level_number(q: QArray) -> Array:
     """Of each value, from 0; of floats by their bits, one zero alone."""
     if not q.spec.format:
         return q.values.astype(jnp.int32) + (2 ** (q.spec.bits - 1) if q.spec.signed else 0)
-    # float4 has no bits that XLA can look at.
-    values = q.values.astype(jnp.float8_e4m3fn if q.spec.bits == 4 else q.spec.dtype)
+    # XLA can look at the bits of whole bytes.
+    values = q.values.astype(jnp.float8_e4m3fn if jnp.finfo(q.spec.dtype).bits < 8 else q.spec.dtype)
     return jnp.where(values == 0, 0, lax.bitcast_convert_type(values, jnp.uint8)).astype(jnp.int32)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is added from outside, in one place, works everywhere: a granularity."""
+"""What is added from outside, in one place, works everywhere: a granularity, a number format, a scale format."""
 
 import dataclasses
 
@@ -11,6 +11,8 @@ from exact import assert_same_bits
 
 from jaxquant import (
     PerBlock,
+    PerChannel,
+    QParams,
     QuantSpec,
     Rule,
     dequantize,
@@ -22,7 +24,9 @@ from jaxquant import (
     quantize_fn,
     save,
 )
+from jaxquant._formats import FLOATS, Float
 from jaxquant._granularity import Granularity
+from jaxquant._scale_formats import SCALE_FORMATS, Rounded
 
 X = jax.random.normal(jax.random.key(0), (6, 16))
 W = jax.random.normal(jax.random.key(1), (16, 8))
@@ -96,3 +100,69 @@ def test_a_granularity_is_saved(tmp_path):
     assert again.spec == q.spec
     assert_same_bits(dequantize(again), dequantize(q))
     assert np.array_equal(jnp.asarray(again.values), q.values)
+
+
+@pytest.fixture
+def float6(monkeypatch):
+    """A float of 6 bits that is not among the formats: its levels are the 63 integers of 6 bits / 16."""
+    levels = Float("float6_e1m4fn", 6, 4, 0, 1.9375, stored="float8_e3m4")
+    monkeypatch.setitem(FLOATS, levels.name, levels)
+    return levels.name
+
+
+def as_integers(axis, name):
+    """The spec of a format, and of the integers that are its levels but for a factor."""
+    of_axis = {"granularity": PerChannel(axis)}
+    return QuantSpec(format=name, **of_axis), QuantSpec(bits=6, **of_axis)
+
+
+def test_a_number_format_quantizes(float6):
+    own, integers = as_integers(0, float6)
+    assert (own.bits, own.qmax, str(own.dtype), own.levels.number) == (6, 31 / 16, "float8_e3m4", 63)
+    assert_same_bits(fake_quant(X, own), fake_quant(X, integers))
+    q = quantize(X, own)
+    assert_same_bits(16 * q.values.astype(jnp.float32) + 0, quantize(X, integers).values.astype(jnp.float32))
+    assert_same_bits(dequantize(q), fake_quant(X, own))
+    assert_same_bits(fit_qparams(X, own, "mse").scale, 16 * fit_qparams(X, integers, "mse").scale)
+
+
+def test_a_number_format_contracts_and_is_saved(float6, tmp_path):
+    (x, x_int), (w, w_int) = ([quantize(v, spec) for spec in as_integers(axis, float6)] for v, axis in ((X, 0), (W, 1)))
+    assert_same_bits(dot_general(x, w, MATMUL), dot_general(x_int, w_int, MATMUL))
+    save(tmp_path / "w.safetensors", {"w": w})
+    assert_same_bits(dequantize(load(tmp_path / "w.safetensors")["w"]), dequantize(w))
+
+
+@pytest.fixture
+def scales(monkeypatch):
+    """A dtype that holds no scales by itself."""
+    monkeypatch.setitem(SCALE_FORMATS, "float8_e5m2", Rounded(FLOATS["float8_e5m2"]))
+    return "float8_e5m2"
+
+
+def test_a_scale_format_quantizes(scales):
+    of = {"bits": 4, "granularity": PerBlock(1, 8)}
+    own, plain = QuantSpec(scale_dtype=scales, **of), QuantSpec(**of)
+    q, fitted = quantize(X, own), fit_qparams(X, own, "mse")
+    assert q.scale.dtype == scales
+    assert_same_bits(q.scale, fit_qparams(X, own).scale.astype(scales))
+    as_floats = QParams(q.scale.astype(jnp.float32), jnp.zeros(q.scale.shape))
+    assert_same_bits(fake_quant(X, own), fake_quant(X, plain, as_floats))
+    assert_same_bits(dequantize(q), fake_quant(X, own))
+    error = lambda y: ((y - X) ** 2).sum()
+    assert error(fake_quant(X, own, fitted)) < error(fake_quant(X, own))
+    with pytest.raises(ValueError, match="`symmetric` must be True with scale_dtype='float8_e5m2'"):
+        QuantSpec(symmetric=False, scale_dtype=scales)
+
+
+def test_a_scale_format_contracts_and_is_saved(scales, tmp_path):
+    x, w = (quantize(v, QuantSpec(granularity=PerChannel(i), scale_dtype=scales)) for i, v in enumerate((X, W)))
+    wide = [
+        dataclasses.replace(q, scale=q.scale.astype(jnp.float32), spec=QuantSpec(granularity=q.spec.granularity))
+        for q in (x, w)
+    ]
+    assert_same_bits(dot_general(x, w, MATMUL), dot_general(*wide, MATMUL))
+    save(tmp_path / "w.safetensors", {"w": w})
+    again = load(tmp_path / "w.safetensors")["w"]
+    assert again.spec == w.spec
+    assert_same_bits(dequantize(again), dequantize(w))

@@ -23,6 +23,7 @@ FLOORS = {
     "_pack": 1,
     "_formats": 0.5,
     "_granularity": 0.5,
+    "_scale_formats": 0.6,
     "_spec": 1,
     "_qparams": 1.05,
     "_grid": 1.1,

@@ -465,3 +465,9 @@ BAD = [
 def test_bad_input(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_a_block_below_an_unsigned_grid_is_not_the_largest():
+    spec = QuantSpec(signed=False, granularity=PerBlock(0, 2), scale_dtype="float8_e4m3fn")
+    x = np.float32([-1, -2, 0.002, 0.0255, 0.0051, 0.001])
+    assert_same_bits(jq.fake_quant(x, spec)[2:], jq.fake_quant(x[2:], spec))

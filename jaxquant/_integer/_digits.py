@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .. import _numerics as num
-from .._formats import FLOATS
 from .._granularity import PerTensor
 from .._groups import broadcast_groups
 from .._qarray import QArray
@@ -23,7 +22,6 @@ from .._spec import QuantSpec
 from ._contract import bound, centred, fits, is_at_most, with_flags
 
 _LARGEST = 2**7  # magnitude of a digit
-_OF_BLOCKS = FLOATS["float8_e4m3fn"]  # what holds the scales of blocks that one of the tensor scales
 
 
 def in_digits(a: QArray, b: QArray, axes: tuple[Sequence[int], Sequence[int]]) -> tuple[list[QArray], list[QArray]]:
@@ -67,14 +65,14 @@ def _digits(q: QArray, axes: Sequence[int]) -> list[QArray]:
 
 def _unit(spec: QuantSpec) -> float:
     """What the values count; where their scales are among them, what the products count."""
-    return spec.levels.unit * (_OF_BLOCKS.unit if spec.has_tensor_scale else 1)
+    return spec.levels.unit * spec.scales.unit
 
 
 def _most(spec: QuantSpec) -> int:
     """The largest magnitude of a value in units."""
     if not _is_cut(spec):
         return bound(spec)
-    return round(max(spec.qmax, -spec.qmin) * (_OF_BLOCKS.qmax if spec.has_tensor_scale else 1) / _unit(spec))
+    return round(max(spec.qmax, -spec.qmin) * spec.scales.most / _unit(spec))
 
 
 def _fit(length: Any, a: QuantSpec, b: QuantSpec, digits: int) -> None:

@@ -15,10 +15,10 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from .._formats import FLOATS
-from .._grid import TINY, Grid
+from .._grid import Grid
 from .._groups import broadcast_groups, reduce_groups
 from .._qparams import QParams
+from .._scale_formats import TINY
 from .._spec import QuantSpec, checked, limits_of, qparams_shape
 from ._range import LARGEST, finite_or, grid_of_range, no_nonfinite, range_of, rows_of
 
@@ -118,18 +118,10 @@ def _density(size: int, steps: int, least: int, most: int) -> int:
 
 
 def _nearby_scale(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
-    """The scale of min-max, or one beside it that its dtype holds, whichever has the least squared error."""
+    """The scale of min-max, or one beside it that its format holds, whichever has the least squared error."""
     spec = dataclasses.replace(spec, rounding="half_even", scale_rule="ceil")
     x = num.upcast(x, num.compute_dtype(x.dtype))
     start = Grid(_minmax(x, spec, limits).scale, None, *limits).used(spec, fitted=True)
-    if start.tensor_scale is None:
-        others = [lax.max(start.scale * 0.5, TINY)]
-    else:  # e4m3 beside e4m3; but for the largest, from which the scale of the tensor is derived
-        held = FLOATS["float8_e4m3fn"]
-        step = lax.max(num.guard(start.scale * 0.063), np.float32(held.unit))  # below 2 ** -6 all are a unit apart
-        beside = lambda v: num.clip(held.nearest(v, "half_even", None), held.unit, held.qmax)
-        neighbours = (beside(v) for v in (start.scale - step, start.scale + step))
-        others = [num.select(start.scale == held.qmax, start.scale, scale) for scale in neighbours]
 
     def error(scale: Array) -> Array:
         grid = Grid(scale, None, *limits, start.tensor_scale).over(x)
@@ -138,14 +130,14 @@ def _nearby_scale(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
         return reduce_groups(jnp.sum, num.divide(wrong, unit) ** 2, scale.shape)
 
     best, least = start.scale, error(start.scale)
-    for scale in others:
+    for scale in spec.scales.neighbours(start.scale):
         found = error(scale)
         best, least = num.select(found < least, scale, best), jnp.minimum(found, least)
     return Grid(start._replace(scale=best).step, None, *limits).qparams
 
 
 def _mse(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
-    if spec.scale_dtype.startswith("float8"):
+    if spec.scales.is_coarse:
         return _nearby_scale(x, spec, limits)
     start, (qmin, qmax) = _minmax(x, spec, limits), limits
     nearest = dataclasses.replace(spec, rounding="half_even")  # whatever the spec rounds

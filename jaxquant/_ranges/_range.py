@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The range of data, and the scale and zero point of a range."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -16,10 +15,10 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from .._formats import power_of_two_below
-from .._grid import TINY, Grid
+from .._grid import Grid
 from .._groups import reduce_groups
 from .._qparams import QParams
+from .._scale_formats import quotient
 from .._sharding import replicated
 from .._spec import QuantSpec, checked, limits_of, qparams_shape
 
@@ -155,34 +154,21 @@ def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
     return lax.min(lax.max(x_min, -LARGEST), _ZERO), lax.min(lax.max(x_max, _ZERO), LARGEST)
 
 
-def _scale(width: Array, steps: Any) -> Array:
-    positive = width > 0
-    # Exact as `num.divide` is: the divisor is selected element by element. Not 0, which has no gradient.
-    quotient = width / num.select(positive, steps, np.float32(1))
-    return num.select(positive, lax.max(quotient, TINY), 1)
-
-
 def grid_of_range(x_min: Array | None, x_max: Array, spec: QuantSpec, limits: tuple[Any, Any]) -> Grid:
     """The grid of a range without NaN: the formulas of `qparams_from_range`, inside a compiled program.
 
     No `x_min` is the range of the largest absolute value `x_max`.
     """
     qmin, qmax = limits
-    if spec.has_tensor_scale:  # blocks of zeros must not be the largest
-        scale = grid_of_range(x_min, x_max, dataclasses.replace(spec, scale_dtype="float32"), limits).scale
-        largest = x_max if x_min is None else lax.max(-x_min, x_max)
-        return Grid(num.select(largest > 0, scale, TINY), None, *limits)
-    if spec.scale_rule == "floor" and spec.symmetric:
-        largest = lax.min(x_max if x_min is None or not spec.signed else lax.max(-x_min, x_max), LARGEST)
-        return Grid(num.select(largest > 0, power_of_two_below(largest, qmax), 1), None, *limits)
-    last = qmax + np.float32(0.5) if spec.scale_rule == "half_step" else qmax
     # Constants would be folded before the rewrites that `num.divide` stops.
     if x_min is None:
-        return Grid(_scale(lax.min(lax.optimization_barrier(x_max), LARGEST), last), None, *limits)
+        largest = lax.min(lax.optimization_barrier(x_max), LARGEST)
+        return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, *limits)
     x_min, x_max = _extended(*lax.optimization_barrier((x_min, x_max)))
     if spec.symmetric:
-        return Grid(_scale(lax.max(-x_min, x_max) if spec.signed else x_max, last), None, *limits)
-    scale = _scale(x_max - x_min, qmax - qmin)
+        largest = lax.max(-x_min, x_max) if spec.signed else x_max
+        return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, *limits)
+    scale = quotient(x_max - x_min, qmax - qmin, 1)
     zero_point = qmin - num.round_half_even(num.divide(x_min, scale))
     return Grid(scale, lax.min(lax.max(zero_point, qmin), qmax), *limits)
 

@@ -14,10 +14,10 @@ import numpy as np
 from jax import Array
 
 from .._affine import is_quantized_with, quantize
-from .._grid import TINY
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._qarray import Frozen, QArray, check_dtypes
 from .._qparams import QParams
+from .._scale_formats import TINY
 from .._sharding import is_inside_shard_map
 from ._entries import Entries, Entry, check_freezing
 

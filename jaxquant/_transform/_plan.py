@@ -152,7 +152,7 @@ def in_words(spec: QuantSpec, is_per_token: bool = False) -> str:
     """A spec in a cell of a table."""
     kind = spec.granularity
     per = "token" if is_per_token and not kind.sizes else kind.words
-    per += "" if spec.scale_dtype == "float32" else f", scale {spec.scale_dtype}"
+    per += "" if spec.scales.is_exact else f", scale {spec.scale_dtype}"
     if spec.format:
         return f"{spec.format} per {per}"
     sign = "" if spec.signed else "unsigned "
