@@ -5,18 +5,23 @@ import dataclasses
 import functools
 
 import jax
+import jax.extend.core.primitives
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Primitive
 
 from jaxquant import PerBlock, PerChannel, QuantSpec, dequantize, quantize
 from jaxquant._groups import broadcast_groups, of_rank
+from jaxquant._jaxpr import _moves as registry
+from jaxquant._jaxpr._calls import CALLS
 from jaxquant._jaxpr._moves import is_moved, moved
+from jaxquant._jaxpr._origin import JOINED, PICKED, parameter
 from jaxquant._jaxpr._program import evaluated, programs, traced
 from jaxquant._jaxpr._quantized_param import QuantizedParam
+from jaxquant._jaxpr._walk import Walk
 
 SHAPE = 4, 6, 8
 INDEX = jnp.array([[3, 0], [-1, 9]])
@@ -41,7 +46,7 @@ MOVES = {
     "stack": lambda w: jnp.stack([w, w]),
     "name and barrier": lambda w: lax.optimization_barrier(jax.ad_checkpoint.checkpoint_name(w, "w")),
     "cast": lambda w: w.astype(jnp.bfloat16).transpose(1, 0, 2),
-    "unstack": lambda w: [part.T for part in w],
+    "unstack": lambda w: [part.T for part in jnp.unstack(w)],
 }
 SPECS = QuantSpec(granularity=PerChannel((0, -1))), QuantSpec(symmetric=False, granularity=PerBlock(1, 2)), QuantSpec()
 
@@ -94,3 +99,84 @@ def test_what_is_made_of_the_integers_is_what_is_made_of_the_real_values(move, s
         assert_same_bits(
             np.where(values == 0, 0, values).astype(want.dtype), np.where(want == 0, 0, want).astype(want.dtype)
         )
+
+
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize("move", MOVES)
+def test_a_walk_says_along_which_axes_the_scales_of_an_evaluation_vary(move, axis):
+    q = jax.eval_shape(lambda x: quantize(x, QuantSpec(granularity=PerChannel(axis))), jnp.zeros(SHAPE))
+    f, real = MOVES[move], jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+    got = jax.eval_shape(lambda q, real: moves_of(f, QuantizedParam(q, real, None, None, ("w",))), q, real)
+    jaxpr, _ = traced(lambda args: jax.tree.leaves(f(*args)), [real])
+    origins = Walk(CALLS).program(jaxpr, [parameter("w", 3)])
+    assert len(got) == len(origins)
+    for part, origin in zip(got, origins, strict=True):
+        assert origin.parts == ("w",)
+        for n, groups, along in zip(part.real.shape, part.quantized.scale.shape, origin.axes, strict=True):
+            varies = axis in along and n > 1
+            assert (groups > 1) == varies or not along.isdisjoint({JOINED, PICKED}), (move, along)
+
+
+# What jax has to move data, beside the moves above.
+OF_JAX = {
+    "ravel": jnp.ravel,
+    "expand_dims": lambda w: jnp.expand_dims(w, (0, 3)),
+    "rot90": jnp.rot90,
+    "roll": lambda w: jnp.roll(w, 1, 1),
+    "repeat": lambda w: jnp.repeat(w, 2, 0),
+    "append": lambda w: jnp.append(w, w),
+    "block": lambda w: jnp.block([[w, w], [w, w]]),
+    "take_along_axis": lambda w: jnp.take_along_axis(w, np.zeros((4, 2, 8), int), 1),
+    "compress": lambda w: jnp.compress(np.array([True, False]), w, size=1, axis=0),
+    "pad": lambda w: jnp.pad(w, 1),
+    "set": lambda w: w.at[0].set(w[1]),
+    "update": lambda w: lax.dynamic_update_slice(w, w, (0, 0, 0)),
+    "where": lambda w: jnp.where(np.arange(8) > 3, w, w),
+    "sort": lambda w: jnp.sort(w),
+    "view": lambda w: w.view(jnp.int32),
+    "copy": jnp.copy,
+    "device_put": lambda w: jax.device_put(w, jax.devices()[0]),
+    "stop_gradient": lax.stop_gradient,
+    "reduce_precision": lambda w: lax.reduce_precision(w, 8, 7),
+}
+LEFT_OUT = {
+    "pad": "puts other numbers beside",
+    "scatter": "writes into a value what may have other scales",
+    "dynamic_update_slice": "writes into a value what may have other scales",
+    "select_n": "takes elements of values that may have other scales",
+    "sort": "has an order that the numbers say",
+    "bitcast_convert_type": "makes other numbers of the bits",
+}
+ON_MESH = {
+    "sharding_constraint",
+    "reshard",
+    "mesh_cast",
+    "ppermute",
+    "all_gather",
+    "pvary",
+    "pcast",
+}  # test_sharding.py
+
+
+def primitives(jaxpr):
+    """The names of the primitives that take a floating value, in a program and in those inside it."""
+    for eqn in jaxpr.eqns:
+        if any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars):
+            yield eqn.primitive.name
+        for inner, _ in programs(eqn):
+            yield from primitives(inner)
+
+
+def test_each_primitive_that_moves_data_has_an_entry_or_is_left_out():
+    of = lambda f: traced(lambda args: jax.tree.leaves(f(*args)), [jnp.zeros(SHAPE)])[0]
+    tried = {name for f in (*MOVES.values(), *OF_JAX.values()) for name in primitives(of(f))} - set(CALLS)
+    here = {v.name for of in (lax, jax.extend.core.primitives) for v in vars(of).values() if isinstance(v, Primitive)}
+    assert tried == ((set(registry.MOVES) - ON_MESH) | set(LEFT_OUT)) & here
+
+
+def test_each_entry_says_what_a_walk_and_what_an_evaluation_makes_of_it():
+    for move in registry.MOVES.values():
+        assert all(map(callable, (move.origins, move.parameters, move.takes)))
+    for call in CALLS.values():
+        assert all(map(callable, (call.walk, call.evaluate)))
+    assert not set(CALLS) & set(registry.MOVES)
