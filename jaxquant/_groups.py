@@ -45,7 +45,7 @@ def reduce_groups(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
 
 
 def apart(v: Array, axis: int, n: int) -> Array:
-    """With a value for each of the `n` elements along one axis."""
+    """The values with one for each of the `n` elements along an axis."""
     if v.shape[axis] == n:
         return v
     parts = [p for i, g in enumerate(v.shape) for p in ((g, n // max(g, 1)) if i == axis else (g,))]
@@ -71,7 +71,7 @@ def segments(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range
 
 
 def reshaped(v: Array, old: tuple[int, ...], new: tuple[int, ...]) -> Array:
-    """Where a tensor of shape `old` is reshaped to `new`. What are blocks no more have a value for each element."""
+    """The values where a tensor of shape `old` is reshaped: what are blocks no more have one for each element."""
     sizes = []
     for of_old, of_new in segments(old, new):
         lengths = [new[j] for j in of_new]
@@ -104,7 +104,7 @@ def _blocks_of(groups: Sequence[int], old: Sequence[int], new: Sequence[int]) ->
 
 
 def broadcasted(v: Array, rank: int, axes: Sequence[int]) -> Array:
-    """Where a tensor is broadcast to a rank, with its axes at these."""
+    """The values where a tensor is broadcast to a rank, with its axes at these."""
     sizes = [1] * rank
     for n, axis in zip(v.shape, axes, strict=True):
         sizes[axis] = n
@@ -112,7 +112,7 @@ def broadcasted(v: Array, rank: int, axes: Sequence[int]) -> Array:
 
 
 def sliced(v: Array, axis: int, n: int, start: int, stop: int, stride: int = 1) -> Array:
-    """Where a tensor of length `n` along an axis is sliced there."""
+    """The values where a tensor of length `n` along an axis is sliced there."""
     if v.shape[axis] in (0, 1) or (start, stop, stride) == (0, n, 1):
         return v
     size = n // v.shape[axis]
@@ -122,14 +122,14 @@ def sliced(v: Array, axis: int, n: int, start: int, stop: int, stride: int = 1) 
 
 
 def picked(v: Array, axis: int, n: int, start: Array, size: int) -> Array:
-    """Where data say from where on `size` of the `n` elements along an axis are taken."""
+    """The values where data say from where on `size` of the `n` elements along an axis are taken."""
     if v.shape[axis] == 1 or size == n:
         return v
     return lax.dynamic_slice_in_dim(apart(v, axis, n), start, size, axis)
 
 
 def joined(parts: Sequence[Array], shapes: Sequence[tuple[int, ...]], axis: int) -> Array:
-    """Where tensors of these shapes are concatenated along an axis: there each element keeps a value of its own."""
+    """The values where tensors are concatenated along an axis: there each element keeps one of its own."""
     parts = list(parts)
     for i in range(len(shapes[0])):
         sizes = {v.shape[i] for v in parts} - {1}

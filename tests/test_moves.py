@@ -17,7 +17,6 @@ from jaxquant import PerBlock, PerChannel, QuantSpec, dequantize, quantize
 from jaxquant._groups import broadcast_groups, of_rank
 from jaxquant._jaxpr import _moves as registry
 from jaxquant._jaxpr._calls import CALLS
-from jaxquant._jaxpr._moves import is_moved, moved
 from jaxquant._jaxpr._origin import JOINED, PICKED, parameter
 from jaxquant._jaxpr._program import evaluated, programs, traced
 from jaxquant._jaxpr._quantized_param import QuantizedParam
@@ -59,8 +58,9 @@ def moves_of(f, parameter):
         read = lambda v: v.val if isinstance(v, Literal) else env[v]
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            if is_moved(eqn, ins):
-                outs = moved(eqn, ins)
+            move = registry.MOVES.get(eqn.primitive.name)
+            if move and move.takes(eqn, ins):
+                outs = move.parameters(eqn, ins)
             elif any(isinstance(v, QuantizedParam) for v in ins):
                 ((inner, inner_consts),) = programs(eqn)
                 outs = program(inner, inner_consts, ins)

@@ -277,14 +277,14 @@ def _walk_cond(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Se
         walk.program(jaxpr, _inside(ins[1:], at), at) for at, (jaxpr, _) in zip(within, programs(eqn), strict=True)
     ]
     outs = [either(*outs) for outs in zip(*branches, strict=True)]
-    walk.holding[place.location] = [origin.has_integers for origin in outs]
+    walk.with_integers[place.location] = [origin.has_integers for origin in outs]
     return outs
 
 
 def _evaluate_cond(replace: Replacements, step: Step) -> Sequence[Any]:
     eqn, ins, location, scope = step
-    holding, nothing = replace.holding[location], replace.inputs.seen(location, ins)
-    inner = [replace.inner(eqn, k, location, holding) for k in range(len(programs(eqn)))]
+    with_integers, nothing = replace.with_integers[location], replace.inputs.seen(location, ins)
+    inner = [replace.inner(eqn, k, location, with_integers) for k in range(len(programs(eqn)))]
 
     def branch(f: Callable) -> Callable:
         def all_seen(qparams, key, *args):
@@ -299,7 +299,7 @@ def _evaluate_cond(replace: Replacements, step: Step) -> Sequence[Any]:
         outs, observed = lax.switch(ins[0], list(map(branch, inner)), qparams, scope.key, *ins[1:])
     except TypeError as error:
         paths = {path for v in ins if isinstance(v, QuantizedParam) for path in v.paths}
-        if not any(holding):
+        if not any(with_integers):
             raise
         raise ValueError(
             f"At {' and '.join(map(repr, sorted(paths)))}: the branches of a cond or switch return parts of the "

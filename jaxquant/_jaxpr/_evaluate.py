@@ -9,7 +9,7 @@ from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._sharding import vary_together
-from ._moves import is_moved, moved
+from ._moves import MOVES
 from ._program import Call, Location, evaluated, kind, programs
 from ._quantized_param import QuantizedParam, from_integers
 
@@ -78,7 +78,7 @@ class Replacements:
     Attributes:
       contractions: of each location the function (eqn, ins, scope) -> result.
       custom: of each call with a custom derivative, around a contraction, "keep" or "inline".
-      holding: which results of a branch have integers.
+      with_integers: which results of a branch have integers.
       read: (parameter, by what) -> its values, where anything computes with it; by None for a derivative alone.
       inputs: of the contractions.
       calls: of the names of primitives that hold programs, how these are evaluated.
@@ -86,10 +86,10 @@ class Replacements:
 
     def __init__(
         self, contractions: Mapping[Location, Callable], custom: Mapping[Location, str],
-        holding: Mapping[Location, Sequence[bool]], read: Callable[..., Array], inputs: Inputs,
+        with_integers: Mapping[Location, Sequence[bool]], read: Callable[..., Array], inputs: Inputs,
         calls: Mapping[str, Call],
     ):  # fmt: skip
-        self.contractions, self.custom, self.holding = contractions, custom, holding
+        self.contractions, self.custom, self.with_integers = contractions, custom, with_integers
         self.read, self.inputs, self.calls = read, inputs, calls
         self.around = {location[:n] for location in contractions for n in range(1, len(location))}
 
@@ -101,15 +101,15 @@ class Replacements:
         value = lambda v: v.val if isinstance(v, Literal) else env[v]
         for i, eqn in enumerate(jaxpr.eqns):
             here, ins = (*location, i), [value(v) for v in eqn.invars]
-            holds = any(isinstance(v, QuantizedParam) for v in ins)
+            holds, move = any(isinstance(v, QuantizedParam) for v in ins), MOVES.get(eqn.primitive.name)
             if here in self.contractions:
                 with eqn.ctx.manager:  # such as another mesh
                     outs = [self.contractions[here](eqn, ins, scope)]
             elif here in self.around or (holds and kind(eqn) in self.calls):
                 outs = self.calls[kind(eqn)].evaluate(self, Step(eqn, ins, here, scope))
-            elif holds and is_moved(eqn, ins):
+            elif holds and move and move.takes(eqn, ins):
                 with eqn.ctx.manager:
-                    outs = moved(eqn, ins)
+                    outs = move.parameters(eqn, ins)
             elif holds and not eqn.effects:
                 of_parameter = functools.partial(self.read, by=kind(eqn))
                 outs = from_integers(lambda *ins, eqn=eqn: evaluated(eqn, ins, jaxpr), ins, of_parameter)
@@ -122,18 +122,18 @@ class Replacements:
         """The values with parameters as their real ones, for what computes with them."""
         return [self.read(v, by) if isinstance(v, QuantizedParam) else v for v in values]
 
-    def inner(self, eqn: JaxprEqn, k: int, location: Location, holding: Sequence[bool] = ()) -> Callable:
+    def inner(self, eqn: JaxprEqn, k: int, location: Location, with_integers: Sequence[bool] = ()) -> Callable:
         """Program `k` of an equation as a function (qparams, key, *args) -> (results, what it observes) for JAX.
 
-        Results are arrays, but those that `holding` says.
+        Results are arrays, but those that `with_integers` says.
         """
         jaxpr, consts = programs(eqn)[k]
-        holding = holding or [False] * len(jaxpr.outvars)
+        with_integers = with_integers or [False] * len(jaxpr.outvars)
 
         def f(qparams: Mapping[str, Any], key: Any, *args: Any) -> tuple[list[Any], dict[str, Any]]:
             scope = Scope(qparams, key, {}, {})
             outs = self.program(jaxpr, consts, args, (*location, k), scope)
-            outs = [v if h else self.floats([v], kind(eqn))[0] for v, h in zip(outs, holding, strict=True)]
+            outs = [v if h else self.floats([v], kind(eqn))[0] for v, h in zip(outs, with_integers, strict=True)]
             return outs, scope.observed
 
         return f

@@ -375,14 +375,3 @@ MOVES: dict[str, Move] = {
     # A sharding is one of the shape of the value, which the arrays for its groups have not.
     **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), _SHARDED),
 }
-
-
-def is_moved(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
-    """Whether an equation moves a quantized parameter, or several, and nothing else."""
-    move = MOVES.get(eqn.primitive.name)
-    return move is not None and move.takes(eqn, ins)
-
-
-def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
-    """What becomes of a quantized parameter in an equation that moves it."""
-    return MOVES[eqn.primitive.name].parameters(eqn, ins)

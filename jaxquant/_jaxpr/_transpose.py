@@ -21,7 +21,7 @@ class Transposed(NamedTuple):
     def of(
         cls, real: Callable, side: int, g: tuple[int, ...], other: tuple[int, ...], shape: tuple[int, ...]
     ) -> "Transposed":
-        """Of the convolution `real` with respect to operand `side`, of this shape: of g and of the other one."""
+        """The gradient of `real` with respect to operand `side`, of this shape, as a program of g and the other one."""
         struct = lambda shape: jax.ShapeDtypeStruct(shape, np.float32)
 
         def gradient(g, v):
@@ -41,7 +41,7 @@ class Transposed(NamedTuple):
         return length
 
     def __call__(self, g: Array, v: Array, dtype: Any) -> Array:
-        """Of factors of another dtype than float32, summed in `dtype`."""
+        """The gradient of factors of another dtype than float32, summed in `dtype`."""
         env: dict[Any, Array] = dict(zip(self.jaxpr.invars, (g, v), strict=True))
         for eqn in self.jaxpr.eqns:
             arrays = [env[i] for i in eqn.invars if not isinstance(i, Literal)]

@@ -47,7 +47,7 @@ class Contraction(NamedTuple):
 
     @property
     def dot(self) -> Any:
-        """Of a dot, ragged or not: ((contracted lhs, contracted rhs), (batch lhs, batch rhs))."""
+        """The numbers of a dot, ragged or not: ((contracted lhs, contracted rhs), (batch lhs, batch rhs))."""
         ragged = self.params.get("ragged_dot_dimension_numbers")
         pairs = ragged.dot_dimension_numbers if ragged else self.params["dimension_numbers"]
         return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in pairs)
@@ -102,7 +102,7 @@ class Walk:
         self.calls = calls
         self.contractions: dict[Location, Contraction] = {}
         self.reads: dict[str, set[str]] = {}  # of each parameter, what computes with it and is no contraction
-        self.holding: dict[Location, list[bool]] = {}  # which results of a branch have integers
+        self.with_integers: dict[Location, list[bool]] = {}  # which results of a branch have integers
 
     def found(self) -> list[Contraction]:
         """The contractions, of which those of a forward pass count as of a gradient where that is all there is.

@@ -460,7 +460,7 @@ class QuantizedFunction:
         entries = program.decisions.entries.of
         inputs = {key: v for key, v in qparams.items() if v is not None and not entries[key].is_weight}
         read = {key for key, entry in entries.items() if entry.reads and not entry.rule.everywhere}
-        replacements = sites.replacements(program.walk.holding)
+        replacements = sites.replacements(program.walk.with_integers)
         while True:
             scope = Scope(inputs, sites.key_of_inputs(), {}, {})
             args = [

@@ -88,14 +88,14 @@ class SiteEvaluator(NamedTuple):
     is_float: bool = False
     view: View | None = None
 
-    def replacements(self, holding: Mapping[Location, Sequence[bool]]) -> Replacements:
+    def replacements(self, with_integers: Mapping[Location, Sequence[bool]]) -> Replacements:
         """The contractions and named values with what takes their place."""
         inputs, of = inputs_of(self.decisions, self.observer), {}
         for location, decision in self.decisions.of.items():
             keys = [key for key in decision.input_keys if inputs.first.get(key) == location]
             one = self._named if decision.contraction.op == NAME else self._op
             of[location] = functools.partial(one, decision, keys)
-        return Replacements(of, self.decisions.custom, holding, self.read, inputs, CALLS)
+        return Replacements(of, self.decisions.custom, with_integers, self.read, inputs, CALLS)
 
     # Parameters
 
