@@ -101,16 +101,16 @@ class Replacements:
         value = lambda v: v.val if isinstance(v, Literal) else env[v]
         for i, eqn in enumerate(jaxpr.eqns):
             here, ins = (*location, i), [value(v) for v in eqn.invars]
-            holds, move = any(isinstance(v, QuantizedParam) for v in ins), MOVES.get(eqn.primitive.name)
+            has_parameter, move = any(isinstance(v, QuantizedParam) for v in ins), MOVES.get(eqn.primitive.name)
             if here in self.contractions:
                 with eqn.ctx.manager:  # such as another mesh
                     outs = [self.contractions[here](eqn, ins, scope)]
-            elif here in self.around or (holds and kind(eqn) in self.calls):
+            elif here in self.around or (has_parameter and kind(eqn) in self.calls):
                 outs = self.calls[kind(eqn)].evaluate(self, Step(eqn, ins, here, scope))
-            elif holds and move and move.takes(eqn, ins):
+            elif has_parameter and move and move.takes(eqn, ins):
                 with eqn.ctx.manager:
                     outs = move.parameters(eqn, ins)
-            elif holds and not eqn.effects:
+            elif has_parameter and not eqn.effects:
                 of_parameter = functools.partial(self.read, by=kind(eqn))
                 outs = from_integers(lambda *ins, eqn=eqn: evaluated(eqn, ins, jaxpr), ins, of_parameter)
             else:

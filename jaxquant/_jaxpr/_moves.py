@@ -365,7 +365,7 @@ MOVES: dict[str, Move] = {
     "copy": one(),
     "name": one(),  # whose origin has the name, too: `Walk.named`
     "stop_gradient": one(),
-    "pvary": one()._replace(origins=_each),
+    "pvary": one()._replace(origins=_each),  # several values in older versions of jax
     "pcast": one()._replace(origins=_each),
     "ppermute": one()._replace(parameters=_on_axis),
     "all_gather": Move(_of_devices_origin, functools.partial(_on_axis, groups=_of_devices), _is_parameter),
