@@ -173,6 +173,15 @@ def test_values_and_gradients_are_those_of_the_program_without_the_construct(nam
     same(got, want)
 
 
+def test_a_choice_of_parameters_is_followed_no_further_and_stays_in_float():
+    """Their dot has them in float, and what else uses them is quantized."""
+    choice = lambda p, x: lax.cond(always(x), lambda: p["w"].T, lambda: p["w"])
+    program = lambda dot, p, x: dot(x, p["w"]) + x @ choice(p, x)
+    q = quantize_fn(functools.partial(program, jnp.matmul), RULES)
+    assert [site.spec is None for site in q.plan(PARAMS, X)] == [False, False, True, True]
+    assert_same_bits(*jax.jit(lambda: (q(PARAMS, X), program(site, PARAMS, X)))())
+
+
 @pytest.mark.slow
 def test_an_associative_scan_combines_quantized():
     def program(dot, p, x):

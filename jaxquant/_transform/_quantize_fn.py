@@ -461,6 +461,9 @@ class QuantizedFunction:
         inputs = {key: v for key, v in qparams.items() if v is not None and not entries[key].is_weight}
         read = {key for key, entry in entries.items() if entry.reads and not entry.rule.everywhere}
         replacements = sites.replacements(program.walk.with_integers)
+        # A parameter that is read in float where the walk does not follow it, as one that a cond chooses, needs its
+        # values there. That this happens the evaluation alone can say: what the walk follows no further may never be
+        # read, and values that are carried for nothing would change the loops of other programs.
         while True:
             scope = Scope(inputs, sites.key_of_inputs(), {}, {})
             args = [
@@ -470,7 +473,7 @@ class QuantizedFunction:
             try:
                 outs = replacements.program(program.jaxpr, program.consts, args, (), scope)
                 return replacements.floats(outs, "the result of the function"), scope.observed
-            except ReadInFloat as error:  # of a parameter that is followed no further, once more with its values
+            except ReadInFloat as error:
                 if not error.can_be_given or read.issuperset(error.paths):
                     raise
                 read.update(error.paths)
