@@ -14,36 +14,36 @@ from jax import Array, lax
 
 from . import _checks as checks
 from . import _numerics as num
-from ._grid import Grid, grid_of
+from ._grid import Grid, frame_of, grid_of
 from ._groups import broadcast_groups, reduce_groups
 from ._qarray import QArray, checked_qarray
 from ._qparams import QParams
 from ._ranges._fit import fit_qparams
 from ._ranges._range import grid_of_range, if_finite, range_of
 from ._sharding import is_explicit, shard_like, vary_together, varying_axes
-from ._spec import QuantSpec, checked, has_grid_of, limits_of, qparams_shape
+from ._spec import QuantSpec, checked, has_grid_of, qparams_shape
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _used_scale(grid: Grid, spec: QuantSpec) -> Array:
+@jax.jit
+def _effective_step(grid: Grid) -> Array:
     # Compiled, because an eager conditional is a new program in each call.
-    return grid.used(spec).step
+    return grid.effective().step
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "fitted"))
-def _round_trip(x: Array, grid: Grid, noise: Array | None, spec: QuantSpec, fitted: bool) -> Array:
+@jax.jit
+def _round_trip(x: Array, grid: Grid, noise: Array | None) -> Array:
     dtype, x = x.dtype, num.upcast(x, num.compute_dtype(x.dtype))
-    grid = grid.used(spec, fitted).over(x)
-    return num.downcast(grid.value(grid.level(x, spec, noise)), dtype)
+    grid = grid.effective().over(x)
+    return num.downcast(grid.value(grid.level(x, noise)), dtype)
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None, spec: QuantSpec) -> tuple[Array, Grid]:
+@jax.jit
+def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None) -> tuple[Array, QParams]:
     """To x, to scale, and to zero_point in units of -scale: a sum that is exact where the cotangents are."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    shape, grid = grid.scale.shape, grid.used(spec).over(x)
+    shape, grid = grid.scale.shape, grid.effective().over(x)
     # The mask is of the level after rounding: the largest weight over its own scale can be 127.00001 levels.
-    level = grid.level(x, spec, noise)
+    level = grid.level(x, noise)
     g, zero = shard_like(g, level), grid.zero_point
     zero = jnp.zeros((), x.dtype) if zero is None else zero
     if zero.shape == x.shape:  # a select of two arrays wants one sharding
@@ -57,7 +57,7 @@ def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None, spec: QuantS
     counts = below | above | inside  # not NaN
     dscale = total(jnp.where(counts, wide * steps, 0))
     dzero = None if grid.zero_point is None else -total(jnp.where(below | above, wide, 0))
-    return _passed(g, inside), Grid(dscale, dzero, None, None)
+    return _passed(g, inside), QParams(dscale, dzero)
 
 
 def _passed(g: Array, inside: Array) -> Array:
@@ -65,9 +65,10 @@ def _passed(g: Array, inside: Array) -> Array:
     return num.select(inside, num.guard(g), 0)
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None, spec: QuantSpec) -> Array:
+@jax.jit
+def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None) -> Array:
     """To x, where the qparams are fitted to x itself."""
+    spec = grid.frame.spec
     x = num.upcast(x, num.compute_dtype(x.dtype))
     beyond = spec.levels.beyond(spec.rounding) if spec.symmetric and spec.scales.is_exact else None
     if spec.scale_rule == "half_step":  # the ends of the range lie on a tie with the level beyond, and pass too
@@ -78,28 +79,29 @@ def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None, spe
         limit = broadcast_groups((grid.qmax.astype(x.dtype) + beyond) * grid.scale.astype(x.dtype), x.shape)
         inside = (-limit < x) & (x < limit)
     else:
-        grid = grid.used(spec, fitted=True).over(x)
-        level = grid.level(x, spec, noise)
+        grid = grid.effective().over(x)
+        level = grid.level(x, noise)
         inside = (grid.qmin <= level) & (level <= grid.qmax)
     return _passed(shard_like(g, inside), inside)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _fake_quant(x, grid, noise, spec, fitted):
-    return _round_trip(x, grid, noise, spec, fitted)
+@jax.custom_vjp
+def _fake_quant(x, trained, frame, noise):
+    return _round_trip(x, grid_of(trained, frame), noise)
 
 
-def _fake_quant_fwd(x, grid, noise, spec, fitted):
+def _fake_quant_fwd(x, trained, frame, noise):
     # The op itself, not its body: else a second derivative would differentiate the bare staircase.
-    return _fake_quant(x, grid, noise, spec, fitted), (x, grid, noise)
+    return _fake_quant(x, trained, frame, noise), (x, trained, frame, noise)
 
 
-def _fake_quant_bwd(spec, fitted, residuals, g):
-    x, grid, noise = residuals
-    if fitted:
-        return shard_like(_gradient_of_fitted(g, x, grid, noise, spec), x), None, None
-    dx, dgrid = _gradients(g, x, grid, noise, spec)
-    return shard_like(dx, x), jax.tree.map(shard_like, dgrid, grid._replace(qmin=None, qmax=None)), None
+def _fake_quant_bwd(residuals, g):
+    x, trained, frame, noise = residuals
+    grid = grid_of(trained, frame)
+    if frame.is_fitted:
+        return shard_like(_gradient_of_fitted(g, x, grid, noise), x), None, None, None
+    dx, dtrained = _gradients(g, x, grid, noise)
+    return shard_like(dx, x), jax.tree.map(shard_like, dtrained, trained), None, None
 
 
 _fake_quant.defvjp(_fake_quant_fwd, _fake_quant_bwd)
@@ -228,31 +230,31 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     [1.0, 0.0]
     """
     x, spec = checks.float_array("x", x), checked(spec)
-    grid = grid_of(checked_qparams(x, spec, qparams, bits), spec, limits_of(spec, bits))
-    grid = grid if qparams is None else _trained(grid, spec)
-    return _fake_quant(*vary_together(x, grid, _noise(x, spec, key)), spec, qparams is None)
+    frame = frame_of(spec, bits, is_fitted=qparams is None)
+    grid = _trained(grid_of(checked_qparams(x, spec, qparams, bits), frame))
+    return _fake_quant(*vary_together(x, grid.trained, frame, _noise(x, spec, key)))
 
 
-def _held(x: Array, grid: Grid, noise: Array | None, spec: QuantSpec) -> Array:
-    """The levels of real values in what holds them, of a grid as it is used."""
+def _levels(x: Array, grid: Grid, noise: Array | None) -> Array:
+    """The levels of real values in the dtype that holds them, of a grid that is effective."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
     grid = grid.over(x)
-    return grid.held(grid.level(x, spec, noise), spec)
+    return grid.in_dtype(grid.level(x, noise))
 
 
-def _qarray(values: Array, grid: Grid, spec: QuantSpec, dtype: Any) -> QArray:
-    scale, zero_point = grid.qparams
+def _qarray(values: Array, grid: Grid, dtype: Any) -> QArray:
+    (scale, zero_point), spec = grid.qparams, grid.frame.spec
     scale, zero_point = scale.astype(spec.scale_dtype), zero_point.astype(spec.dtype)
     return QArray(values, scale, zero_point, spec, dtype, tensor_scale=grid.tensor_scale)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "fitted"))
-def _quantize(x: Array, grid: Grid, noise: Array | None, spec: QuantSpec, fitted: bool) -> QArray:
-    grid = grid.used(spec, fitted)
-    values, zero_point = _held(x, grid, noise, spec), grid.zero_point
+@jax.jit
+def _quantize(x: Array, grid: Grid, noise: Array | None) -> QArray:
+    grid = grid.effective()
+    values, zero_point = _levels(x, grid, noise), grid.zero_point
     if zero_point is not None:  # integers have no NaN; the scale has
-        grid = grid._replace(zero_point=num.select(zero_point == zero_point, zero_point, spec.qmin))
-    return _qarray(values, grid, spec, x.dtype)
+        grid = grid._replace(zero_point=num.select(zero_point == zero_point, zero_point, grid.frame.spec.qmin))
+    return _qarray(values, grid, x.dtype)
 
 
 def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None) -> QArray:
@@ -281,30 +283,27 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     [102, 255]
     """
     x, spec = checks.float_array("x", x), checked(spec)
-    grid = grid_of(checked_qparams(x, spec, qparams, None), spec, limits_of(spec))
-    return _quantize(x, grid, _noise(x, spec, key), spec, qparams is None)
+    grid = grid_of(checked_qparams(x, spec, qparams, None), frame_of(spec, is_fitted=qparams is None))
+    return _quantize(x, grid, _noise(x, spec, key))
 
 
 @functools.partial(jax.jit, static_argnames="spec")
 def is_quantized_with(q: QArray, qparams: QParams, spec: QuantSpec) -> Array:
     """Whether integers have the scale and the zero point that `quantize` uses with qparams, of one shape."""
-    used = grid_of(qparams, spec, limits_of(spec)).used(spec)
-    same = jnp.all(q.step.reshape(used.step.shape) == used.step)
-    if used.zero_point is None:
+    grid = grid_of(qparams, frame_of(spec)).effective()
+    same = jnp.all(q.step.reshape(grid.step.shape) == grid.step)
+    if grid.zero_point is None:
         return same
-    return same & jnp.all(q.zero_point.reshape(used.zero_point.shape).astype(jnp.float32) == used.zero_point)
+    return same & jnp.all(q.zero_point.reshape(grid.zero_point.shape).astype(jnp.float32) == grid.zero_point)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _straight_through(x, grid, noise, spec, fitted):
+@jax.custom_vjp
+def _straight_through(x, trained, frame, noise):
     """`x` with the gradients of `fake_quant`, for `contract`, which has the value in integers."""
     return x
 
 
-_straight_through.defvjp(
-    lambda x, grid, noise, *static: (_straight_through(x, grid, noise, *static), (x, grid, noise)),
-    _fake_quant_bwd,
-)
+_straight_through.defvjp(lambda *args: (_straight_through(*args), args), _fake_quant_bwd)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "contracted"))
@@ -316,38 +315,38 @@ def quantize_straight_through(
     And flags, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN, so
     that the results which they enter are NaN; 0 elsewhere.
     """
-    limits, noise = limits_of(spec), _noise(x, spec, key)
+    frame, noise = frame_of(spec, is_fitted=qparams is None), _noise(x, spec, key)
     values = lax.stop_gradient(x)
 
-    quantized = lambda grid, finite: (_held(values, grid, noise, spec), nan_flags(values, contracted, finite))
+    quantized = lambda grid, finite: (_levels(values, grid, noise), nan_flags(values, contracted, finite))
 
     def of_range(x_min, x_max, finite):
-        grid = grid_of_range(x_min, x_max, spec, limits)
-        return *quantized(grid.used(spec, fitted=True), finite), grid.scale, grid.zero_point
+        grid = grid_of_range(x_min, x_max, frame)
+        return *quantized(grid.effective(), finite), grid.scale, grid.zero_point
 
     # Quantized on both sides of the condition of the range, so that the integers stand alone: XLA:CPU would compute
     # them anew, from quotients kept in float32, where the backward pass reads them.
     if qparams is None:
         integers, flags, scale, zero_point = range_of(values, spec, of_range)
-        trained = Grid(scale, zero_point, *limits)
-        used = trained.used(spec, fitted=True)
+        grid = Grid(scale, zero_point, frame)
+        effective = grid.effective()
     else:
-        trained = _trained(grid_of(qparams, spec, limits), spec)
-        used = Grid(*lax.stop_gradient(trained[:2]), *limits).used(spec)
-        integers, flags = if_finite(values, lambda finite: quantized(used, finite))
-    real = _straight_through(*vary_together(x, trained, noise), spec, qparams is None)
-    return real, _qarray(integers, used, spec, x.dtype), flags
+        grid = _trained(grid_of(qparams, frame))
+        effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
+        integers, flags = if_finite(values, lambda finite: quantized(effective, finite))
+    real = _straight_through(*vary_together(x, grid.trained, frame, noise))
+    return real, _qarray(integers, effective, x.dtype), flags
 
 
-def _trained(grid: Grid, spec: QuantSpec) -> Grid:
+def _trained(grid: Grid) -> Grid:
     """The grid as the gradient rule takes it.
 
     It gives the gradient of the zero point in units of -scale, which multiplies here, after shard_map has added the
     shards.
     """
-    if grid.zero_point is None:
+    if grid.zero_point is None or grid.frame.is_fitted:
         return grid
-    return grid._replace(zero_point=_scale_gradient(*vary_together(grid.zero_point, _used_scale(grid, spec))))
+    return grid._replace(zero_point=_scale_gradient(*vary_together(grid.zero_point, _effective_step(grid))))
 
 
 def nan_flags(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
@@ -366,7 +365,7 @@ def real_values(q: QArray, dtype: jnp.dtype, guarded: bool = True) -> Array:
     """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
     over = lambda v: None if v is None else broadcast_groups(v.astype(num.compute_dtype(dtype)), q.shape)
     scale, zero_point = over(q.scale), None if q.spec.symmetric else over(q.zero_point)
-    grid = Grid(scale, zero_point, None, None, over(q.tensor_scale))
+    grid = Grid(scale, zero_point, None, over(q.tensor_scale))
     values = grid.real(q.values.astype(grid.scale.dtype), guarded)
     # Guarded once more: of integers, which are never NaN, LLVM knows that `|steps| * 0` is 0, and drops the sum.
     return num.downcast(num.guard(values) if guarded else values, dtype)

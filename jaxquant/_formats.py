@@ -57,7 +57,7 @@ class Integers:
         """How far beyond the last level on either side values begin to round outwards; None if that is not all."""
         return 0.5 if self.narrow and self.signed and rounding in ("half_even", "half_away") else None
 
-    def held(self, level: Array, qmin: Array, qmax: Array) -> Array:
+    def in_dtype(self, level: Array, qmin: Array, qmax: Array) -> Array:
         """Levels, clipped, in what holds them; NaN, which compares with nothing, becomes qmin."""
         return lax.min(num.select(level >= qmin, level, qmin), qmax).astype(self.dtype)
 
@@ -112,7 +112,7 @@ class Float:
         so that no contraction changes them.
         """
         most = jnp.finfo(v.dtype).maxexp - 1  # of infinities too
-        exponent = jnp.clip(num.exponent(v), self.lowest, most) - self.mantissa
+        exponent = jnp.clip(num.floor_log2(v), self.lowest, most) - self.mantissa
         rounded = _rounded(v * num.power_of_two(-exponent, v.dtype), rounding, noise)
         return rounded * num.power_of_two(exponent, v.dtype)
 
@@ -121,7 +121,7 @@ class Float:
         is_odd = self.qmax / self.last_step % 2 == 1
         return self.last_step / 2 if rounding == "half_away" or (rounding == "half_even" and is_odd) else None
 
-    def held(self, level: Array, qmin: Array, qmax: Array) -> Array:
+    def in_dtype(self, level: Array, qmin: Array, qmax: Array) -> Array:
         """Levels, clipped, in what holds them; NaN stays, and becomes qmin where there is none."""
         level = lax.min(lax.max(level, qmin), qmax)
         return (level if self.has_nan else num.select(level == level, level, qmin)).astype(self.dtype)

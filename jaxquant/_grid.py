@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The levels that values are rounded to, of qparams as they are used."""
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
+import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from . import _checks as checks
 from . import _numerics as num
 from ._groups import broadcast_groups
 from ._qparams import QParams
@@ -13,80 +19,156 @@ from ._scale_formats import TINY
 from ._spec import QuantSpec
 
 
-class Grid(NamedTuple):
-    """The levels that values are rounded to, with a scale for each group, or spread over the values of a tensor.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("qmin", "qmax"), meta_fields=("spec", "is_fitted"))
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """What of a grid is not trained: its ends, constants or arrays of a schedule of bits, and its spec, static.
 
-    No zero point is 0, of a symmetric spec. The ends are scalars: constants, or arrays of a schedule of bits. Where
-    there is a scale of the tensor, it scales the others: `value = (level * scale) * tensor_scale`.
+    Fitted, static too, are qparams of the values themselves, which no optimizer has moved.
+    """
+
+    qmin: Any
+    qmax: Any
+    spec: QuantSpec
+    is_fitted: bool = False
+
+
+class Grid(NamedTuple):
+    """The levels that values are rounded to, with a scale for each group, or for each value of a tensor.
+
+    No zero point is 0, of a symmetric spec. Where there is a scale of the tensor, it scales the others:
+    `value = (level * scale) * tensor_scale`.
     """
 
     scale: Any
     zero_point: Any
-    qmin: Any
-    qmax: Any
+    frame: Any
     tensor_scale: Any = None
+
+    @property
+    def qmin(self) -> Any:
+        """The lowest level."""
+        return self.frame.qmin
+
+    @property
+    def qmax(self) -> Any:
+        """The highest level."""
+        return self.frame.qmax
+
+    @property
+    def trained(self) -> QParams:
+        """The numbers that a gradient is of."""
+        return QParams(self.scale, self.zero_point)
 
     @property
     def qparams(self) -> QParams:
         """As users see them, who have an array of zeros for the zero point of a symmetric spec."""
         return QParams(self.scale, jnp.zeros_like(self.scale) if self.zero_point is None else self.zero_point)
 
-    def used(self, spec: QuantSpec, fitted: bool = False) -> "Grid":
-        """As it is used, wherever an optimizer left it: with scales as their dtype holds them.
+    def effective(self) -> "Grid":
+        """The grid that values are rounded to, wherever an optimizer left the numbers.
 
-        The scale is not tiny and the zero point on the grid; what was just fitted is so already.
+        The scale is not tiny, the zero point on the grid, and scales are rounded to what holds them.
         """
-        grid = self if fitted else self._limited()
+        grid, spec = self if self.frame.is_fitted else self._limited(), self.frame.spec
         scale, tensor_scale = spec.scales.rounded(grid.scale, grid.qmax, spec.scale_rule)
         return grid._replace(scale=scale, tensor_scale=tensor_scale)
 
     def _limited(self) -> "Grid":
-        def scale_used(scale):
+        def of_scale(scale):
             # NaN for what is no number: integers cannot hold it, and it must not look like one.
             return num.select(scale < TINY, TINY, num.select(scale < jnp.inf, scale, jnp.nan))
 
-        def both_used(scale, zero_point):
-            scale = num.select(zero_point == zero_point, scale_used(scale), jnp.nan)
+        def of_both(scale, zero_point):
+            scale = num.select(zero_point == zero_point, of_scale(scale), jnp.nan)
             return scale, num.clip(num.round_half_even(zero_point), self.qmin, self.qmax)
 
         if self.zero_point is None:
-            return self._replace(scale=num.computed_once(scale_used, self.scale))
-        scale, zero_point = num.computed_once(both_used, self.scale, self.zero_point)
+            return self._replace(scale=num.computed_once(of_scale, self.scale))
+        scale, zero_point = num.computed_once(of_both, self.scale, self.zero_point)
         return self._replace(scale=scale, zero_point=zero_point)
 
     def over(self, x: Array) -> "Grid":
         """For the values of `x`: in their dtype, each with the scale and the zero point of its group."""
-        spread = lambda v: broadcast_groups(v.astype(x.dtype), x.shape)
-        ends = self.qmin.astype(x.dtype), self.qmax.astype(x.dtype)
-        groups = (None if v is None else spread(v) for v in (self.scale, self.zero_point, self.tensor_scale))
-        scale, zero_point, tensor_scale = groups
-        return Grid(scale, zero_point, *ends, tensor_scale)
+        over = lambda v: None if v is None else broadcast_groups(v.astype(x.dtype), x.shape)
+        ends = {"qmin": self.qmin.astype(x.dtype), "qmax": self.qmax.astype(x.dtype)}
+        scale, zero_point, tensor_scale = map(over, (self.scale, self.zero_point, self.tensor_scale))
+        return Grid(scale, zero_point, dataclasses.replace(self.frame, **ends), tensor_scale)
 
     @property
     def step(self) -> Array:
         """The real value of one level, by which values are divided."""
         return num.product_of_scales(self.scale, self.tensor_scale)
 
-    def level(self, x: Array, spec: QuantSpec, noise: Array | None = None) -> Array:
+    def level(self, x: Array, noise: Array | None = None) -> Array:
         """The level of each real value, not yet clipped."""
-        return num.affine_level(x, self.step, self.zero_point, lambda v: spec.levels.nearest(v, spec.rounding, noise))
+        spec = self.frame.spec
+        # Of a constant x `divide` would fold the select that it hangs on.
+        level = spec.levels.nearest(num.divide(lax.optimization_barrier(x), self.step), spec.rounding, noise)
+        return level if self.zero_point is None else level + self.zero_point
 
     def value(self, level: Array) -> Array:
         """The real value of each level, clipped first; NaN stays."""
         return self.real(lax.min(lax.max(level, self.qmin), self.qmax))
 
     def real(self, level: Array, guarded: bool = True) -> Array:
-        """The real value of each level on the grid; not guarded, for what only a contraction reads."""
-        value = num.affine_value(level, self.scale, self.zero_point, guarded)
+        """The real value of each level, `(level - zero_point) * scale`; the product is last, so that zero is exactly 0.
+
+        Only what a contraction alone reads, which adds nothing to the product, needs no guard.
+
+        The sum with `|steps| * 0` is two things at once. It makes one zero: XLA drops an addition of a constant zero
+        point 0, and then the zero that a small negative value rounds to would be -0 in one program and 0 in another.
+        And it guards the product: contracted with this sum it rounds to the same, and with the user's next one it
+        cannot be. A select would not do: LLVM moves an addition into one with a constant on a side.
+        """
+        steps = level if self.zero_point is None else level - self.zero_point
+        value = steps * self.scale + jnp.abs(steps) * 0 if guarded else steps * self.scale
         if self.tensor_scale is None:
             return value
         return num.guard(value * self.tensor_scale) if guarded else value * self.tensor_scale
 
-    def held(self, level: Array, spec: QuantSpec) -> Array:
+    def in_dtype(self, level: Array) -> Array:
         """The levels, clipped, in the dtype that holds them."""
-        return spec.levels.held(level, self.qmin, self.qmax)
+        return self.frame.spec.levels.in_dtype(level, self.qmin, self.qmax)
 
 
-def grid_of(qparams: QParams, spec: QuantSpec, ends: tuple[Any, Any]) -> Grid:
+def grid_of(qparams: QParams, frame: Frame) -> Grid:
     """The grid of qparams, not yet limited; the zero point of a symmetric spec is never read."""
-    return Grid(qparams.scale, None if spec.symmetric else qparams.zero_point, *ends)
+    return Grid(qparams.scale, None if frame.spec.symmetric else qparams.zero_point, frame)
+
+
+def limits_of(spec: QuantSpec, bits: Any = None) -> tuple[Any, Any]:
+    """`qmin` and `qmax` as float32: constants, or arrays for traced `bits`.
+
+    Traced bits are limited to [2, spec.bits], which cannot be checked. By shifts: `exp2` is not exact everywhere.
+    """
+    if bits is None:
+        return np.float32(spec.qmin), np.float32(spec.qmax)
+    if spec.format:
+        raise ValueError(f"`bits` is a schedule of integers, got {bits!r} with {spec}. Leave it None.")
+    bits = _bits(spec, bits)
+    half = lax.shift_left(jnp.int32(1), bits - 1)
+    low, high = (-half, half - 1) if spec.signed else (jnp.zeros_like(half), 2 * half - 1)
+    low = low + int(bool(spec.narrow_range))
+    return low.astype(jnp.float32), high.astype(jnp.float32)
+
+
+def frame_of(spec: QuantSpec, bits: Any = None, is_fitted: bool = False) -> Frame:
+    """The frame of a spec, of fewer bits if a schedule says so."""
+    return Frame(*limits_of(spec, bits), spec, is_fitted)
+
+
+def _bits(spec: QuantSpec, bits: Any) -> Array:
+    bits = checks.unwrapped(bits)
+    if isinstance(bits, bool) or not jnp.issubdtype(getattr(bits, "dtype", type(bits)), jnp.integer):
+        raise TypeError(
+            f"`bits` must be an integer, traced or not, got {bits!r}. It is the width of a schedule: jnp.int32(4)."
+        )
+    if not isinstance(bits, int):
+        checks.shape("bits", jnp.asarray(bits), (), "one width for the tensor")
+    if not isinstance(bits, jax.core.Tracer) and not 2 <= int(bits) <= spec.bits:
+        raise ValueError(
+            f"`bits` must be between 2 and the {spec.bits} of {spec}, got {int(bits)}. Give the spec the most bits "
+            "that a schedule reaches."
+        )
+    return jnp.clip(jnp.asarray(bits).astype(jnp.int32), 2, spec.bits)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic that every quantizer shares: rounding, guards, exact division, clipping, the affine form.
+"""The arithmetic that every quantizer shares: rounding, guards, exact division, clipping.
 
 "Exact" means the bits of IEEE arithmetic evaluated one operation at a time, as NumPy and TensorFlow's CPU
 kernels do. XLA keeps real-number identities rather than those bits: it turns divisions into multiplications by a
@@ -57,7 +57,7 @@ def power_of_two(exponent: Array, dtype: jnp.dtype) -> Array:
     return lax.bitcast_convert_type((exponent.astype(f"int{of.bits}") - (of.minexp - 1)) << of.nmant, dtype)
 
 
-def exponent(v: Array) -> Array:
+def floor_log2(v: Array) -> Array:
     """floor(log2(|v|)) of normal numbers, by their bits; one below the least for 0 and subnormals."""
     of = jnp.finfo(v.dtype)
     bits = lax.bitcast_convert_type(v, f"int{of.bits}")
@@ -128,30 +128,6 @@ def round_stochastic(v: Array, noise: Array) -> Array:
 ROUND = {"half_even": round_half_even, "half_up": round_half_up, "half_away": round_half_away}
 
 
-def affine_level(x: Array, scale: Array, zero_point: Array | None, nearest: Callable[[Array], Array]) -> Array:
-    """The level of each real value on the affine grid, not yet clipped: `nearest(x / scale) + zero_point`.
-
-    No zero point is 0.
-    """
-    # Of a constant x `divide` would fold the select that it hangs on.
-    level = nearest(divide(lax.optimization_barrier(x), scale))
-    return level if zero_point is None else level + zero_point
-
-
-def affine_value(level: Array, scale: Array, zero_point: Array | None, guarded: bool = True) -> Array:
-    """The real value of each level, `(level - zero_point) * scale`; the product is last, so that zero is exactly 0.
-
-    Only what a contraction alone reads, which adds nothing to the product, needs no guard.
-
-    The sum with `|steps| * 0` is two things at once. It makes one zero: XLA drops an addition of a constant zero point
-    0, and then the zero that a small negative value rounds to would be -0 in one program and 0 in another. And it
-    guards the product: contracted with this sum it rounds to the same, and with the user's next one it cannot be. A
-    select would not do: LLVM moves an addition into one with a constant on a side.
-    """
-    steps = level if zero_point is None else level - zero_point
-    return steps * scale + jnp.abs(steps) * 0 if guarded else steps * scale
-
-
 def rounding_error(x: Array, steps: Array, scale: Array) -> Array:
     """`steps - x / scale`, rounded once, for the integer or narrow float `steps` next to the quotient.
 
@@ -160,7 +136,7 @@ def rounding_error(x: Array, steps: Array, scale: Array) -> Array:
     a float, so that no contraction changes it either. In float64, whose scales are of float32, each product is.
     """
     of = jnp.finfo(x.dtype)
-    unit = power_of_two(-jnp.minimum(exponent(scale), of.maxexp - 2), x.dtype)
+    unit = power_of_two(-jnp.minimum(floor_log2(scale), of.maxexp - 2), x.dtype)
     left, scale = x * unit, scale * unit
     if x.dtype == jnp.float64:
         return -divide(left - steps * scale, scale)

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from . import _checks as checks
 from . import _numerics as num
 from ._affine import checked_qparams, dequantize, fake_quant, quantize, scale_gradient
+from ._grid import limits_of
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from ._qparams import QParams
 from ._ranges._fit import fit_qparams
 from ._rule import Rule, Rules, checked_rules, pattern_in_words, shadowed
-from ._spec import QuantSpec, limits_of, qparams_shape
+from ._spec import QuantSpec, qparams_shape
 
 
 class _Leaf(NamedTuple):

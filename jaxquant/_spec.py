@@ -4,11 +4,8 @@
 import dataclasses
 from typing import Any
 
-import jax
-import jax.core
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from . import _checks as checks
 from ._formats import FLOATS, Float, Integers
@@ -364,35 +361,3 @@ def spec_from_json(fields: dict[str, Any]) -> QuantSpec:
 def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scale of an array of this shape; raises where the granularity does not fit it."""
     return spec.granularity.scale_shape(shape, spec)
-
-
-def limits_of(spec: QuantSpec, bits: Any = None) -> tuple[Any, Any]:
-    """`qmin` and `qmax` as float32: constants, or arrays for traced `bits`.
-
-    Traced bits are limited to [2, spec.bits], which cannot be checked. By shifts: `exp2` is not exact everywhere.
-    """
-    if bits is None:
-        return np.float32(spec.qmin), np.float32(spec.qmax)
-    if spec.format:
-        raise ValueError(f"`bits` is a schedule of integers, got {bits!r} with {spec}. Leave it None.")
-    bits = _bits(spec, bits)
-    half = lax.shift_left(jnp.int32(1), bits - 1)
-    low, high = (-half, half - 1) if spec.signed else (jnp.zeros_like(half), 2 * half - 1)
-    low = low + int(bool(spec.narrow_range))
-    return low.astype(jnp.float32), high.astype(jnp.float32)
-
-
-def _bits(spec: QuantSpec, bits: Any) -> Array:
-    bits = checks.unwrapped(bits)
-    if isinstance(bits, bool) or not jnp.issubdtype(getattr(bits, "dtype", type(bits)), jnp.integer):
-        raise TypeError(
-            f"`bits` must be an integer, traced or not, got {bits!r}. It is the width of a schedule: jnp.int32(4)."
-        )
-    if not isinstance(bits, int):
-        checks.shape("bits", jnp.asarray(bits), (), "one width for the tensor")
-    if not isinstance(bits, jax.core.Tracer) and not 2 <= int(bits) <= spec.bits:
-        raise ValueError(
-            f"`bits` must be between 2 and the {spec.bits} of {spec}, got {int(bits)}. Give the spec the most bits "
-            "that a schedule reaches."
-        )
-    return jnp.clip(jnp.asarray(bits).astype(jnp.int32), 2, spec.bits)

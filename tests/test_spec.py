@@ -11,7 +11,8 @@ import pytest
 from exact import assert_same_bits
 
 from jaxquant import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, activation_spec, weight_spec
-from jaxquant._spec import limits_of, qparams_shape
+from jaxquant._grid import limits_of
+from jaxquant._spec import qparams_shape
 
 SOME = [
     QuantSpec(),

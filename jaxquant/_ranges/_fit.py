@@ -15,20 +15,18 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from .._grid import Grid
+from .._grid import Frame, Grid, frame_of
 from .._groups import broadcast_groups, reduce_groups
 from .._qparams import QParams
 from .._scale_formats import TINY
-from .._spec import QuantSpec, checked, limits_of, qparams_shape
+from .._spec import QuantSpec, checked, qparams_shape
 from ._range import LARGEST, finite_or, grid_of_range, no_nonfinite, range_of, rows_of
 
-Limits = tuple[Any, Any]  # qmin and qmax
 
-
-def _minmax(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
-    fitted = lambda x_min, x_max, _: grid_of_range(x_min, x_max, spec, limits)[:2]
-    scale, zero_point = range_of(x, spec, fitted)
-    return Grid(scale, zero_point, *limits).qparams
+def _minmax(x: Array, frame: Frame) -> QParams:
+    fitted = lambda x_min, x_max, _: grid_of_range(x_min, x_max, frame)[:2]
+    scale, zero_point = range_of(x, frame.spec, fitted)
+    return Grid(scale, zero_point, frame).qparams
 
 
 def _mean(x: Array, shape: tuple[int, ...]) -> Array:
@@ -38,9 +36,9 @@ def _mean(x: Array, shape: tuple[int, ...]) -> Array:
     return total(jnp.where(finite, x, 0)) / jnp.maximum(total(finite.astype(x.dtype)), 1)
 
 
-def _lsq(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
-    (scale, zero_point), (qmin, qmax) = _minmax(x, spec, limits), limits
-    steps = qmax - zero_point if spec.symmetric else jnp.maximum(qmax - zero_point, zero_point - qmin)
+def _lsq(x: Array, frame: Frame) -> QParams:
+    (scale, zero_point), qmin, qmax = _minmax(x, frame), frame.qmin, frame.qmax
+    steps = qmax - zero_point if frame.spec.symmetric else jnp.maximum(qmax - zero_point, zero_point - qmin)
     x = num.upcast(x, num.compute_dtype(x.dtype))
     # In units of the min-max scale, so that no sum overflows.
     v = jnp.abs(num.divide(x, broadcast_groups(scale.astype(x.dtype), x.shape)))
@@ -60,11 +58,12 @@ def _order_statistics(x: Array, below: float, above: float) -> tuple[Array, Arra
     return pick(beyond(below)), pick(last - beyond(above))
 
 
-def _percentile(x: Array, spec: QuantSpec, limits: Limits, percentile: float) -> QParams:
+def _percentile(x: Array, frame: Frame, percentile: float) -> QParams:
+    spec = frame.spec
     shape = qparams_shape(spec, x.shape)
     rows = rows_of(num.upcast(x, num.compute_dtype(x.dtype)), shape)
     if not rows.shape[1]:
-        return _minmax(x, spec, limits)
+        return _minmax(x, frame)
     if spec.symmetric and spec.signed:
         _, high = _order_statistics(jnp.abs(rows), 0.0, (100 - percentile) / 100)
         low = -high
@@ -72,7 +71,7 @@ def _percentile(x: Array, spec: QuantSpec, limits: Limits, percentile: float) ->
         outside = (100 - percentile) / 200
         low, high = _order_statistics(rows, outside, outside)
     low, high = (end.reshape(shape).astype(jnp.float32) for end in (low, high))
-    return grid_of_range(low, high, spec, limits).qparams
+    return grid_of_range(low, high, frame).qparams
 
 
 class _Trial(NamedTuple):
@@ -83,16 +82,16 @@ class _Trial(NamedTuple):
     error: Array
 
 
-def _trial(v: Array, ratio: Array, zero_point: Array, spec: QuantSpec, limits: Limits) -> _Trial:
+def _trial(v: Array, ratio: Array, zero_point: Array, frame: Frame) -> _Trial:
     """The error of a grid on `v`, after the least-squares step of its scale for the levels that it assigns.
 
     The step makes of any guess the best scale of its neighbourhood: the error is a chain of parabolas, one for each
     assignment of values to levels, and this is the lowest point of the one that the guess lies on.
     """
     total = lambda t: reduce_groups(jnp.sum, t, ratio.shape)
-    grid = Grid(ratio, zero_point, *limits).over(v)
+    grid = Grid(ratio, zero_point, frame).over(v)
     finite = jnp.abs(v) < jnp.inf
-    q = jnp.where(finite, num.clip(grid.level(v, spec), grid.qmin, grid.qmax) - grid.zero_point, 0)
+    q = jnp.where(finite, num.clip(grid.level(v), grid.qmin, grid.qmax) - grid.zero_point, 0)
     rest = jnp.where(finite, v - q * grid.scale, 0)
     slope, curvature = total(rest * q), total(q * q)
     curvature = jnp.where(curvature > 0, curvature, 1)  # all levels are 0
@@ -117,30 +116,32 @@ def _density(size: int, steps: int, least: int, most: int) -> int:
     return int(np.clip(2 * steps * min(size, 1024 // max(size, 1)), least, most))
 
 
-def _nearby_scale(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
+def _nearby_scale(x: Array, frame: Frame) -> QParams:
     """The scale of min-max, or one beside it that its format holds, whichever has the least squared error."""
-    spec = dataclasses.replace(spec, rounding="half_even", scale_rule="ceil")
+    spec = dataclasses.replace(frame.spec, rounding="half_even", scale_rule="ceil")
+    frame = dataclasses.replace(frame, spec=spec)
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    start = Grid(_minmax(x, spec, limits).scale, None, *limits).used(spec, fitted=True)
+    start = Grid(_minmax(x, frame).scale, None, frame).effective()
 
     def error(scale: Array) -> Array:
-        grid = Grid(scale, None, *limits, start.tensor_scale).over(x)
-        wrong = jnp.where(jnp.abs(x) < jnp.inf, grid.value(grid.level(x, spec)) - x, 0)
+        grid = Grid(scale, None, frame, start.tensor_scale).over(x)
+        wrong = jnp.where(jnp.abs(x) < jnp.inf, grid.value(grid.level(x)) - x, 0)
         unit = broadcast_groups(start.step.astype(x.dtype), x.shape)  # so that no square overflows or vanishes
         return reduce_groups(jnp.sum, num.divide(wrong, unit) ** 2, scale.shape)
 
-    best, least = start.scale, error(start.scale)
+    best, lowest = start.scale, error(start.scale)
     for scale in spec.scales.neighbours(start.scale):
         found = error(scale)
-        best, least = num.select(found < least, scale, best), jnp.minimum(found, least)
-    return Grid(start._replace(scale=best).step, None, *limits).qparams
+        best, lowest = num.select(found < lowest, scale, best), jnp.minimum(found, lowest)
+    return Grid(start._replace(scale=best).step, None, frame).qparams
 
 
-def _mse(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
+def _mse(x: Array, frame: Frame) -> QParams:
+    spec, qmin, qmax = frame.spec, frame.qmin, frame.qmax
     if spec.scales.is_coarse:
-        return _nearby_scale(x, spec, limits)
-    start, (qmin, qmax) = _minmax(x, spec, limits), limits
-    nearest = dataclasses.replace(spec, rounding="half_even")  # whatever the spec rounds
+        return _nearby_scale(x, frame)
+    start = _minmax(x, frame)
+    nearest = dataclasses.replace(frame, spec=dataclasses.replace(spec, rounding="half_even"))  # whatever the spec is
     # In units of the min-max scale, so that no square overflows or vanishes.
     x = num.upcast(x, num.compute_dtype(x.dtype)).astype(jnp.float32)
     v = num.divide(x, broadcast_groups(start.scale, x.shape))
@@ -149,11 +150,11 @@ def _mse(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
     def search(best: _Trial, grid_of: Callable, candidates: Any) -> _Trial:
         def step(best, candidate):
             ratio, zero_point = grid_of(candidate)
-            return _better(best, _trial(v, ratio, zero_point, nearest, limits)), None
+            return _better(best, _trial(v, ratio, zero_point, nearest)), None
 
         return lax.scan(step, best, jnp.asarray(candidates, jnp.float32))[0]
 
-    best = _trial(v, jnp.ones_like(start.scale), start.zero_point, nearest, limits)
+    best = _trial(v, jnp.ones_like(start.scale), start.zero_point, nearest)
     steps = (spec.levels.number - 1) // (2 if spec.signed or not spec.symmetric else 1)
     dense = np.geomspace(1.6, 0.25, _density(size, steps, 64, 4096))
     best = search(best, lambda ratio: (jnp.ones_like(start.scale) * ratio, start.zero_point), np.r_[_SHRINK, dense])
@@ -172,16 +173,16 @@ def _mse(x: Array, spec: QuantSpec, limits: Limits) -> QParams:
     nearby = lambda c: (centre.ratio * c[0], jnp.clip(centre.zero_point + c[1], qmin, qmax))
     best = search(best, nearby, [(r, s) for r in near for s in shifts])
     for _ in range(2):
-        best = _better(best, _trial(v, best.ratio, best.zero_point, nearest, limits))
+        best = _better(best, _trial(v, best.ratio, best.zero_point, nearest))
     scale = num.guard(start.scale * best.ratio)
     return QParams(jnp.where(scale < TINY, TINY, scale), best.zero_point)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "method", "percentile"))
-def _fit(x: Array, limits: Limits, spec: QuantSpec, method: str, percentile: float) -> QParams:
+@functools.partial(jax.jit, static_argnames=("method", "percentile"))
+def _fit(x: Array, frame: Frame, method: str, percentile: float) -> QParams:
     if method == "percentile":
-        return _percentile(x, spec, limits, percentile)
-    return _METHODS[method](x, spec, limits)
+        return _percentile(x, frame, percentile)
+    return _METHODS[method](x, frame)
 
 
 _METHODS: dict[str, Callable] = {"minmax": _minmax, "mse": _mse, "lsq": _lsq}
@@ -238,8 +239,8 @@ def fit_qparams(
     0.10000000149011612
     """
     x = checks.float_array("x", x)
-    spec = checked(spec)
+    frame = frame_of(checked(spec), bits, is_fitted=True)
     checks.one_of("method", method, ("minmax", "percentile", "mse", "lsq"))
     percentile = checks.percentage("percentile", percentile)
     no_nonfinite(x, nonfinite)
-    return _fit(lax.stop_gradient(x), limits_of(spec, bits), spec, method, percentile)
+    return _fit(lax.stop_gradient(x), frame, method, percentile)

@@ -15,12 +15,12 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from .._grid import Grid
+from .._grid import Frame, Grid, frame_of
 from .._groups import reduce_groups
 from .._qparams import QParams
 from .._scale_formats import quotient
 from .._sharding import replicated
-from .._spec import QuantSpec, checked, limits_of, qparams_shape
+from .._spec import QuantSpec, checked, qparams_shape
 
 LARGEST = np.float32(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
 _ZERO = np.float32(0)
@@ -154,29 +154,29 @@ def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
     return lax.min(lax.max(x_min, -LARGEST), _ZERO), lax.min(lax.max(x_max, _ZERO), LARGEST)
 
 
-def grid_of_range(x_min: Array | None, x_max: Array, spec: QuantSpec, limits: tuple[Any, Any]) -> Grid:
+def grid_of_range(x_min: Array | None, x_max: Array, frame: Frame) -> Grid:
     """The grid of a range without NaN: the formulas of `qparams_from_range`, inside a compiled program.
 
     No `x_min` is the range of the largest absolute value `x_max`.
     """
-    qmin, qmax = limits
+    spec, qmin, qmax = frame.spec, frame.qmin, frame.qmax
     # Constants would be folded before the rewrites that `num.divide` stops.
     if x_min is None:
         largest = lax.min(lax.optimization_barrier(x_max), LARGEST)
-        return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, *limits)
+        return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, frame)
     x_min, x_max = _extended(*lax.optimization_barrier((x_min, x_max)))
     if spec.symmetric:
         largest = lax.max(-x_min, x_max) if spec.signed else x_max
-        return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, *limits)
+        return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, frame)
     scale = quotient(x_max - x_min, qmax - qmin, 1)
     zero_point = qmin - num.round_half_even(num.divide(x_min, scale))
-    return Grid(scale, lax.min(lax.max(zero_point, qmin), qmax), *limits)
+    return Grid(scale, lax.min(lax.max(zero_point, qmin), qmax), frame)
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _qparams_from_range(x_min: Array, x_max: Array, spec: QuantSpec, limits: tuple[Any, Any]) -> QParams:
+@jax.jit
+def _qparams_from_range(x_min: Array, x_max: Array, frame: Frame) -> QParams:
     x_min, x_max = (num.select(v == v, v, 0) for v in (x_min, x_max))
-    return grid_of_range(x_min, x_max, spec, limits).qparams
+    return grid_of_range(x_min, x_max, frame).qparams
 
 
 def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
@@ -213,13 +213,12 @@ def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
     >>> [v.item() for v in qparams_from_range(Range(-20.0, 1000.0), QuantSpec(symmetric=False))]
     [4.0, -123.0]
     """
-    spec = checked(spec)
-    limits = limits_of(spec, bits)
+    frame = frame_of(checked(spec), bits)
 
     def of(r: Range) -> QParams:
         x_min, x_max = checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32))
         checks.shape("x_max", x_max, x_min.shape, "the shape of `x_min`, one range for each scale")
-        return _qparams_from_range(x_min, x_max, spec, limits)
+        return _qparams_from_range(x_min, x_max, frame)
 
     return for_each(of, Range, "qparams_from_range", r=r)
 
