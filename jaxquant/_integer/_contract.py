@@ -8,6 +8,7 @@ order of summation, because no step rounds.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -60,6 +61,21 @@ def codes(q: QArray, wide: bool) -> Codes:
     if q.spec.signed:
         return Codes(q.values, None if q.spec.symmetric else zero)
     return Codes(lax.bitcast_convert_type(q.values ^ jnp.uint8(128), jnp.int8), zero - 128)
+
+
+def without_zeros(acc: Array, length: Any, *operands: tuple[Array | None, Callable[[], Array]]) -> Array:
+    """The sum of `length` products of `values - zero_point`, made of that of the products of values.
+
+    Each operand comes as its zero point, None for 0, and the sum of the values that it meets in the other one, both as
+    they broadcast in the output. The first one's is subtracted first.
+    """
+    (first, met_by_first), (second, met_by_second) = operands
+    if first is not None:
+        acc = acc - first * met_by_first()
+    if second is not None:
+        met = met_by_second()
+        acc = acc - second * (met if first is None else met - length * first)
+    return acc
 
 
 def in_output(name: str, v: Array, shape: tuple[int, ...], places: dict[int, int], ndim: int) -> Array:

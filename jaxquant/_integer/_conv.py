@@ -31,6 +31,7 @@ from ._contract import (
     rounded,
     scaled,
     with_real_values,
+    without_zeros,
 )
 from ._digits import in_digits, sum_of_digits
 
@@ -145,17 +146,11 @@ class Conv(NamedTuple):
         if a_zero is not None:  # what pads is real 0, the zero point, not the code 0
             x, op = self._padded(x, broadcast_groups(a_zero, a.shape))
         acc = op.real(x, w, jnp.int32)
-        if a_zero is not None:
-            out, *inner = self.dimensions.rhs_spec
-            columns = jnp.sum(w, tuple(inner), dtype=jnp.int32, keepdims=True)
-            columns = in_output("b", columns, b.shape, {out: self.dimensions.out_spec[1]}, acc.ndim)
-            acc = acc - self._place("a", a_zero, a, acc.ndim) * columns
-        if b_zero is not None:
-            windows = op.real(x, jnp.ones_like(w), jnp.int32)
-            if a_zero is not None:
-                windows = windows - length * self._place("a", a_zero, a, acc.ndim)
-            acc = acc - self._place("b", b_zero, b, acc.ndim) * windows
-        return acc
+        place = lambda name, v, q: None if v is None else self._place(name, v, q, acc.ndim)
+        columns = lambda: jnp.sum(w, self.dimensions.rhs_spec[1:], dtype=jnp.int32, keepdims=True)
+        of_a = place("a", a_zero, a), lambda: self._place("b", columns(), b, acc.ndim)
+        of_b = place("b", b_zero, b), lambda: op.real(x, jnp.ones_like(w), jnp.int32)
+        return without_zeros(acc, length, of_a, of_b)
 
     def _padded(self, x: Array, zero: Array) -> tuple[Array, "Conv"]:
         """`x` padded and dilated by its zero point, and the convolution that is left to do."""

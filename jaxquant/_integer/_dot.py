@@ -33,6 +33,7 @@ from ._contract import (
     rounded,
     scaled,
     with_real_values,
+    without_zeros,
 )
 from ._digits import in_digits, sum_of_digits
 
@@ -247,47 +248,59 @@ class Dot(NamedTuple):
         (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
         (ca, cb), (ba, bb) = self.contracted, self.batch
         free, outer = self._free(a.ndim, 0), len(ba)
-        # (batch, rows, contracted): XLA:CPU is fast on rows, and slow on fewer than four; of a symbolic number of rows,
-        # of an exported program, nobody knows whether they are. It folds a transpose back into the contraction, which
-        # is then in no library and up to ten times slower than in float32; of one more row it writes a copy.
-        rows, order = math.prod(a.shape[i] for i in free), (*ba, *free, *ca)
-        missing = max(4 - rows, 0) if isinstance(rows, int) else 0
-        missing = max(missing, int(order != tuple(range(a.ndim))))
-        x = lax.transpose(x, order)
-        x = lax.reshape(x, [*(a.shape[i] for i in ba), rows, *(a.shape[i] for i in ca)])
-        # A row of ones sums the columns of b, which a reduction does in several times the time of the contraction. On
-        # a mesh with explicit axes it would not have the sharding of the others.
-        replicated = all(axis is None for axis in jax.typeof(x).sharding.spec)
-        ones = int(a_zero is not None and replicated)
-        if extra := max(ones, missing if replicated else 0):
-            fill = jnp.ones_like(x, shape=[extra if k == outer else n for k, n in enumerate(x.shape)])
-            x = lax.concatenate([x, fill], outer)
-        inner = tuple(range(outer + 1, x.ndim))
-        dot = lambda x, w, c, batch: lax.dot_general(x, w, ((inner, c), batch), preferred_element_type=jnp.int32)
-        product = dot(x, w, cb, (tuple(range(outer)), bb))
+        sizes = lambda axes: [a.shape[i] for i in axes]
+        x, rows, has_ones = _rows(x, ba, free, ca, a_zero is not None)
+        inner, leading = tuple(range(outer + 1, x.ndim)), tuple(range(outer))
+        dot = lambda w, c, batch: lax.dot_general(
+            x, w, ((inner, c), (leading, batch)), preferred_element_type=jnp.int32
+        )
+        product = dot(w, cb, bb)
         acc = lax.slice_in_dim(product, 0, rows, axis=outer)
-        acc = lax.reshape(acc, [*acc.shape[:outer], *(a.shape[i] for i in free), *acc.shape[outer + 1 :]])
+        acc = lax.reshape(acc, [*acc.shape[:outer], *sizes(free), *acc.shape[outer + 1 :]])
+        kept = outer + len(free)
+        of_rows = lambda sums: lax.reshape(sums, [*acc.shape[:kept], *[1] * (acc.ndim - kept)])
+        of_columns = lambda sums: lax.reshape(sums, [*acc.shape[:outer], *[1] * len(free), *acc.shape[kept:]])
+
+        def sums_of_a() -> Array:
+            columns = jnp.ones_like(x, shape=[*sizes(ba), *sizes(ca), 4])
+            sums = dot(columns, tuple(range(outer, outer + len(ca))), leading)
+            return of_rows(lax.slice_in_dim(sums, 0, rows, axis=outer)[..., 0])
+
+        def sums_of_b() -> Array:
+            if has_ones:
+                return of_columns(lax.slice_in_dim(product, rows, rows + 1, axis=outer))
+            sums = jnp.sum(w, cb, dtype=jnp.int32)
+            left = [i for i in range(b.ndim) if i not in cb]
+            return of_columns(lax.transpose(sums, [left.index(i) for i in (*bb, *self._free(b.ndim, 1))]))
+
+        place = lambda name, v, q, at: None if v is None else in_output(name, v, q.shape, at, acc.ndim)
         a_at, b_at = self._places(a, b)
-        place = lambda name, zero, q, at: in_output(name, zero, q.shape, at, acc.ndim)
-        if b_zero is not None:
-            b_zero = place("b", b_zero, b, b_at)
-            few = jnp.ones_like(x, shape=[*(a.shape[i] for i in ba), *(a.shape[i] for i in ca), 4])
-            leading = tuple(range(outer))
-            sums = dot(x, few, tuple(range(outer, outer + len(ca))), (leading, leading))
-            sums = lax.slice_in_dim(sums, 0, rows, axis=outer)[..., 0]
-            sums = lax.reshape(sums, [*acc.shape[: outer + len(free)], *[1] * (acc.ndim - outer - len(free))])
-            acc = acc - b_zero * sums
-        if a_zero is not None:
-            a_zero = place("a", a_zero, a, a_at)
-            if ones:
-                sums = lax.slice_in_dim(product, rows, rows + 1, axis=outer)
-            else:
-                sums = jnp.sum(w, cb, dtype=jnp.int32)
-                left = [i for i in range(b.ndim) if i not in cb]
-                sums = lax.transpose(sums, [left.index(i) for i in (*bb, *self._free(b.ndim, 1))])
-            sums = lax.reshape(sums, [*acc.shape[:outer], *[1] * len(free), *acc.shape[outer + len(free) :]])
-            acc = acc - a_zero * (sums if b_zero is None else sums - length * b_zero)
-        return acc
+        of_a, of_b = (place("a", a_zero, a, a_at), sums_of_b), (place("b", b_zero, b, b_at), sums_of_a)
+        return without_zeros(acc, length, of_b, of_a)
+
+
+def _rows(
+    x: Array, batch: Sequence[int], free: Sequence[int], contracted: Sequence[int], has_zero: bool
+) -> tuple[Array, Any, bool]:
+    """Values as (batch, rows, contracted), with the number of rows, and whether rows of ones follow them.
+
+    XLA:CPU is fast on rows, and slow on fewer than four; of a symbolic number of rows, of an exported program, nobody
+    knows whether they are. It folds a transpose back into the contraction, which is then in no library and up to ten
+    times slower than in float32; of one more row it writes a copy.
+    """
+    sizes = lambda axes: [x.shape[i] for i in axes]
+    outer, rows, order = len(batch), math.prod(sizes(free)), (*batch, *free, *contracted)
+    missing = max(4 - rows, 0) if isinstance(rows, int) else 0
+    missing = max(missing, int(order != tuple(range(x.ndim))))
+    shape = [*sizes(batch), rows, *sizes(contracted)]
+    x = lax.reshape(lax.transpose(x, order), shape)
+    # A row of ones sums the columns of b, which a reduction does in several times the time of the contraction. On a
+    # mesh with explicit axes it would not have the sharding of the others.
+    replicated = all(axis is None for axis in jax.typeof(x).sharding.spec)
+    if extra := max(int(has_zero), missing) if replicated else 0:
+        shape[outer] = extra
+        x = lax.concatenate([x, jnp.ones_like(x, shape=shape)], outer)
+    return x, rows, has_zero and replicated
 
 
 def _as_stored(
