@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from .. import _checks as checks
+from .._jaxpr._origin import DATA, Origin, parameter
 from .._paths import is_qarray, with_paths
 from .._qarray import QArray
 from .._qparams import QParams
@@ -56,6 +58,52 @@ class Call(NamedTuple):
         """`args` and `kwargs` again."""
         values = iter(arrays)
         return jax.tree.unflatten(self.structure, [next(values) if s is None else s.value for s in self.leaves])
+
+
+def call_of(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> tuple[Call, list[Any]]:
+    """What is static of the arguments, and the arrays; a QArray in the params counts as one."""
+    if len(args) <= argnum:
+        raise TypeError(
+            f"`params_argnum={argnum}` must be one of the positional arguments, got {len(args)} of them. "
+            "Pass the params by position."
+        )
+    is_parameter = {id(v) for v in jax.tree.leaves(args[argnum], is_leaf=is_qarray) if is_qarray(v)}
+    leaves_of = functools.partial(jax.tree.flatten, is_leaf=lambda node: id(node) in is_parameter)
+    leaves, structure = leaves_of((args, dict(kwargs)))
+    start = len(leaves_of(args[:argnum])[0])
+    params = start, start + len(leaves_of(args[argnum])[0])
+    static = tuple(None if is_traced(leaf) else Static.of(leaf) for leaf in leaves)
+    try:
+        hash(static)
+    except TypeError:
+        others = [leaf for leaf in leaves if not is_traced(leaf)]
+        kinds = sorted({type(leaf).__name__ for leaf in others})
+        boxed = any(is_traced(getattr(leaf, "value", None)) for leaf in others)
+        fix = "Pass the value of each variable: {v.path: v.value for v in model.variables}. " if boxed else ""
+        raise TypeError(
+            f"An argument must have leaves that are arrays or have a hash, got leaves of types {kinds}. {fix}"
+            "Register the one without a hash as a pytree, or close over it."
+        ) from None
+    arrays = [leaf for leaf, s in zip(leaves, static, strict=True) if s is None]
+    return Call(structure, static, params), arrays
+
+
+def origins_of(call: Call, variables: Sequence[Any], argnum: int) -> tuple[dict[str, Any], list[Origin]]:
+    """The parameters by their paths, and the origin of each argument of the program."""
+    params, origins = {}, []
+    values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+    args, _ = call.arguments(values)
+    named = with_paths(args[argnum], is_leaf=lambda node: False)
+    paths = dict(zip(range(*call.params), (path for path, _ in named), strict=True))
+    for i, value in zip([i for i, s in enumerate(call.leaves) if s is None], values, strict=True):
+        if i not in paths:
+            origins.append(DATA._replace(value=("argument", i)))
+            continue
+        if paths[i] in params:
+            raise ValueError(f"Two parameters have the path {paths[i]!r}. Rename one of the keys that make it.")
+        params[paths[i]] = value
+        origins.append(parameter(paths[i], value.ndim)._replace(value=("argument", i)))
+    return params, origins
 
 
 def with_own(signature: inspect.Signature) -> inspect.Signature:

@@ -19,7 +19,6 @@ from .. import _checks as checks
 from .._integer._contract import checked_execution
 from .._jaxpr._calls import CALLS
 from .._jaxpr._evaluate import Scope
-from .._jaxpr._origin import DATA, Origin, parameter
 from .._jaxpr._program import POINT, traced
 from .._jaxpr._walk import Walk
 from .._params import checked_lsq_gradient, with_lsq_gradient
@@ -29,7 +28,19 @@ from .._ranges._fit import fit_qparams
 from .._ranges._range import Range, qparams_from_range
 from .._rule import Rules, checked_rules, pattern_in_words
 from .._tally import Tally
-from ._call import OWN_ARGUMENTS, Call, Static, is_traced, misuse, noted, paths_of, refuse_lost_changes, with_own
+from ._call import (
+    OWN_ARGUMENTS,
+    Call,
+    Static,
+    call_of,
+    is_traced,
+    misuse,
+    noted,
+    origins_of,
+    paths_of,
+    refuse_lost_changes,
+    with_own,
+)
 from ._decide import Decisions, decide
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
@@ -265,20 +276,18 @@ class QuantizedFunction:
 
         def view(*args: Any, **kwargs: Any) -> Any:
             qparams = None if "qparams" in self._names else kwargs.pop("qparams", None)
-            call, arrays = self._call(args, kwargs)
+            call, arrays = call_of(args, kwargs, self._argnum)
             with self._explained(args, kwargs):
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
                 leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op))
-            return jax.tree.unflatten(
-                structure.value, [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
-            )
+            return _value(leaves, structure)
 
         return view
 
     def _result(self, how: _How, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The value of a call, and what it observes."""
         key, qparams, lsq_gradient = self._own(kwargs)
-        call, arrays = self._call(args, kwargs)
+        call, arrays = call_of(args, kwargs, self._argnum)
         if any(isinstance(v, jax.ShapeDtypeStruct) for v in arrays):
             raise TypeError("An argument is a ShapeDtypeStruct, expected arrays. Shapes are for q.plan(...).")
         how = how._replace(lsq_gradient=lsq_gradient)
@@ -287,15 +296,14 @@ class QuantizedFunction:
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
                 self._compare_scales(call, arrays, how, key, args[self._argnum], qparams)
             leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams)
-        leaves = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
-        return jax.tree.unflatten(structure.value, leaves), observed
+        return _value(leaves, structure), observed
 
     def _planned(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, Entries]:
         key, qparams, lsq_gradient = self._own(kwargs)
         if key is None and self._rounds_stochastically():
             key = jax.eval_shape(lambda: jax.random.key(0))  # a plan needs none
         how = _How(lsq_gradient=lsq_gradient)
-        call, arrays = self._call(args, kwargs)
+        call, arrays = call_of(args, kwargs, self._argnum)
         with self._explained(args, kwargs):
             return self._decided(call, how, arrays, key, qparams)
 
@@ -347,33 +355,6 @@ class QuantizedFunction:
             )
         return {} if qparams is None else {"qparams": qparams}
 
-    def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Call, list[Any]]:
-        """What is static of the arguments, and the arrays; a QArray in the params counts as one."""
-        if len(args) <= self._argnum:
-            raise TypeError(
-                f"`params_argnum={self._argnum}` must be one of the positional arguments, got {len(args)} of them. "
-                "Pass the params by position."
-            )
-        is_parameter = {id(v) for v in jax.tree.leaves(args[self._argnum], is_leaf=is_qarray) if is_qarray(v)}
-        leaves_of = functools.partial(jax.tree.flatten, is_leaf=lambda node: id(node) in is_parameter)
-        leaves, structure = leaves_of((args, dict(kwargs)))
-        start = len(leaves_of(args[: self._argnum])[0])
-        params = start, start + len(leaves_of(args[self._argnum])[0])
-        static = tuple(None if is_traced(leaf) else Static.of(leaf) for leaf in leaves)
-        try:
-            hash(static)
-        except TypeError:
-            others = [leaf for leaf in leaves if not is_traced(leaf)]
-            kinds = sorted({type(leaf).__name__ for leaf in others})
-            boxed = any(is_traced(getattr(leaf, "value", None)) for leaf in others)
-            fix = "Pass the value of each variable: {v.path: v.value for v in model.variables}. " if boxed else ""
-            raise TypeError(
-                f"An argument must have leaves that are arrays or have a hash, got leaves of types {kinds}. {fix}"
-                "Register the one without a hash as a pytree, or close over it."
-            ) from None
-        arrays = [leaf for leaf, s in zip(leaves, static, strict=True) if s is None]
-        return Call(structure, static, params), arrays
-
     def _program(self, call: Call, arrays: Sequence[Any], static: Set[str]) -> _Program:
         results = []
 
@@ -390,7 +371,7 @@ class QuantizedFunction:
 
         # The function sees integers as what they stand for: an array of the shape, and the sharding, they have.
         jaxpr, consts = traced(flat, [v.values.astype(v.dtype) if is_qarray(v) else v for v in arrays])
-        params, origins = self._origins(call, jaxpr.invars)
+        params, origins = origins_of(call, jaxpr.invars, self._argnum)
         paths = [origin.path for origin in origins]
         walk = Walk(CALLS)
         walk.read(walk.program(jaxpr, origins), "the result of the function")
@@ -398,23 +379,6 @@ class QuantizedFunction:
         matcher = Matcher(self._rules, params, f"params_argnum={self._argnum}")
         decisions = decide(walk, matcher, self._strict, static, frozen)
         return _Program(jaxpr, consts, paths, walk, decisions, *results)
-
-    def _origins(self, call: Call, variables: Sequence[Any]) -> tuple[dict[str, Any], list[Origin]]:
-        """The parameters by their paths, and the origin of each argument of the program."""
-        params, origins = {}, []
-        values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
-        args, _ = call.arguments(values)
-        named = with_paths(args[self._argnum], is_leaf=lambda node: False)
-        paths = dict(zip(range(*call.params), (path for path, _ in named), strict=True))
-        for i, value in zip([i for i, s in enumerate(call.leaves) if s is None], values, strict=True):
-            if i not in paths:
-                origins.append(DATA._replace(value=("argument", i)))
-                continue
-            if paths[i] in params:
-                raise ValueError(f"Two parameters have the path {paths[i]!r}. Rename one of the keys that make it.")
-            params[paths[i]] = value
-            origins.append(parameter(paths[i], value.ndim)._replace(value=("argument", i)))
-        return params, origins
 
     def _evaluated(
         self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, view: View | None = None
@@ -477,6 +441,10 @@ class QuantizedFunction:
                 if not error.can_be_given or read.issuperset(error.paths):
                     raise
                 read.update(error.paths)
+
+
+def _value(leaves: Sequence[Any], structure: Static) -> Any:
+    return jax.tree.unflatten(structure.value, [v.value if isinstance(v, Static) else v for v in leaves])
 
 
 def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:
