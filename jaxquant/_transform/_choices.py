@@ -27,7 +27,7 @@ class Choice(NamedTuple):
       rule: that decided; None where none did.
       spec: QuantSpec with the axes of the operand; None leaves it in float.
       is_weight: whether it is a parameter that a rule of kind "weight" is for.
-      value: where it is quantized already, if it is a value that a rule of kind "value" is for; else None.
+      point: where it is quantized already, if it is a value that a rule of kind "value" is for; else None.
       keys: of its entry, or of each of the parameters that were concatenated.
     """
 
@@ -37,13 +37,13 @@ class Choice(NamedTuple):
     rule: Rule | None = None
     spec: QuantSpec | None = None
     is_weight: bool = False
-    value: Location | None = None
+    point: Location | None = None
     keys: tuple[str, ...] = ()
 
     @property
     def arrives_quantized(self) -> bool:
         """Whether the op gets it with its integers, and does not make them."""
-        return self.spec is not None and (self.is_weight or self.value is not None)
+        return self.spec is not None and (self.is_weight or self.point is not None)
 
 
 class Decision(NamedTuple):
@@ -121,13 +121,13 @@ def _of_value(op: MatchedOp, matcher: Matcher) -> Choice:
 
 def _as_value(choice: Choice, values: Mapping[Location, Choice]) -> Choice:
     """The choice, with the named value that the operand is: of its names the last that has a rule."""
-    value = next((point for point in reversed(choice.operand.origin.points) if point in values), None)
-    if value is None or choice.spec is None or choice.is_weight:
+    point = next((point for point in reversed(choice.operand.origin.points) if point in values), None)
+    if point is None or choice.spec is None or choice.is_weight:
         return choice
-    if values[value].spec != choice.spec:
+    if values[point].spec != choice.spec:
         with named_in_errors(choice.name, rule=choice.rule):
-            raise errors.two_specs_of_value(values[value].name, values[value].spec, choice.spec)
-    return choice._replace(value=value)
+            raise errors.two_specs_of_value(values[point].name, values[point].spec, choice.spec)
+    return choice._replace(point=point)
 
 
 def _of_operand(op: MatchedOp, side: int, matcher: Matcher, strict: bool) -> Choice:

@@ -77,8 +77,8 @@ def keyed(decisions: Sequence[Decision]) -> list[Decision]:
     def of(choice: Choice, contraction: Contraction) -> tuple[str, ...]:
         if choice.spec is None:
             return ()
-        if choice.value is not None:
-            return values[choice.value]
+        if choice.point is not None:
+            return values[choice.point]
         origin = choice.operand.origin
         if choice.is_weight:
             return origin.parts

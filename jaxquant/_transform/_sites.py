@@ -167,7 +167,7 @@ class SiteEvaluator(NamedTuple):
             with named_in_errors(choice.name, rule=choice.rule):
                 if choice.arrives_quantized:
                     operands[side] = _checked(values[side])
-                    if choice.value is not None:
+                    if choice.point is not None:
                         operands[side] = self.read(operands[side], choice.name)
                 else:
                     key = self._key(choice.spec, scope.key, (decision.contraction.location, side))
@@ -222,12 +222,12 @@ class SiteEvaluator(NamedTuple):
         (choice,), v = decision.operands, ins[0]
         assert choice.spec is not None
         if isinstance(v, QuantizedParam):
-            if choice.value is not None and not self.is_float:
+            if choice.point is not None and not self.is_float:
                 return v
             v = self.read(v, choice.name)
         self._observe(decision, observed, [v], scope)
         v = jax.ad_checkpoint.checkpoint_name(v, params_of(eqn)["name"])
-        if self.is_float or (self.view and choice.value is not None):
+        if self.is_float or (self.view and choice.point is not None):
             return v
         if self.view:
             return self._given(*self._of_site(choice, v, scope))
@@ -264,7 +264,7 @@ class SiteEvaluator(NamedTuple):
         """What the functions of the caller make of an op."""
         operands = list(values)
         for side, choice in enumerate(decision.operands):
-            if choice.spec is not None and not (choice.value is not None and view.op is None):
+            if choice.spec is not None and not (choice.point is not None and view.op is None):
                 of = self._of_site(choice, values[side], scope)
                 operands[side] = self._given(*of) if view.op is None else view.site(*of)
         lax_op = functools.partial(eqn.primitive.bind, **eqn.params)
