@@ -35,6 +35,7 @@ FLOORS = {
     "_table": 0,
     "_tally": 4,
     "_report": 7,
+    "_integer/_axes": 4,
     "_integer/_contract": 4,
     "_integer/_digits": 4.05,
     "_jaxpr/_transpose": 4,

@@ -29,7 +29,7 @@ _HOME = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation") else
 _INCONCLUSIVE = getattr(_HOME, "InconclusiveDimensionOperation")  # noqa: B009
 EXACT = 2**24  # float32 holds every integer up to it
 EXECUTIONS = ("auto", "int8", "float32")
-# How g is rounded for the product towards an operand: not at all, to bfloat16, or to the grid of a spec.
+# How g is rounded for the gradient of an operand: not at all, to bfloat16, or to the grid of a spec.
 Precision = str | QuantSpec | None
 
 
@@ -76,29 +76,6 @@ def without_zeros(acc: Array, length: Any, *operands: tuple[Array | None, Callab
         met = met_by_second()
         acc = acc - second * (met if first is None else met - length * first)
     return acc
-
-
-def in_output(name: str, v: Array, shape: tuple[int, ...], places: dict[int, int], ndim: int) -> Array:
-    """A value for each group of an operand, with its axes where they are in the output: {axis: axis of the output}."""
-    if v.ndim == 0:
-        return v
-    v = broadcast_groups(v, shape)
-    inner = [i for i in range(len(shape)) if i not in places]
-    if any(v.shape[i] not in (0, 1) for i in inner):
-        raise ValueError(
-            f"`{name}` has a scale of its own for each element along a contracted axis, which cannot be applied after "
-            f"the contraction: scale of shape {v.shape}, values of shape {shape}, contracted axes {inner}. Share it "
-            "along them: PerTensor, PerChannel on other axes, or, in dot_general, PerBlock along the contracted one."
-        )
-    if any(v.shape[i] == 0 for i in inner):  # nothing is contracted, and nothing scaled
-        return jnp.ones([1] * ndim, v.dtype)
-    kept = sorted(places)
-    v = lax.reshape(v, [v.shape[i] for i in kept])
-    sizes = [1] * ndim
-    for i in kept:
-        sizes[places[i]] = v.shape[kept.index(i)]
-    order = sorted(range(len(kept)), key=lambda j: places[kept[j]])
-    return lax.reshape(lax.transpose(v, order), sizes)
 
 
 def scaled(acc: Array, a_scale: Array, b_scale: Array) -> Array:
@@ -201,7 +178,7 @@ def contract(
 
     `x` and `w` are there to be differentiated, twice too; no pass computes their values, which it has as integers.
     The flags are added to the scales of the result alone. Where `op.gradient` says a precision, the gradient has the
-    value of `op.towards`, and its own derivative is still that of `op.real`; `key` is for what is rounded
+    value of `op.operand_gradient`, and its own derivative is still that of `op.real`; `key` is for what is rounded
     stochastically. `more` are other operands, such as the sizes of groups.
     """
     return op.exact(*map(flagged, (a, b), nan_flags), *more)
@@ -217,7 +194,7 @@ def _contract_bwd(op, residuals, g):
     for side, (precision, other) in enumerate(zip(op.gradient, (b, a), strict=True)):
         if precision is not None and 0 not in gradients[side].shape:
             own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]
-            low = op.towards(side, lax.stop_gradient(g), other, exact.shape, own, *more)
+            low = op.operand_gradient(side, lax.stop_gradient(g), other, exact.shape, own, *more)
             gradients[side] = with_gradient_of(exact, low.astype(exact.dtype))
     return *gradients, None, None, None, None, None
 

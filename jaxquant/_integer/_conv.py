@@ -18,6 +18,7 @@ from .._groups import broadcast_groups
 from .._jaxpr._transpose import Transposed
 from .._qarray import QArray, checked_qarray
 from .._spec import QuantSpec
+from ._axes import in_output
 from ._contract import (
     EXACT,
     Precision,
@@ -26,7 +27,6 @@ from ._contract import (
     checked_execution,
     codes,
     contraction,
-    in_output,
     plain,
     rounded,
     scaled,
@@ -68,16 +68,16 @@ class Conv(NamedTuple):
         in_units = self._in_float32 if self.execution == "float32" else lambda x, w: self._in_integers(x, w, length)
         (a, *_), (b, *_) = parts = in_digits(a, b, summed)
         acc = sum_of_digits(*parts, specs, length, self.execution, in_units)
-        return scaled(acc, self._place("a", a.scale, a, acc.ndim), self._place("b", b.scale, b, acc.ndim))
+        return scaled(acc, self._in_output(0, a.scale, a), self._in_output(1, b.scale, b))
 
-    def towards(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
+    def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
         """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
 
         A scale for each example, or output feature, is multiplied into g: the gradient sums over them.
         """
         precision, step = self.gradient[side], q.step
         if any(n != 1 for n in step.shape):
-            g, step = g * self._place("ba"[side], step, q, g.ndim), jnp.float32(1)
+            g, step = g * self._in_output(1 - side, step, q), jnp.float32(1)
         step, transposed = lax.reshape(step, ()), Transposed.of(self.real, side, g.shape, q.shape, shape)
         if not isinstance(precision, QuantSpec):
             low = centred(q, jnp.float32).astype(jnp.bfloat16)
@@ -99,15 +99,26 @@ class Conv(NamedTuple):
 
         (a, *_), (b, *_) = parts = in_digits(a, b, (summed, tuple(range(q.ndim))))
         acc = sum_of_digits(*parts, (spec, q.spec), transposed.length, self.execution, contracted)
-        places = {i: (self.dimensions.lhs_spec[0], self.dimensions.rhs_spec[0])[side] for i in kind.axes}
-        return scaled(acc, in_output("g", a.scale, a.shape, places, acc.ndim), b.scale)
+        *operands, output = self._axes()
+        return scaled(acc, in_output("g", a.scale, a.shape, output, operands[side]), b.scale)
 
-    def _place(self, name: str, v: Array, q: QArray, ndim: int) -> Array:
-        """Scales may differ along the batch of `a` and the output features of `b`."""
-        if name == "b":
-            return in_output(name, v, q.shape, {self.dimensions.rhs_spec[0]: self.dimensions.out_spec[1]}, ndim)
-        places = {self.dimensions.lhs_spec[0]: self.dimensions.out_spec[0]} if self.batch_groups == 1 else {}
-        return in_output(name, v, q.shape, places, ndim)
+    def _axes(self) -> tuple[list[str], list[str], list[str]]:
+        """The names of the axes of both operands and of the output, which share the examples and the features.
+
+        Scales may differ along these; not along examples that are taken in groups.
+        """
+        specs = self.dimensions.lhs_spec, self.dimensions.rhs_spec, self.dimensions.out_spec
+        a, b, output = ([f"{operand}{i}" for i in range(len(spec))] for operand, spec in zip("aby", specs, strict=True))
+        (batch, *_), (out, *_), (examples, features, *_) = specs
+        output[examples], output[features], b[out] = "examples", "features", "features"
+        if self.batch_groups == 1:
+            a[batch] = "examples"
+        return a, b, output
+
+    def _in_output(self, side: int, v: Array, q: QArray) -> Array:
+        """A value for each group of an operand, as it broadcasts in the output."""
+        *operands, output = self._axes()
+        return in_output("ab"[side], v, q.shape, operands[side], output)
 
     def _in_float32(self, a: QArray, b: QArray) -> Array:
         """Chunks of input features that are exact in float32, added in int32."""
@@ -146,10 +157,10 @@ class Conv(NamedTuple):
         if a_zero is not None:  # what pads is real 0, the zero point, not the code 0
             x, op = self._padded(x, broadcast_groups(a_zero, a.shape))
         acc = op.real(x, w, jnp.int32)
-        place = lambda name, v, q: None if v is None else self._place(name, v, q, acc.ndim)
+        place = lambda side, v, q: None if v is None else self._in_output(side, v, q)
         columns = lambda: jnp.sum(w, self.dimensions.rhs_spec[1:], dtype=jnp.int32, keepdims=True)
-        of_a = place("a", a_zero, a), lambda: self._place("b", columns(), b, acc.ndim)
-        of_b = place("b", b_zero, b), lambda: op.real(x, jnp.ones_like(w), jnp.int32)
+        of_a = place(0, a_zero, a), lambda: self._in_output(1, columns(), b)
+        of_b = place(1, b_zero, b), lambda: op.real(x, jnp.ones_like(w), jnp.int32)
         return without_zeros(acc, length, of_a, of_b)
 
     def _padded(self, x: Array, zero: Array) -> tuple[Array, "Conv"]:

@@ -2,7 +2,6 @@
 """The general dot product of quantized arrays."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from .._groups import broadcast_groups
 from .._qarray import QArray, changed, checked_qarray, groups_of, moved, permutation, scales_of
 from .._sharding import shard_like, vary_together
 from .._spec import QuantSpec
+from ._axes import arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output
 from ._contract import (
     EXACT,
     Precision,
@@ -28,7 +28,6 @@ from ._contract import (
     chunks,
     codes,
     contraction,
-    in_output,
     plain,
     rounded,
     scaled,
@@ -86,66 +85,48 @@ class Dot(NamedTuple):
         step = lambda total, blocks: (total + self._block(blocks[0], blocks[1], specs), None)
         return lax.scan(step, total, stacked)[0]
 
-    def towards(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
+    def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
         """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
 
         Where the scale of q varies along what is summed, it is multiplied into g: for each block along the axes that
         are kept, too, which are then axes of a batch.
         """
-        precision, other = self.gradient[side], 1 - side
-        inner, batch, summed = self.contracted[other], self.batch[other], self._free(q.ndim, other)
+        precision = self.gradient[side]
+        in_order = lambda own, other: (own, other) if side == 0 else (other, own)
+        *operands, output = dot_axes(self.contracted, self.batch, in_order(len(shape), q.ndim))
+        own, other = operands[side], operands[1 - side]
+        batch, summed = output[: len(self.batch[0])], [n for n in other if n not in own]
         if isinstance(precision, QuantSpec) and precision.granularity.sizes and len(summed) > 1:
-            dot, g, q = self._with_one_summed(side, g, q, summed)
-            return dot.towards(side, g, q, shape, key)
-        groups, step = groups_of(q), lax.reshape(q.step, groups_of(q))
-        folded = any(groups[i] not in (0, 1) for i in summed)
-        split = [i for i in inner if folded and groups[i] not in (0, 1)]
-        first, start = len(batch), g.ndim - len(summed) if side == 0 else len(batch)
-        mine = [i for i in range(first, g.ndim) if not start <= i < start + len(summed)]
-        lead, at = first + len(split), start + len(split)
-        g = lax.expand_dims(g, range(first, lead))
+            dot, g, q = self._with_one_summed(side, g, q, self._free(q.ndim, 1 - side))
+            return dot.operand_gradient(side, g, q, shape, key)
+        groups, lengths = (dict(zip(other, sizes, strict=True)) for sizes in (groups_of(q), q.shape))
+        step, folded = lax.reshape(q.step, groups_of(q)), any(groups[n] not in (0, 1) for n in summed)
+        inner = [other[i] for i in self.contracted[1 - side]]
+        split = [n for n in inner if folded and groups[n] not in (0, 1)]
+        with_blocks = lambda names: [part for n in names for part in ((blocks_of(n), n) if n in split else (n,))]
+        lead = [*batch, *map(blocks_of, split)]
+        of_g, of_q = [*lead, *output[len(batch) :]], with_blocks(other)
+        g = lax.expand_dims(g, range(len(batch), len(lead)))
         if folded:
-            sizes = tuple(groups[i] if i in inner else n for i, n in enumerate(q.shape))
-            by = jnp.broadcast_to(broadcast_groups(step, sizes), sizes)
-            by = lax.transpose(by, (*batch, *split, *(i for i in inner if i not in split), *summed))
-            ones, lengths = [1] * len(mine), [q.shape[i] for i in summed]
-            g = g * lax.reshape(by, [*by.shape[:lead], *((*ones, *lengths) if side == 0 else (*lengths, *ones))])
-        parts = [(groups[i], n // groups[i]) if i in split else (n,) for i, n in enumerate(q.shape)]
-        last = [end - 1 for end in itertools.accumulate(map(len, parts))]  # where an axis of q, or its inner part, is
-        with_blocks = lambda v: lax.reshape(v, [n for part in parts for n in part])
-        of_sum = tuple(range(at, at + len(summed)))
-        of_g = of_sum, tuple(range(lead))
-        of_q = tuple(last[i] for i in summed), (*(last[i] for i in batch), *(last[i] - 1 for i in split))
+            sizes = tuple(groups[n] if n in inner else lengths[n] for n in other)
+            each = jnp.broadcast_to(broadcast_groups(step, sizes), sizes)
+            g = g * arranged(each, [blocks_of(n) if n in split else n for n in other], of_g)
+        for n in split:
+            lengths |= {blocks_of(n): groups[n], n: lengths[n] // groups[n]}
+        in_blocks = [lengths[n] for n in of_q]
         # In the order of the result, which is not transposed: it is as large as the weight.
-        in_order = lambda of_g, of_q: (of_g, of_q) if side == 0 else (of_q, of_g)
-        contracted, batched = zip(*in_order(of_g, of_q), strict=True)
-        dot = Dot(contracted, batched, self.execution, most=self.most)
-        mine_at, inner_at = (lead, lead + len(mine)) if side == 0 else (lead + len(inner), lead)
+        names = *in_order(of_g, of_q), summed, lead
+        dot, of_y = Dot(*dot_numbers(*names), self.execution, most=self.most), dot_output(*names)
         if isinstance(precision, QuantSpec):
-            scale, zero, values = step, q.zero_point, q.values
-            if folded:
-                scale, zero = jnp.float32(1), None
-                if not q.spec.symmetric:  # a zero point for each of what is summed is no factor of the sum
-                    wide = dataclasses.replace(q.spec, bits=q.spec.bits + 1, signed=True, symmetric=True)
-                    q, values = dataclasses.replace(q, spec=wide), centred(q, jnp.int16)
-            kept = dataclasses.replace(precision, granularity=precision.granularity.of_op(of_sum, g.shape))
-            y = dot.exact(*in_order(rounded(g, kept, of_sum, key), plain(q, with_blocks(values), scale, zero)))
+            at = tuple(map(of_g.index, summed))
+            spec = dataclasses.replace(precision, granularity=precision.granularity.of_op(at, g.shape))
+            y = dot.exact(*in_order(rounded(g, spec, at, key), _factor(q, folded, in_blocks)))
         else:
-            values = with_blocks(centred(q, jnp.float32).astype(jnp.bfloat16))
+            values = lax.reshape(centred(q, jnp.float32).astype(jnp.bfloat16), in_blocks)
             y = dot._in_bfloat16(*in_order(g.astype(jnp.bfloat16), values))
             if not folded:
-                places = {i: k for k, i in enumerate(batch)}
-                places |= {i: inner_at + k for k, i in enumerate(sorted(inner))}
-                y = num.guard(y * in_output("q", step, q.shape, places, y.ndim))
-        order: list[tuple[int, ...]] = [()] * len(shape)
-        for k, i in enumerate(self.batch[side]):
-            order[i] = (k,)
-        for k, i in enumerate(self._free(len(shape), side)):
-            order[i] = (mine_at + k,)
-        for i, j in zip(self.contracted[side], inner, strict=True):
-            blocks = (first + split.index(j),) if j in split else ()
-            order[i] = *blocks, inner_at + sorted(inner).index(j)
-        return lax.reshape(lax.transpose(y, [k for axes in order for k in axes]), shape)
+                y = num.guard(y * in_output("q", step, q.shape, other, of_y))
+        return lax.reshape(arranged(y, of_y, with_blocks(own)), shape)
 
     def _with_one_summed(self, side: int, g: Array, q: QArray, summed: Sequence[int]) -> tuple["Dot", Array, QArray]:
         """With the axes that a gradient sums, which lie together in g and q, as one: rows of blocks."""
@@ -177,18 +158,17 @@ class Dot(NamedTuple):
         in_units = self._in_float32 if self.execution == "float32" else self._in_integers
         most = length if self.most is None else min(length, self.most)
         acc = sum_of_digits(a, b, specs, most, self.execution, lambda x, w: in_units(x, w, length))
-        at = zip(("a", "b"), (a[0], b[0]), self._places(a[0], b[0]), strict=True)
-        return scaled(acc, *(in_output(name, q.scale, q.shape, places, acc.ndim) for name, q, places in at))
+        operands = a[0], b[0]
+        return scaled(acc, *(self._in_output(side, q.scale, operands) for side, q in enumerate(operands)))
 
     def _free(self, ndim: int, side: int) -> list[int]:
         taken = {*self.contracted[side], *self.batch[side]}
         return [i for i in range(ndim) if i not in taken]
 
-    def _places(self, a: QArray, b: QArray) -> tuple[dict[int, int], dict[int, int]]:
-        """Which axis of the output each kept axis of `a` and of `b` becomes: batch, free of a, free of b."""
-        a_free, b_free = self._free(a.ndim, 0), self._free(b.ndim, 1)
-        of_a = dict(zip((*self.batch[0], *a_free), itertools.count()))
-        return of_a, dict(zip(self.batch[1], itertools.count())) | dict(zip(b_free, itertools.count(len(of_a))))
+    def _in_output(self, side: int, v: Array, operands: Sequence[QArray]) -> Array:
+        """A value for each group of an operand, as it broadcasts in the output."""
+        *names, output = dot_axes(self.contracted, self.batch, [q.ndim for q in operands])
+        return in_output("ab"[side], v, operands[side].shape, names[side], output)
 
     def _in_float32(self, a: QArray, b: QArray, length: int) -> Array:
         """Chunks that are exact in float32, added in int32."""
@@ -273,10 +253,20 @@ class Dot(NamedTuple):
             left = [i for i in range(b.ndim) if i not in cb]
             return of_columns(lax.transpose(sums, [left.index(i) for i in (*bb, *self._free(b.ndim, 1))]))
 
-        place = lambda name, v, q, at: None if v is None else in_output(name, v, q.shape, at, acc.ndim)
-        a_at, b_at = self._places(a, b)
-        of_a, of_b = (place("a", a_zero, a, a_at), sums_of_b), (place("b", b_zero, b, b_at), sums_of_a)
+        place = lambda side, v: None if v is None else self._in_output(side, v, (a, b))
+        of_a, of_b = (place(0, a_zero), sums_of_b), (place(1, b_zero), sums_of_a)
         return without_zeros(acc, length, of_b, of_a)
+
+
+def _factor(q: QArray, folded: bool, shape: Sequence[int]) -> QArray:
+    """The integers of q in this shape, with its scales, or without where these are folded into the other factor."""
+    if not folded:
+        return plain(q, lax.reshape(q.values, shape), lax.reshape(q.step, groups_of(q)), q.zero_point)
+    values = q.values
+    if not q.spec.symmetric:  # a zero point for each of what is summed is no factor of the sum
+        wide = dataclasses.replace(q.spec, bits=q.spec.bits + 1, signed=True, symmetric=True)
+        q, values = dataclasses.replace(q, spec=wide), centred(q, jnp.int16)
+    return plain(q, lax.reshape(values, shape), jnp.float32(1), None)
 
 
 def _rows(

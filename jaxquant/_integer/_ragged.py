@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from .. import _groups as grouping
 from .._qarray import QArray, moved
+from ._axes import arranged, dot_axes, dot_numbers
 from ._contract import Precision
 from ._dot import Dot
 
@@ -62,27 +63,25 @@ class Ragged(NamedTuple):
         y = jnp.take(y.reshape(total * size, *y.shape[2:]), place, 0, mode="fill", fill_value=0)
         return y.reshape([*kept, *y.shape[1:]])
 
-    def towards(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any, sizes: Array) -> Array:
-        """As `Dot.towards`, of the dot of all rows with all matrices: where a row is in another group, its g is 0."""
-        a, b = (shape, q.shape) if side == 0 else (q.shape, shape)
-        rows, columns = self._free(0, len(a)), sorted((*self._free(1, len(b)), self.group))
-        kept = [a[i] for i in (*self.batch[0], *rows)]
-        axis = len(kept) + columns.index(self.group)
-        each = [1] * (len(kept) + len(columns))
-        each[axis] = b[self.group]
-        group = lax.expand_dims(self._groups(kept, b[self.group], sizes), range(len(kept), len(each)))
-        is_in = group == lax.broadcasted_iota(group.dtype, each, axis)
-        contracted, batch, summed = self.contracted, self.batch, columns if side == 0 else rows
-        if summed != list(range(summed[0], summed[-1] + 1)):  # together then, so that blocks can run along them
-            of_q = self.batch[1 - side], self.contracted[1 - side]
-            q = _transposed(q, (*of_q[0], *of_q[1], *summed))
-            at = tuple(range(len(of_q[0]))), tuple(range(len(of_q[0]), q.ndim - len(summed)))
-            batch, contracted = (
-                (of[0], new) if side == 0 else (new, of[1]) for of, new in zip((batch, contracted), at, strict=True)
-            )
-        own = math.prod(b[i] for i in columns if i != self.group) if side == 0 else None  # of one group
-        dot = Dot(contracted, batch, self.execution, self.gradient, own)
-        return dot.towards(side, jnp.where(is_in, jnp.expand_dims(g, axis), 0), q, shape, key)
+    def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any, sizes: Array) -> Array:
+        """As of the dot of all rows with all matrices: where a row is in another group, its g is 0."""
+        shapes = (shape, q.shape) if side == 0 else (q.shape, shape)
+        a, b, output = dot_axes(self.contracted, self.batch, [len(of) for of in shapes])
+        kept = [n for n in output if n in a]
+        length = dict(zip((*a, *b), (*shapes[0], *shapes[1]), strict=True))
+        group, at = b[self.group], output.index(b[self.group])
+        of_row = arranged(self._groups([length[n] for n in kept], length[group], sizes), kept, output)
+        each = [length[n] if n == group else 1 for n in output]
+        g = jnp.where(of_row == lax.broadcasted_iota(of_row.dtype, each, at), jnp.expand_dims(g, at), 0)
+        own, other = (a, b) if side == 0 else (b, a)
+        summed = [n for n in other if n not in own]
+        if summed != other[other.index(summed[0]) :][: len(summed)]:  # together then, so that blocks can run along them
+            order = *self.batch[1 - side], *self.contracted[1 - side], *map(other.index, summed)
+            q, other = _transposed(q, order), [other[i] for i in order]
+        shared = ([a[i] for i in axes[0]] for axes in (self.contracted, self.batch))
+        numbers = dot_numbers(*((own, other) if side == 0 else (other, own)), *shared)
+        of_one_group = math.prod(length[n] for n in summed if n != group) if side == 0 else None
+        return Dot(*numbers, self.execution, self.gradient, of_one_group).operand_gradient(side, g, q, shape, key)
 
     def _free(self, side: int, ndim: int) -> list[int]:
         """The axes that are neither contracted nor of the batch, nor the groups."""
@@ -91,7 +90,7 @@ class Ragged(NamedTuple):
 
     def _groups(self, kept: list[int], count: int, sizes: Array) -> Array:
         """The group of each row, in the shape of the axes that `a` keeps; `count` for rows in none."""
-        at = len(self.batch[0]) + sum(i not in self.contracted[0] + self.batch[0] for i in range(self.ragged))
+        at = (*self.batch[0], *self._free(0, len(kept) + len(self.contracted[0]))).index(self.ragged)
         before, length = kept[:at], kept[at]
         ends = jnp.cumsum(jnp.broadcast_to(sizes.astype(jnp.int32), [*before, count]), -1)
         group = (lax.broadcasted_iota(ends.dtype, [*[1] * at, length, 1], at) >= ends[..., None, :]).sum(-1)
