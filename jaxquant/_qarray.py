@@ -169,13 +169,13 @@ class QArray(checks.NotAnArray):
             granularity = PerChannel(0)  # of one scale, which that of the tensor scales
         elif granularity == PerTensor():
             scales = scales.map(lambda v: v.reshape(()))
-        return changed(q, **scales._asdict(), spec=dataclasses.replace(q.spec, granularity=granularity), frozen=frozen)
+        return changed(q, scales, spec=dataclasses.replace(q.spec, granularity=granularity), frozen=frozen)
 
 
-def changed(q: QArray, **fields: Any) -> QArray:
-    """`q` with other fields, as its values lie: `stored` instead of `values`, and any leaves."""
+def changed(q: QArray, scales: Scales | None = None, **fields: Any) -> QArray:
+    """`q` with other scales or fields, as its values lie: `stored` instead of `values`, and any leaves."""
     new = object.__new__(QArray)
-    vars(new).update(vars(q) | fields)
+    vars(new).update(vars(q), **(scales._asdict() if scales else {}), **fields)
     return new
 
 
@@ -191,7 +191,7 @@ def groups_of(q: QArray) -> tuple[int, ...]:
 
 def moved(q: QArray, values: Any, f: Callable[[Array], Array]) -> QArray:
     """`q` with its values elsewhere, and its scales by `f`, which says what becomes of values for groups."""
-    return changed(q, stored=values, order=None, **scales_of(q).map_groups(f, q.ndim)._asdict())
+    return changed(q, scales_of(q).map_groups(f, q.ndim), stored=values, order=None)
 
 
 class _Static(NamedTuple):

@@ -323,8 +323,7 @@ def _stacked(q: QArray, blocks: dict[int, int]) -> QArray:
     # At least one value for each block, also where one was shared by several.
     sizes = tuple(blocks.get(i, g) for i, g in enumerate(groups_of(q)))
     split = lambda v: stack(jnp.broadcast_to(broadcast_groups(v, sizes), sizes), sizes)
-    scales = scales_of(q).map(split)
-    return changed(q, stored=stack(q.values, q.shape), order=None, **scales._asdict())
+    return changed(q, scales_of(q).map(split), stored=stack(q.values, q.shape), order=None)
 
 
 def _first(stacked: list[QArray]) -> list[QArray]:

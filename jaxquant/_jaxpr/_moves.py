@@ -329,7 +329,7 @@ def _joined(eqn: JaxprEqn, ins: Sequence[QuantizedParam]) -> list[QuantizedParam
     ways = [(part.quantized.dtype, part.casts) for part in parts]
     dtype, casts = ways[0] if all(way == ways[0] for way in ways) else (avals(eqn.outvars)[0].dtype, ())
     joined = QuantizedParam(
-        changed(quantized[0], stored=whole([q.stored for q in quantized]), dtype=dtype, **scales._asdict()),
+        changed(quantized[0], scales, stored=whole([q.stored for q in quantized]), dtype=dtype),
         whole([real(part) for part in parts]) if any(part.real is not None for part in parts) else None,
         whole([part.as_read for part in parts]),
         of_groups([flags(part) for part in parts]) if any(part.nan_flags is not None for part in parts) else None,

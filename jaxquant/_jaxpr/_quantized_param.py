@@ -48,14 +48,14 @@ class QuantizedParam:
 
     def map(self, of_values: Callable[[Any], Any], of_groups: Callable[[Any], Any]) -> "QuantizedParam":
         """The parameter with other values, of each array of its shape, and of each that has a value for a group."""
-        scales = scales_of(self.quantized).map(of_groups)
-        quantized = changed(self.quantized, stored=_of(of_values, self.quantized.stored), **scales._asdict())
-        moved = dataclasses.replace(self, quantized=quantized, nan_flags=_of(of_groups, self.nan_flags))
+        q = self.quantized
+        quantized = changed(q, scales_of(q).map(of_groups), stored=_mapped(of_values, q.stored))
+        moved = dataclasses.replace(self, quantized=quantized, nan_flags=_mapped(of_groups, self.nan_flags))
         return moved.map_floats(of_values)
 
     def map_floats(self, f: Callable[[Any], Any]) -> "QuantizedParam":
         """The parameter with `f` of its real values."""
-        return dataclasses.replace(self, real=_of(f, self.real), as_read=_of(f, self.as_read))
+        return dataclasses.replace(self, real=_mapped(f, self.real), as_read=_mapped(f, self.as_read))
 
     def cast(self, x: Array) -> Array:
         """Values of the parameter through the casts that it has been through."""
@@ -64,7 +64,7 @@ class QuantizedParam:
         return x
 
 
-def _of(f: Callable[[Any], Any], v: Any) -> Any:
+def _mapped(f: Callable[[Any], Any], v: Any) -> Any:
     return None if v is None else f(v)
 
 

@@ -329,7 +329,7 @@ def _parameter(
 ) -> QuantizedParam:  # fmt: skip
     scales = scales_of(q).map(lambda v: of_rank(v, q.ndim))
     scales = scales._replace(zero_point=None) if spec.symmetric else scales
-    quantized = changed(q, spec=spec, frozen=None, **scales._asdict())
+    quantized = changed(q, scales, spec=spec, frozen=None)
     return QuantizedParam(quantized, real, as_read, nan_flags, (path,))
 
 
