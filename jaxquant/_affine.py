@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from . import _checks as checks
@@ -19,8 +18,7 @@ from ._groups import broadcast_groups, reduce_groups
 from ._qarray import QArray, checked_qarray
 from ._qparams import QParams
 from ._ranges._fit import fit_qparams
-from ._ranges._range import grid_of_range, if_finite, range_of
-from ._sharding import is_explicit, shard_like, vary_together, varying_axes
+from ._sharding import shard_like, vary_together
 from ._spec import QuantSpec, checked, has_grid_of, qparams_shape
 
 
@@ -95,7 +93,7 @@ def _fake_quant_fwd(x, trained, frame, noise):
     return _fake_quant(x, trained, frame, noise), (x, trained, frame, noise)
 
 
-def _fake_quant_bwd(residuals, g):
+def fake_quant_bwd(residuals, g):
     x, trained, frame, noise = residuals
     grid = grid_of(trained, frame)
     if frame.is_fitted:
@@ -104,10 +102,10 @@ def _fake_quant_bwd(residuals, g):
     return shard_like(dx, x), jax.tree.map(shard_like, dtrained, trained), None, None
 
 
-_fake_quant.defvjp(_fake_quant_fwd, _fake_quant_bwd)
+_fake_quant.defvjp(_fake_quant_fwd, fake_quant_bwd)
 
 
-def _noise(x: Array, spec: QuantSpec, key: Any) -> Array | None:
+def noise_for(x: Array, spec: QuantSpec, key: Any) -> Array | None:
     """One uniform number for each element if the spec rounds stochastically."""
     rounds = spec.rounding == "stochastic"
     key = checks.rounding_key(key, rounds, str(spec))
@@ -231,18 +229,18 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     """
     x, spec = checks.float_array("x", x), checked(spec)
     frame = frame_of(spec, bits, is_fitted=qparams is None)
-    grid = _trained(grid_of(checked_qparams(x, spec, qparams, bits), frame))
-    return _fake_quant(*vary_together(x, grid.trained, frame, _noise(x, spec, key)))
+    grid = as_trained(grid_of(checked_qparams(x, spec, qparams, bits), frame))
+    return _fake_quant(*vary_together(x, grid.trained, frame, noise_for(x, spec, key)))
 
 
-def _levels(x: Array, grid: Grid, noise: Array | None) -> Array:
+def levels_of(x: Array, grid: Grid, noise: Array | None) -> Array:
     """The levels of real values in the dtype that holds them, of a grid that is effective."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
     grid = grid.over(x)
     return grid.in_dtype(grid.level(x, noise))
 
 
-def _qarray(values: Array, grid: Grid, dtype: Any) -> QArray:
+def qarray_of(values: Array, grid: Grid, dtype: Any) -> QArray:
     (scale, zero_point), spec = grid.qparams, grid.frame.spec
     scale, zero_point = scale.astype(spec.scale_dtype), zero_point.astype(spec.dtype)
     return QArray(values, scale, zero_point, spec, dtype, tensor_scale=grid.tensor_scale)
@@ -251,10 +249,10 @@ def _qarray(values: Array, grid: Grid, dtype: Any) -> QArray:
 @jax.jit
 def _quantize(x: Array, grid: Grid, noise: Array | None) -> QArray:
     grid = grid.effective()
-    values, zero_point = _levels(x, grid, noise), grid.zero_point
+    values, zero_point = levels_of(x, grid, noise), grid.zero_point
     if zero_point is not None:  # integers have no NaN; the scale has
         grid = grid._replace(zero_point=num.select(zero_point == zero_point, zero_point, grid.frame.spec.qmin))
-    return _qarray(values, grid, x.dtype)
+    return qarray_of(values, grid, x.dtype)
 
 
 def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None) -> QArray:
@@ -284,7 +282,7 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     """
     x, spec = checks.float_array("x", x), checked(spec)
     grid = grid_of(checked_qparams(x, spec, qparams, None), frame_of(spec, is_fitted=qparams is None))
-    return _quantize(x, grid, _noise(x, spec, key))
+    return _quantize(x, grid, noise_for(x, spec, key))
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -297,48 +295,7 @@ def is_quantized_with(q: QArray, qparams: QParams, spec: QuantSpec) -> Array:
     return same & jnp.all(q.zero_point.reshape(grid.zero_point.shape).astype(jnp.float32) == grid.zero_point)
 
 
-@jax.custom_vjp
-def _straight_through(x, trained, frame, noise):
-    """`x` with the gradients of `fake_quant`, for `contract`, which has the value in integers."""
-    return x
-
-
-_straight_through.defvjp(lambda *args: (_straight_through(*args), args), _fake_quant_bwd)
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "contracted"))
-def quantize_straight_through(
-    x: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any, qparams: QParams | None = None
-) -> tuple[Any, QArray, Array]:
-    """`x` with the gradients of `fake_quant(x, spec, qparams)`, and `quantize(x, spec, qparams)`: of a contraction.
-
-    And flags, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN, so
-    that the results which they enter are NaN; 0 elsewhere.
-    """
-    frame, noise = frame_of(spec, is_fitted=qparams is None), _noise(x, spec, key)
-    values = lax.stop_gradient(x)
-
-    quantized = lambda grid, finite: (_levels(values, grid, noise), nan_flags(values, contracted, finite))
-
-    def of_range(x_min, x_max, finite):
-        grid = grid_of_range(x_min, x_max, frame)
-        return *quantized(grid.effective(), finite), grid.scale, grid.zero_point
-
-    # Quantized on both sides of the condition of the range, so that the integers stand alone: XLA:CPU would compute
-    # them anew, from quotients kept in float32, where the backward pass reads them.
-    if qparams is None:
-        integers, flags, scale, zero_point = range_of(values, spec, of_range)
-        grid = Grid(scale, zero_point, frame)
-        effective = grid.effective()
-    else:
-        grid = _trained(grid_of(qparams, frame))
-        effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
-        integers, flags = if_finite(values, lambda finite: quantized(effective, finite))
-    real = _straight_through(*vary_together(x, grid.trained, frame, noise))
-    return real, _qarray(integers, effective, x.dtype), flags
-
-
-def _trained(grid: Grid) -> Grid:
+def as_trained(grid: Grid) -> Grid:
     """The grid as the gradient rule takes it.
 
     It gives the gradient of the zero point in units of -scale, which multiplies here, after shard_map has added the
@@ -347,17 +304,6 @@ def _trained(grid: Grid) -> Grid:
     if grid.zero_point is None or grid.frame.is_fitted:
         return grid
     return grid._replace(zero_point=_scale_gradient(*vary_together(grid.zero_point, _effective_step(grid))))
-
-
-def nan_flags(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
-    """NaN where the values along the contracted axes, of size 1 here, hold a NaN; 0 elsewhere, or if all are finite."""
-    if finite and not is_explicit(values) and not varying_axes(values):
-        shape = [1 if i in contracted else n for i, n in enumerate(values.shape)]
-        return jnp.zeros(shape, jnp.float32)
-    # Not by a sum of NaN, whose program takes three times as long to compile.
-    found = jnp.any(values != values, contracted, keepdims=True)
-    flags = num.select(found, np.float32(jnp.nan), np.float32(0))
-    return jnp.zeros_like(flags) if finite else flags  # of the type that the other branch has
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
@@ -369,16 +315,6 @@ def real_values(q: QArray, dtype: jnp.dtype, guarded: bool = True) -> Array:
     values = grid.real(q.values.astype(grid.scale.dtype), guarded)
     # Guarded once more: of integers, which are never NaN, LLVM knows that `|steps| * 0` is 0, and drops the sum.
     return num.downcast(num.guard(values) if guarded else values, dtype)
-
-
-@jax.custom_vjp
-def with_gradient_of(x: Array, value: Array) -> Array:
-    """`value`, with its gradient passed to `x`: straight through what made it of `x`."""
-    return value
-
-
-# The op itself, not its body: else a second derivative would not see x.
-with_gradient_of.defvjp(lambda x, value: (with_gradient_of(x, value), None), lambda _, g: (g, None))
 
 
 def dequantize(q: QArray) -> Array:

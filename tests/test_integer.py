@@ -30,10 +30,10 @@ from jaxquant import (
     quantize,
     weight_spec,
 )
-from jaxquant._affine import quantize_straight_through
 from jaxquant._integer._contract import contract
 from jaxquant._integer._dot import Dot
 from jaxquant._spec import qparams_shape
+from jaxquant._straight_through import quantize_straight_through
 
 pytestmark = pytest.mark.bits
 

@@ -18,12 +18,13 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from .._affine import quantize_straight_through, real_values, with_gradient_of
+from .._affine import real_values
 from .._granularity import PerTensor
 from .._groups import apart, broadcast_groups
 from .._qarray import QArray, checked_qarray
 from .._ranges._range import finite_or
 from .._spec import QuantSpec
+from .._straight_through import quantize_straight_through, with_gradient_of
 
 _HOME = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation") else jax.core
 _INCONCLUSIVE = getattr(_HOME, "InconclusiveDimensionOperation")  # noqa: B009

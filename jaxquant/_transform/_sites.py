@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from .._affine import fake_quant, nan_flags, quantize_straight_through, real_values, with_gradient_of
+from .._affine import fake_quant, real_values
 from .._granularity import granularity_of
 from .._groups import of_rank
 from .._integer._contract import Precision, contract
@@ -29,6 +29,7 @@ from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
 from .._sharding import replicated
 from .._spec import QuantSpec, qparams_shape
+from .._straight_through import nan_flags, quantize_straight_through, with_gradient_of
 from ._choices import Choice, Decision
 from ._decide import Decisions
 from ._entries import Entry

@@ -11,22 +11,7 @@ from jax import lax
 
 from .. import _checks as checks
 from .._sharding import shard_like
-
-
-@jax.custom_vjp
-def _pass_through(x: Any, y: Any) -> Any:
-    return y
-
-
-def _pass_through_fwd(x, y):
-    return _pass_through(x, y), None
-
-
-def _pass_through_bwd(_, g):
-    return g, None
-
-
-_pass_through.defvjp(_pass_through_fwd, _pass_through_bwd)
+from .._straight_through import with_gradient_of
 
 
 def _described(tree: Any) -> tuple:
@@ -73,6 +58,6 @@ def grad_pass_through(f: Callable) -> Callable:
                 "function."
             )
         y = jax.tree.map(shard_like, y, x)
-        return _pass_through(x, y)
+        return with_gradient_of(x, y)
 
     return passed

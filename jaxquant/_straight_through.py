@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values whose gradient is passed straight through what made other values of them: for contractions in integers."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from . import _numerics as num
+from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, qarray_of
+from ._grid import Grid, frame_of, grid_of
+from ._qarray import QArray
+from ._qparams import QParams
+from ._ranges._range import grid_of_range, if_finite, range_of
+from ._sharding import is_explicit, vary_together, varying_axes
+from ._spec import QuantSpec
+
+
+@jax.custom_vjp
+def _straight_through(x, trained, frame, noise):
+    """`x` with the gradients of `fake_quant`, for `contract`, which has the value in integers."""
+    return x
+
+
+_straight_through.defvjp(lambda *args: (_straight_through(*args), args), fake_quant_bwd)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "contracted"))
+def quantize_straight_through(
+    x: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any, qparams: QParams | None = None
+) -> tuple[Any, QArray, Array]:
+    """`x` with the gradients of `fake_quant(x, spec, qparams)`, and `quantize(x, spec, qparams)`: of a contraction.
+
+    And flags, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN, so
+    that the results which they enter are NaN; 0 elsewhere.
+    """
+    frame, noise = frame_of(spec, is_fitted=qparams is None), noise_for(x, spec, key)
+    values = lax.stop_gradient(x)
+
+    quantized = lambda grid, finite: (levels_of(values, grid, noise), nan_flags(values, contracted, finite))
+
+    def of_range(x_min, x_max, finite):
+        grid = grid_of_range(x_min, x_max, frame)
+        return *quantized(grid.effective(), finite), grid.scale, grid.zero_point
+
+    # Quantized on both sides of the condition of the range, so that the integers stand alone: XLA:CPU would compute
+    # them anew, from quotients kept in float32, where the backward pass reads them.
+    if qparams is None:
+        integers, flags, scale, zero_point = range_of(values, spec, of_range)
+        grid = Grid(scale, zero_point, frame)
+        effective = grid.effective()
+    else:
+        grid = as_trained(grid_of(qparams, frame))
+        effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
+        integers, flags = if_finite(values, lambda finite: quantized(effective, finite))
+    real = _straight_through(*vary_together(x, grid.trained, frame, noise))
+    return real, qarray_of(integers, effective, x.dtype), flags
+
+
+def nan_flags(values: Array, contracted: tuple[int, ...], finite: bool) -> Array:
+    """NaN where the values along the contracted axes, of size 1 here, hold a NaN; 0 elsewhere, or if all are finite."""
+    if finite and not is_explicit(values) and not varying_axes(values):
+        shape = [1 if i in contracted else n for i, n in enumerate(values.shape)]
+        return jnp.zeros(shape, jnp.float32)
+    # Not by a sum of NaN, whose program takes three times as long to compile.
+    found = jnp.any(values != values, contracted, keepdims=True)
+    flags = num.select(found, np.float32(jnp.nan), np.float32(0))
+    return jnp.zeros_like(flags) if finite else flags  # of the type that the other branch has
+
+
+@jax.custom_vjp
+def with_gradient_of(x: Any, value: Any) -> Any:
+    """`value`, a pytree like `x`, with its gradient passed to `x`: straight through what made it of `x`."""
+    return value
+
+
+# The op itself, not its body: else a second derivative would not see x.
+with_gradient_of.defvjp(lambda x, value: (with_gradient_of(x, value), None), lambda _, g: (g, None))
