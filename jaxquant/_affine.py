@@ -19,7 +19,7 @@ from ._qarray import QArray, checked_qarray
 from ._qparams import QParams
 from ._ranges._fit import fit_qparams
 from ._sharding import shard_like, vary_together
-from ._spec import QuantSpec, checked, has_grid_of, qparams_shape
+from ._spec import QuantSpec, checked_spec, has_grid_of, qparams_shape
 
 
 @jax.jit
@@ -140,7 +140,7 @@ def qparams_of_shape(qparams: Any, spec: QuantSpec, expected: tuple[int, ...], n
         value = checks.unwrapped(value)
         if name == "zero_point" and jnp.issubdtype(getattr(value, "dtype", jnp.float32), jnp.integer):
             value = jnp.asarray(value).astype(jnp.float32)
-        array, _ = checks.ends((f"qparams.{name}", ""), (value, 0.0), jnp.dtype(jnp.float32))
+        array = checks.real(f"qparams.{name}", value, jnp.dtype(jnp.float32))
         padded = (1,) * (len(expected) - array.ndim) + array.shape
         if array.ndim > ndim or (padded != expected and (expected or math.prod(array.shape) != 1)):
             raise ValueError(
@@ -227,7 +227,7 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     >>> jax.grad(lambda x: fake_quant(x, spec, qparams).sum())(x).tolist()
     [1.0, 0.0]
     """
-    x, spec = checks.float_array("x", x), checked(spec)
+    x, spec = checks.float_array("x", x), checked_spec(spec)
     frame = frame_of(spec, bits, is_fitted=qparams is None)
     grid = as_trained(grid_of(checked_qparams(x, spec, qparams, bits), frame))
     return _fake_quant(*vary_together(x, grid.trained, frame, noise_for(x, spec, key)))
@@ -280,7 +280,7 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     >>> quantize(jnp.array([400.0, 2000.0]), QuantSpec(signed=False), QParams(1000 / 255, 0)).values.tolist()
     [102, 255]
     """
-    x, spec = checks.float_array("x", x), checked(spec)
+    x, spec = checks.float_array("x", x), checked_spec(spec)
     grid = grid_of(checked_qparams(x, spec, qparams, None), frame_of(spec, is_fitted=qparams is None))
     return _quantize(x, grid, noise_for(x, spec, key))
 
@@ -365,6 +365,6 @@ def scale_gradient(x: Any, factor: Any) -> Array:
     0.5
     """
     x = checks.float_array("x", x)
-    factor, _ = checks.ends(("factor", ""), (checks.unwrapped(factor), 0.0), num.compute_dtype(x.dtype))
+    factor = checks.real("factor", checks.unwrapped(factor), num.compute_dtype(x.dtype))
     checks.shape("factor", factor, (), "one for the array")
     return _scale_gradient(*vary_together(x, factor))

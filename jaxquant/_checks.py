@@ -151,13 +151,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def ends(names: tuple[str, str], values: tuple[Any, Any], dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Returns both ends of a range in the dtype of the computation; plain numbers are taken as they are."""
-    low, high = (
-        jnp.asarray(_number(name, v, dtype)) if _is_number(v) else float_array_in(name, v, dtype)
-        for name, v in zip(names, values, strict=True)
-    )
-    return low, high
+def real(name: str, value: Any, dtype: Any) -> Array:
+    """Returns a number or a floating array in the dtype of the computation."""
+    return jnp.asarray(_number(name, value, dtype)) if _is_number(value) else float_array_in(name, value, dtype)
+
+
+def ends(names: tuple[str, str], values: tuple[Any, Any], dtype: Any) -> tuple[Array, Array]:
+    """Returns both ends of a range in the dtype of the computation."""
+    return real(names[0], values[0], dtype), real(names[1], values[1], dtype)
 
 
 def shape(name: str, array: Array, expected: tuple[int, ...], why: str) -> None:
@@ -214,7 +215,7 @@ def percentage(name: str, value: Any) -> float:
 def fraction(name: str, value: Any) -> Array:
     """Returns a number or a scalar, traced or not, as float32; a concrete one must be in [0, 1]."""
     value = unwrapped(value)
-    array, _ = ends((name, name), (value, 0.0), jnp.dtype(jnp.float32))
+    array = real(name, value, jnp.dtype(jnp.float32))
     shape(name, array, (), "one for all ranges")
     if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) <= 1:
         raise ValueError(f"`{name}` must be in [0, 1], got {value}. Pass the weight of what is there: 0.99.")

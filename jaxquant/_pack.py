@@ -53,10 +53,10 @@ def pack(values: Any, bits: int) -> Array:
     if not isinstance(values := checks.unwrapped(values), jax.core.Tracer) and values.size:
         signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
         low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
-        least, most = (int(f(np.asarray(values))) for f in (np.min, np.max))
-        if least < low or most > high:
+        lowest, highest = (int(f(np.asarray(values))) for f in (np.min, np.max))
+        if lowest < low or highest > high:
             raise ValueError(
-                f"`values` must be in [{low}, {high}] to pack them in {bits} bits, got [{least}, {most}]. "
+                f"`values` must be in [{low}, {high}] to pack them in {bits} bits, got [{lowest}, {highest}]. "
                 "Quantize them with a spec of these bits."
             )
     return _pack(array, bits)
@@ -112,7 +112,7 @@ def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8
     """
     bits = checks.static_int_between("bits", bits, 2, 4)
     packed = checks.integer_array("packed", packed, ("uint8",))
-    if dtype is None or np.dtype(dtype) not in (np.int8, np.uint8, jnp.float4_e2m1fn):
+    if np.dtype(dtype) not in (np.int8, np.uint8, jnp.float4_e2m1fn):
         raise ValueError(f"`dtype` must be int8, uint8 or float4_e2m1fn, got {dtype}. Pass the dtype that was packed.")
     shape = checks.static_ints("shape", shape)
     if any(n < 0 for n in shape):

@@ -120,7 +120,7 @@ def to_log2(qparams: Any) -> Any:
     """
 
     def of(v: QParams) -> Log2QParams:
-        (scale, _) = checks.ends(("scale", ""), (checks.unwrapped(v.scale), 0.0), jnp.dtype(jnp.float32))
+        scale = checks.real("scale", checks.unwrapped(v.scale), jnp.dtype(jnp.float32))
         if not isinstance(scale, jax.core.Tracer) and not (np.asarray(scale) > 0).all():
             raise ValueError(
                 f"`qparams` must have scales > 0, got {np.asarray(scale).min()} as the smallest. Fit them anew by "

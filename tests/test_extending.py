@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is added from outside, in one place, works everywhere: a granularity, a number format, a scale format."""
+"""What is added from outside, in one place, works everywhere: a granularity, a format of numbers or scales, a range."""
 
 import dataclasses
 
@@ -19,6 +19,7 @@ from jaxquant import (
     dot_general,
     fake_quant,
     fit_qparams,
+    init_qparams,
     load,
     quantize,
     quantize_fn,
@@ -26,6 +27,7 @@ from jaxquant import (
 )
 from jaxquant._formats import FLOATS, Float
 from jaxquant._granularity import Granularity
+from jaxquant._ranges._fit import METHODS
 from jaxquant._scale_formats import SCALE_FORMATS, Rounded
 
 X = jax.random.normal(jax.random.key(0), (6, 16))
@@ -166,3 +168,17 @@ def test_a_scale_format_contracts_and_is_saved(scales, tmp_path):
     again = load(tmp_path / "w.safetensors")["w"]
     assert again.spec == w.spec
     assert_same_bits(dequantize(again), dequantize(w))
+
+
+def test_a_range_method_fits(monkeypatch):
+    def wide(x, frame, percentile):
+        scale, zero_point = METHODS["minmax"](x, frame, percentile)
+        return QParams(2 * scale, zero_point)
+
+    monkeypatch.setitem(METHODS, "wide", wide)
+    spec = QuantSpec(granularity=PerChannel(1))
+    minmax = fit_qparams(W, spec)
+    assert_same_bits(fit_qparams(W, spec, "wide").scale, 2 * minmax.scale)
+    assert_same_bits(init_qparams({"w": W}, [("w", spec)], "wide")["w"].scale, 2 * minmax.scale)
+    with pytest.raises(ValueError, match="`method` must be one of minmax, percentile, mse, lsq, wide, got 'wider'"):
+        fit_qparams(W, spec, "wider")

@@ -19,11 +19,11 @@ from .._grid import Frame, Grid, frame_of
 from .._groups import broadcast_groups, reduce_groups
 from .._qparams import QParams
 from .._scale_formats import TINY
-from .._spec import QuantSpec, checked, qparams_shape
+from .._spec import QuantSpec, checked_spec, qparams_shape
 from ._range import LARGEST, finite_or, grid_of_range, no_nonfinite, range_of, rows_of
 
 
-def _minmax(x: Array, frame: Frame) -> QParams:
+def _minmax(x: Array, frame: Frame, _: float = 100.0) -> QParams:
     fitted = lambda x_min, x_max, _: grid_of_range(x_min, x_max, frame)[:2]
     scale, zero_point = range_of(x, frame.spec, fitted)
     return Grid(scale, zero_point, frame).qparams
@@ -36,7 +36,7 @@ def _mean(x: Array, shape: tuple[int, ...]) -> Array:
     return total(jnp.where(finite, x, 0)) / jnp.maximum(total(finite.astype(x.dtype)), 1)
 
 
-def _lsq(x: Array, frame: Frame) -> QParams:
+def _lsq(x: Array, frame: Frame, _: float) -> QParams:
     (scale, zero_point), qmin, qmax = _minmax(x, frame), frame.qmin, frame.qmax
     steps = qmax - zero_point if frame.spec.symmetric else jnp.maximum(qmax - zero_point, zero_point - qmin)
     x = num.upcast(x, num.compute_dtype(x.dtype))
@@ -107,13 +107,13 @@ _SHRINK = 2.0 ** -np.arange(0, 11, 1 / 8)
 _SHRINK_END = np.concatenate([[1.6, 1.25], 2.0 ** -np.arange(0, 4, 1 / 4), 2.0 ** -np.arange(4, 10, 2.0), [0.0]])
 
 
-def _density(size: int, steps: int, least: int, most: int) -> int:
+def _density(size: int, steps: int, fewest: int, most: int) -> int:
     """How many scales to try where the best may lie.
 
     Each value of a group has a tie, where the parabola of the error changes, about every 1 / level of the scale: small
     groups have many deep valleys, close together for many levels. In large groups they average out.
     """
-    return int(np.clip(2 * steps * min(size, 1024 // max(size, 1)), least, most))
+    return int(np.clip(2 * steps * min(size, 1024 // max(size, 1)), fewest, most))
 
 
 def _nearby_scale(x: Array, frame: Frame) -> QParams:
@@ -136,7 +136,7 @@ def _nearby_scale(x: Array, frame: Frame) -> QParams:
     return Grid(start._replace(scale=best).step, None, frame).qparams
 
 
-def _mse(x: Array, frame: Frame) -> QParams:
+def _mse(x: Array, frame: Frame, _: float) -> QParams:
     spec, qmin, qmax = frame.spec, frame.qmin, frame.qmax
     if spec.scales.is_coarse:
         return _nearby_scale(x, frame)
@@ -180,12 +180,16 @@ def _mse(x: Array, frame: Frame) -> QParams:
 
 @functools.partial(jax.jit, static_argnames=("method", "percentile"))
 def _fit(x: Array, frame: Frame, method: str, percentile: float) -> QParams:
-    if method == "percentile":
-        return _percentile(x, frame, percentile)
-    return _METHODS[method](x, frame)
+    return METHODS[method](x, frame, percentile)
 
 
-_METHODS: dict[str, Callable] = {"minmax": _minmax, "mse": _mse, "lsq": _lsq}
+# By the values, the frame of the grid, and a percentile.
+METHODS: dict[str, Callable[[Array, Frame, float], QParams]] = {
+    "minmax": _minmax,
+    "percentile": _percentile,
+    "mse": _mse,
+    "lsq": _lsq,
+}
 
 
 def fit_qparams(
@@ -239,8 +243,8 @@ def fit_qparams(
     0.10000000149011612
     """
     x = checks.float_array("x", x)
-    frame = frame_of(checked(spec), bits, is_fitted=True)
-    checks.one_of("method", method, ("minmax", "percentile", "mse", "lsq"))
+    frame = frame_of(checked_spec(spec), bits, is_fitted=True)
+    checks.one_of("method", method, tuple(METHODS))
     percentile = checks.percentage("percentile", percentile)
     no_nonfinite(x, nonfinite)
     return _fit(lax.stop_gradient(x), frame, method, percentile)

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from .._spec import QuantSpec, checked, qparams_shape
+from .._spec import QuantSpec, checked_spec, qparams_shape
 from ._range import Range, for_each, no_nonfinite, rows_of
 
 _FRACTION_BITS = 5
@@ -72,7 +72,7 @@ def histogram(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Histogra
     """
     x = checks.float_array("x", x)
     no_nonfinite(x, nonfinite)
-    return _histogram(x, checked(spec))
+    return _histogram(x, checked_spec(spec))
 
 
 def merge_histograms(a: Any, b: Any) -> Any:

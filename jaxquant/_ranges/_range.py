@@ -3,7 +3,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from .._groups import reduce_groups
 from .._qparams import QParams
 from .._scale_formats import quotient
 from .._sharding import replicated
-from .._spec import QuantSpec, checked, qparams_shape
+from .._spec import QuantSpec, checked_spec, qparams_shape
 
 LARGEST = np.float32(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
 _ZERO = np.float32(0)
@@ -75,14 +75,15 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
     """
     shape = qparams_shape(spec, x.shape)
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    reductions = (_LARGEST,) if spec.symmetric and spec.signed else (_LOWEST, _HIGHEST)
-    plain = [reduce_groups(reduction(lambda v, _: v), x, shape) for reduction in reductions]
+    ends = (_largest,) if spec.symmetric and spec.signed else (_lowest, _highest)
+    extremes = lambda x, mask: [reduce_groups(functools.partial(end, mask=mask), x, shape) for end in ends]
+    plain = extremes(x, lambda v, _: v)
 
     def of(extremes, finite):
         ends = [_to_float32(end) for end in extremes]
         return then(None, ends[0], finite) if len(ends) == 1 else then(*ends, finite)
 
-    masked = lambda x: of([reduce_groups(reduction(finite_or), x, shape) for reduction in reductions], False)
+    masked = lambda x: of(extremes(x, finite_or), False)
     return lax.cond(_is_finite(x), lambda x: of(plain, True), masked, x)
 
 
@@ -92,9 +93,16 @@ def if_finite(x: Array, then: Callable[[bool], Any]) -> Any:
     return lax.cond(_is_finite(x), lambda: then(True), lambda: then(False))
 
 
-_LOWEST = lambda mask: lambda x, axes: lax.reduce_min(mask(x, jnp.inf), axes)
-_HIGHEST = lambda mask: lambda x, axes: lax.reduce_max(mask(x, -jnp.inf), axes)
-_LARGEST = lambda mask: lambda x, axes: lax.reduce_max(mask(jnp.abs(x), -jnp.inf), axes)
+def _lowest(x: Array, axes: Sequence[int], mask: Callable) -> Array:
+    return lax.reduce_min(mask(x, jnp.inf), axes)
+
+
+def _highest(x: Array, axes: Sequence[int], mask: Callable) -> Array:
+    return lax.reduce_max(mask(x, -jnp.inf), axes)
+
+
+def _largest(x: Array, axes: Sequence[int], mask: Callable) -> Array:
+    return _highest(jnp.abs(x), axes, mask)
 
 
 def _is_finite(x: Array) -> Array:
@@ -146,7 +154,7 @@ def observe(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
     """
     x = checks.float_array("x", x)
     no_nonfinite(x, nonfinite)
-    return _observe(lax.stop_gradient(x), checked(spec))
+    return _observe(lax.stop_gradient(x), checked_spec(spec))
 
 
 def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
@@ -213,7 +221,7 @@ def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
     >>> [v.item() for v in qparams_from_range(Range(-20.0, 1000.0), QuantSpec(symmetric=False))]
     [4.0, -123.0]
     """
-    frame = frame_of(checked(spec), bits)
+    frame = frame_of(checked_spec(spec), bits)
 
     def of(r: Range) -> QParams:
         x_min, x_max = checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32))
