@@ -37,7 +37,7 @@ def _round_trip(x: Array, grid: Grid, noise: Array | None) -> Array:
 
 @jax.jit
 def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None) -> tuple[Array, QParams]:
-    """To x, to scale, and to zero_point in units of -scale: a sum that is exact where the cotangents are."""
+    """The gradients to x, scale, and zero_point in units of -scale: sums that are exact where the cotangents are."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
     shape, grid = grid.scale.shape, grid.effective().over(x)
     # The mask is of the level after rounding: the largest weight over its own scale can be 127.00001 levels.
@@ -65,7 +65,7 @@ def _passed(g: Array, inside: Array) -> Array:
 
 @jax.jit
 def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None) -> Array:
-    """To x, where the qparams are fitted to x itself."""
+    """The gradient to x, where the qparams are fitted to x itself."""
     spec = grid.frame.spec
     x = num.upcast(x, num.compute_dtype(x.dtype))
     beyond = spec.levels.beyond(spec.rounding) if spec.symmetric and spec.scales.is_exact else None

@@ -46,7 +46,7 @@ class Integers:
 
     @property
     def last_step(self) -> float:
-        """From the highest level but one to the highest."""
+        """The step from the highest level but one to the highest."""
         return 1.0
 
     def nearest(self, v: Array, rounding: str, noise: Array | None) -> Array:
@@ -102,7 +102,7 @@ class Float:
 
     @property
     def last_step(self) -> float:
-        """From the highest level but one to the highest."""
+        """The step from the highest level but one to the highest."""
         return 2.0 ** (math.frexp(self.qmax)[1] - 1 - self.mantissa)
 
     def nearest(self, v: Array, rounding: str, noise: Array | None) -> Array:

@@ -13,7 +13,7 @@ from . import _checks as checks
 class Granularity(abc.ABC):
     """Which values share a scale. A subclass, a frozen dataclass, says the shape of the scale of an array.
 
-    What it says no more of is for a granularity that depends on the shape of the array alone.
+    All else has a default, which suits one that depends on the shape of the array alone.
     """
 
     @abc.abstractmethod

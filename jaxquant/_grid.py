@@ -62,7 +62,7 @@ class Grid(NamedTuple):
 
     @property
     def qparams(self) -> QParams:
-        """As users see them, who have an array of zeros for the zero point of a symmetric spec."""
+        """The numbers as users see them, who have an array of zeros for the zero point of a symmetric spec."""
         return QParams(self.scale, jnp.zeros_like(self.scale) if self.zero_point is None else self.zero_point)
 
     def effective(self) -> "Grid":
@@ -89,7 +89,7 @@ class Grid(NamedTuple):
         return self._replace(scale=scale, zero_point=zero_point)
 
     def over(self, x: Array) -> "Grid":
-        """For the values of `x`: in their dtype, each with the scale and the zero point of its group."""
+        """The grid of each value of `x`, in its dtype, with the scale and the zero point of its group."""
         over = lambda v: None if v is None else broadcast_groups(v.astype(x.dtype), x.shape)
         ends = {"qmin": self.qmin.astype(x.dtype), "qmax": self.qmax.astype(x.dtype)}
         scale, zero_point, tensor_scale = map(over, (self.scale, self.zero_point, self.tensor_scale))

@@ -67,7 +67,7 @@ _FLOAT4 = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float3
 
 @jax.jit
 def _bits_of_float4(values: Array) -> Array:
-    """By their size, and not as integers of 4 bits, of which XLA:CPU makes bytes."""
+    """The bits of float4, by the size of the values, and not as integers of 4 bits, of which XLA:CPU makes bytes."""
     size = jnp.searchsorted(_FLOAT4[:8], jnp.abs(values.astype(jnp.float32))).astype(jnp.uint8)
     return size | (jnp.signbit(values.astype(jnp.float32)).astype(jnp.uint8) << 3)
 

@@ -47,7 +47,7 @@ def to_nearest(spec: QuantSpec) -> QuantSpec:
 
 @functools.partial(jax.jit, static_argnames=("spec",))
 def tally(x: Array, spec: QuantSpec, qparams: QParams | None = None) -> Tally:
-    """Of one array, rounded to nearest."""
+    """The tally of one array, rounded to nearest."""
     spec = to_nearest(spec)
     q = quantize(x, spec, qparams)
     x, real = x.astype(jnp.float32), real_values(q, jnp.dtype(jnp.float32))
@@ -71,7 +71,7 @@ def tally(x: Array, spec: QuantSpec, qparams: QParams | None = None) -> Tally:
 
 
 def _level_number(q: QArray) -> Array:
-    """Of each value, from 0; of floats by their bits, one zero alone."""
+    """The number of the level of each value, from 0; of floats by their bits, one zero alone."""
     if not q.spec.format:
         return q.values.astype(jnp.int32) + (2 ** (q.spec.bits - 1) if q.spec.signed else 0)
     # XLA can look at the bits of whole bytes.
@@ -80,12 +80,12 @@ def _level_number(q: QArray) -> Array:
 
 
 def merge_tallies(a: Tally, b: Tally) -> Tally:
-    """Of both."""
+    """The tally of two arrays together."""
     return Tally(*map(jnp.add, a, b))._replace(max_error=jnp.maximum(a.max_error, b.max_error))
 
 
 def tally_across(t: Tally, axes: Collection[str]) -> Tally:
-    """Of the devices along axes of a mesh."""
+    """The tally of the devices along axes of a mesh."""
     axes = tuple(axes)
     return Tally(*(lax.psum(v, axes) for v in t))._replace(max_error=lax.pmax(t.max_error, axes))
 

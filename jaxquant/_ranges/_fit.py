@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From data to the scale and zero point, by four methods."""
+"""The scale and zero point of data, by four methods."""
 
 import dataclasses
 import functools
