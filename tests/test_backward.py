@@ -578,3 +578,21 @@ def test_the_largest_range_of_a_history_is_the_scale():
     largest = jq.Range(history.x_min.min(0), history.x_max.max(0))
     qparams = q.init_qparams({"w": W}, X, ranges={"w:input": largest})
     assert_same_bits(qparams["w:input"].scale, np.abs(batches[3]).max() / F(448))  # of the last three
+
+
+def test_a_gradient_per_token_towards_the_second_operand_of_a_convolution_has_scales_of_its_features():
+    x, kernel, g = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(4, 6, 3), (3, 3, 4), (4, 6, 4)]))
+    g = g * jnp.exp2(jnp.arange(0.0, 8.0, 2))[None, None]
+
+    def f(params, x, kernel):
+        return lax.conv_general_dilated(
+            x * params, kernel + x[0, 0, 0], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    def gradient(precision):
+        q = quantize_fn(f, [Rule("**", None, QuantSpec(), kind="act_act", gradient=precision)])
+        return jax.vjp(lambda kernel: q(jnp.float32(1), x, kernel), kernel)[1](g)[0]
+
+    want = gradient(None)
+    got = gradient(QuantSpec(granularity=PerToken()))
+    assert (jnp.abs(got - want).max((0, 1)) < 0.02 * jnp.abs(want).max((0, 1))).all()
