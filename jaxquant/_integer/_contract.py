@@ -34,7 +34,7 @@ EXECUTIONS = ("auto", "int8", "float32")
 Precision = str | QuantSpec | None
 
 
-def bound(spec: QuantSpec) -> int:
+def largest_magnitude(spec: QuantSpec) -> int:
     """The largest magnitude of `values - zero_point` of integers."""
     return int(max(-spec.qmin, spec.qmax) if spec.symmetric else spec.qmax - spec.qmin)
 
@@ -95,7 +95,7 @@ def with_flags(scale: Array, flags: Array) -> Array:
 
 
 def flagged(q: QArray, flags: Array | None) -> QArray:
-    """With flags added to the scales of the result."""
+    """An operand with flags added to the scales of the result."""
     if flags is None:
         return q
     if q.tensor_scale is not None:
@@ -129,9 +129,9 @@ def is_at_most(length: Any, limit: int) -> bool:
         return False
 
 
-def fits(length: Any, a: QuantSpec, b: QuantSpec, execution: str) -> None:
+def check_fits(length: Any, a: QuantSpec, b: QuantSpec, execution: str) -> None:
     """Raises for a contraction of `length` products whose accumulator may not fit."""
-    largest = bound(a) * bound(b)
+    largest = largest_magnitude(a) * largest_magnitude(b)
     limit = (2**31 - 1) // largest
     if not is_at_most(length, limit):
         symbolic = "" if isinstance(length, int) else (
@@ -162,12 +162,12 @@ def chunks(length: Any, size: int) -> list[tuple[int, Any]]:
 
 
 @jax.custom_vjp
-def _held(x: Array, q: QArray) -> Array:
+def _differentiated(x: Array, q: QArray) -> Array:
     """The real values of `q`, with the gradient to `x`: the same values, which so need not be kept."""
     return real_values(q, q.dtype, guarded=False)
 
 
-_held.defvjp(lambda x, q: (_held(x, q), None), lambda _, g: (g, None))
+_differentiated.defvjp(lambda x, q: (_differentiated(x, q), None), lambda _, g: (g, None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -191,7 +191,7 @@ def _contract_fwd(op, x, w, a, b, flags, key, more):
 
 def _contract_bwd(op, residuals, g):
     x, w, a, b, key, more = residuals
-    gradients = list(jax.vjp(lambda x, w: op.real(x, w, *more), _held(x, a), _held(w, b))[1](g))
+    gradients = list(jax.vjp(lambda x, w: op.real(x, w, *more), _differentiated(x, a), _differentiated(w, b))[1](g))
     for side, (precision, other) in enumerate(zip(op.gradient, (b, a), strict=True)):
         if precision is not None and 0 not in gradients[side].shape:
             own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]

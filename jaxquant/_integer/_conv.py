@@ -22,11 +22,11 @@ from ._axes import in_output
 from ._contract import (
     EXACT,
     Precision,
-    bound,
     centred,
     checked_execution,
     codes,
     contraction,
+    largest_magnitude,
     plain,
     rounded,
     scaled,
@@ -52,12 +52,13 @@ class Conv(NamedTuple):
     def real(self, a: Array, b: Array, dtype: Any = jnp.float32, precision: Any = None) -> Array:
         """The float formulation, which has the gradient of the op."""
         windows = ((b.shape[i] - 1) * d for i, d in zip(self.dimensions.rhs_spec[2:], self.b_dilation, strict=True))
+        conv = self
         if any(not 0 <= p <= window for pads, window in zip(self.padding, windows, strict=True) for p in pads):
             # XLA:CPU reads outside of an input with negative low padding (openxla/xla 48713), which is what padding
             # wider than the window becomes in a gradient.
-            a, self = self._padded(a, jnp.zeros((), a.dtype))
+            a, conv = self._padded(a, jnp.zeros((), a.dtype))
         return lax.conv_general_dilated(
-            a, b, *self[:6], self.batch_groups, precision=precision, preferred_element_type=dtype
+            a, b, *conv[:6], conv.batch_groups, precision=precision, preferred_element_type=dtype
         )
 
     def exact(self, a: QArray, b: QArray) -> Array:
@@ -123,7 +124,9 @@ class Conv(NamedTuple):
     def _in_float32(self, a: QArray, b: QArray) -> Array:
         """Chunks of input features that are exact in float32, added in int32."""
         total = 0
-        for x, w in self._chunks(centred(a, jnp.float32), centred(b, jnp.float32), bound(a.spec) * bound(b.spec)):
+        for x, w in self._chunks(
+            centred(a, jnp.float32), centred(b, jnp.float32), largest_magnitude(a.spec) * largest_magnitude(b.spec)
+        ):
             total = total + self.real(x, w, precision=lax.Precision.HIGHEST).astype(jnp.int32)
         return jnp.asarray(total)
 

@@ -19,7 +19,7 @@ from .._granularity import PerTensor
 from .._groups import broadcast_groups
 from .._qarray import QArray
 from .._spec import QuantSpec
-from ._contract import bound, centred, fits, is_at_most, with_flags
+from ._contract import centred, check_fits, is_at_most, largest_magnitude, with_flags
 
 _LARGEST = 2**7  # magnitude of a digit
 
@@ -71,13 +71,13 @@ def _unit(spec: QuantSpec) -> float:
 def _most(spec: QuantSpec) -> int:
     """The largest magnitude of a value in units."""
     if not _is_cut(spec):
-        return bound(spec)
+        return largest_magnitude(spec)
     return round(max(spec.qmax, -spec.qmin) * spec.scales.most / _unit(spec))
 
 
 def _fit(length: Any, a: QuantSpec, b: QuantSpec, digits: int) -> None:
     """Raises for a contraction of `length` products whose sums may not fit: `digits` products of digits in int32."""
-    of_digit = math.prod(_LARGEST if _is_cut(spec) or spec.bits > 8 else bound(spec) for spec in (a, b))
+    of_digit = math.prod(_LARGEST if _is_cut(spec) or spec.bits > 8 else largest_magnitude(spec) for spec in (a, b))
     limit = min((2**31 - 1) // (of_digit * digits), (2**63 - 1) // (_most(a) * _most(b)))
     if not is_at_most(length, limit):
         raise ValueError(
@@ -100,7 +100,7 @@ def sum_of_digits(
     if _is_cut(*specs):
         _fit(length, *specs, min(len(a), len(b)))
     else:
-        fits(length, *specs, execution)
+        check_fits(length, *specs, execution)
     sums: dict[int, Array] = {}
     for i, x in enumerate(a):
         for j, w in enumerate(b):
@@ -125,10 +125,10 @@ def _rounded(sums: list[Array]) -> Array:
     high = num.select(negative, ~high + (low == 0).astype(jnp.int32), high).astype(jnp.uint32)
     # The highest 30 bits, the last of which says whether any below is set: one conversion rounds them.
     zeros = num.select(high == 0, lax.clz(low) + 32, lax.clz(high)).astype(jnp.uint32)
-    few = zeros & 31
-    carried = num.select(few == 0, jnp.zeros_like(low), low >> ((32 - few) & 31))
-    top = num.select(zeros < 32, (high << few) | carried, low << few)
-    left = num.select(zeros < 32, low << few, jnp.zeros_like(low))
+    shift = zeros & 31
+    carried = num.select(shift == 0, jnp.zeros_like(low), low >> ((32 - shift) & 31))
+    top = num.select(zeros < 32, (high << shift) | carried, low << shift)
+    left = num.select(zeros < 32, low << shift, jnp.zeros_like(low))
     number = ((top >> 2) | (((top & 3) | left) != 0).astype(jnp.uint32)).astype(jnp.int32)
     value = number.astype(jnp.float32) * num.power_of_two(34 - zeros.astype(jnp.int32), jnp.dtype(jnp.float32))
     return num.select(negative, -value, value)

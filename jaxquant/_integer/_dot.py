@@ -22,12 +22,12 @@ from ._axes import arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_ou
 from ._contract import (
     EXACT,
     Precision,
-    bound,
     centred,
     checked_execution,
     chunks,
     codes,
     contraction,
+    largest_magnitude,
     plain,
     rounded,
     scaled,
@@ -72,18 +72,18 @@ class Dot(NamedTuple):
         (ca, cb), (ba, bb) = zip(of_a, of_b, strict=True)
         parts = in_digits(stored_a, stored_b, (ca, cb))
         blocks = [self._blocks(parts[0][0], parts[1][0], specs, i, j) for i, j in zip(ca, cb, strict=True)]
-        self = self._replace(contracted=(ca, cb), batch=(ba, bb))
+        dot = self._replace(contracted=(ca, cb), batch=(ba, bb))
         if math.prod(blocks) == 1:
-            return self._block(*parts, specs)
+            return dot._block(*parts, specs)
         stacked = [
             [_stacked(q, dict(zip(axes, blocks, strict=True))) for q in digits]
-            for digits, axes in zip(parts, self.contracted, strict=True)
+            for digits, axes in zip(parts, dot.contracted, strict=True)
         ]
         # One after the other, so that the order of the float sum is fixed.
-        first = self._block(_first(stacked[0]), _first(stacked[1]), specs)  # for its type alone: XLA drops the value
+        first = dot._block(_first(stacked[0]), _first(stacked[1]), specs)  # for its type alone: XLA drops the value
         total, _ = vary_together(shard_like(jnp.zeros_like(first), first), first)
-        step = lambda total, blocks: (total + self._block(blocks[0], blocks[1], specs), None)
-        return lax.scan(step, total, stacked)[0]
+        add = lambda total, blocks: (total + dot._block(blocks[0], blocks[1], specs), None)
+        return lax.scan(add, total, stacked)[0]
 
     def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
         """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
@@ -129,7 +129,7 @@ class Dot(NamedTuple):
         return lax.reshape(arranged(y, of_y, with_blocks(own)), shape)
 
     def _with_one_summed(self, side: int, g: Array, q: QArray, summed: Sequence[int]) -> tuple["Dot", Array, QArray]:
-        """With the axes that a gradient sums, which lie together in g and q, as one: rows of blocks."""
+        """The dot, g and q with the axes that a gradient sums, which lie together, as one: rows of blocks."""
         other, start, n = 1 - side, summed[0], len(summed)
         at = g.ndim - n if side == 0 else len(self.batch[0])
         as_one = lambda shape, at: [*shape[:at], math.prod(shape[at : at + n]), *shape[at + n :]]
@@ -187,7 +187,7 @@ class Dot(NamedTuple):
         else:
             batch = self.batch
         (i,), (j,) = contracted
-        size = EXACT // (bound(a.spec) * bound(b.spec))
+        size = EXACT // (largest_magnitude(a.spec) * largest_magnitude(b.spec))
         total = 0
         for start, end in chunks(length, size):
             parts = lax.slice_in_dim(x, start, end, axis=i), lax.slice_in_dim(w, start, end, axis=j)

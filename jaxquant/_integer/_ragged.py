@@ -64,7 +64,7 @@ class Ragged(NamedTuple):
         return y.reshape([*kept, *y.shape[1:]])
 
     def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any, sizes: Array) -> Array:
-        """As of the dot of all rows with all matrices: where a row is in another group, its g is 0."""
+        """The gradient of the dot of all rows with all matrices: where a row is in another group, its g is 0."""
         shapes = (shape, q.shape) if side == 0 else (q.shape, shape)
         a, b, output = dot_axes(self.contracted, self.batch, [len(of) for of in shapes])
         kept = [n for n in output if n in a]
