@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from . import _checks as checks
+from ._integer._ops import OPS
 from ._spec import QuantSpec
 
 KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value")
 _OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient")
-_OPS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _OF_PRODUCTS = (
     '`op` and `gradient` are of products, got {0.op!r} and {0.gradient!r} with kind="value". Drop them, or give them '
     "to the rule of the dot."
@@ -108,7 +108,7 @@ class Rule:
         checks.static_bool("everywhere", self.everywhere)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
-        for name, choices in (("kind", KINDS), ("op", _OPS), ("custom", ("keep", "inline"))):
+        for name, choices in (("kind", KINDS), ("op", tuple(OPS)), ("custom", ("keep", "inline"))):
             if (value := getattr(self, name)) is not None or name == "kind":
                 checks.one_of(name, value, choices)
         for name, (kinds, text) in _FIELDS_OF_KINDS.items():

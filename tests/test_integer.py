@@ -32,6 +32,7 @@ from jaxquant import (
 )
 from jaxquant._integer._contract import contract
 from jaxquant._integer._dot import Dot
+from jaxquant._integer._operands import QuantizedOperand
 from jaxquant._spec import qparams_shape
 from jaxquant._straight_through import quantize_straight_through
 
@@ -604,15 +605,13 @@ def test_training_through_integers():
     """What a quantized layer does: forward in integers, backward through fake_quant, of the weight and its scale."""
     rng = np.random.default_rng(12)
     x, w = (rng.normal(size=s).astype(np.float32) for s in ((8, 16), (16, 4)))
-    spec, op = QuantSpec(), Dot(*MATMUL, "int8")
+    spec, op = QuantSpec(), Dot(*MATMUL)
 
     def loss(x, w, integers):
         x_real, w_real = fake_quant(x, spec), fake_quant(w, weight_spec(8, -1))
-        y = (
-            contract(op, x_real, w_real, quantize(x, spec), quantize(w, weight_spec(8, -1)))
-            if integers
-            else x_real @ w_real
-        )
+        of_x = QuantizedOperand(x_real, quantize(x, spec))
+        of_w = QuantizedOperand(w_real, quantize(w, weight_spec(8, -1)))
+        y = contract(op, of_x, of_w) if integers else x_real @ w_real
         return jnp.sum(y * y)
 
     got, want = (jax.jit(jax.grad(functools.partial(loss, integers=i), (0, 1)))(x, w) for i in (True, False))

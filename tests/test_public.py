@@ -164,7 +164,7 @@ def test_a_quantized_function_says_what_it_is():
         return x @ params["w"]
 
     q = jaxquant.quantize_fn(model, [("w", W8), (re.compile(".*"), None)])
-    assert repr(q).endswith("model with rules for 'w', '.*'; params_argnum=0, execution='int8', strict=False>")
+    assert repr(q).endswith("model with rules for 'w', '.*'; params_argnum=0, execution='auto', strict=False>")
     assert q.__name__ == "model"
     assert "q.plan" in q.__doc__
     assert q.__wrapped__ is model

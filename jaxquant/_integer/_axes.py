@@ -6,6 +6,7 @@ place in the operand that alone has them.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -35,6 +36,12 @@ def dot_numbers(a: Names, b: Names, contracted: Names, batch: Names) -> tuple[Pa
     """The axes of both operands that a dot contracts, and those of its batch."""
     places = lambda wanted: (tuple(map(a.index, wanted)), tuple(map(b.index, wanted)))
     return places(contracted), places(batch)
+
+
+def int_pairs(numbers: Any) -> tuple[Pairs, Pairs]:
+    """The dimension numbers of a dot, ((contracted a, contracted b), (batch a, batch b)), as Python ints."""
+    (ca, cb), (ba, bb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in numbers)
+    return (ca, cb), (ba, bb)
 
 
 def blocks_of(name: str) -> str:

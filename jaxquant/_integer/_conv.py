@@ -3,8 +3,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import jax
 import jax.core
@@ -19,24 +19,14 @@ from .._jaxpr._transpose import Transposed
 from .._qarray import QArray, checked_qarray
 from .._spec import QuantSpec
 from ._axes import in_output
-from ._contract import (
-    EXACT,
-    Precision,
-    centred,
-    checked_execution,
-    codes,
-    contraction,
-    largest_magnitude,
-    plain,
-    rounded,
-    scaled,
-    with_real_values,
-    without_zeros,
-)
+from ._contract import ContractionOp, contraction, scaled, with_real_values, without_zeros
 from ._digits import in_digits, sum_of_digits
+from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen
+from ._operands import centred, codes, largest_magnitude, plain, rounded
 
 
-class Conv(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Conv(ContractionOp):
     """`lax.conv_general_dilated` with everything static resolved."""
 
     strides: tuple[int, ...]
@@ -46,8 +36,24 @@ class Conv(NamedTuple):
     dimensions: lax.ConvDimensionNumbers
     feature_groups: int
     batch_groups: int
-    execution: str
-    gradient: tuple[Precision, Precision] = (None, None)
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any], **attributes: Any) -> Self:
+        pads = tuple((low, high) for low, high in params["padding"])
+        strides, a_dilation, b_dilation = (
+            tuple(params[name]) for name in ("window_strides", "lhs_dilation", "rhs_dilation")
+        )
+        groups = params["feature_group_count"], params["batch_group_count"]
+        return cls(strides, pads, a_dilation, b_dilation, params["dimension_numbers"], *groups, **attributes)
+
+    def contracted_axes(self, ndims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        kept = (self.dimensions.lhs_spec[0],) if self.batch_groups == 1 else (), (self.dimensions.rhs_spec[0],)
+        a, b = (tuple(i for i in range(n) if i not in own) for n, own in zip(ndims, kept, strict=True))
+        return a, b
+
+    @property
+    def has_no_rows(self) -> str:
+        return "" if self.batch_groups == 1 else f"in groups of examples (batch_group_count={self.batch_groups})"
 
     def real(self, a: Array, b: Array, dtype: Any = jnp.float32, precision: Any = None) -> Array:
         """The float formulation, which has the gradient of the op."""
@@ -57,18 +63,18 @@ class Conv(NamedTuple):
             # XLA:CPU reads outside of an input with negative low padding (openxla/xla 48713), which is what padding
             # wider than the window becomes in a gradient.
             a, conv = self._padded(a, jnp.zeros((), a.dtype))
-        return lax.conv_general_dilated(
-            a, b, *conv[:6], conv.batch_groups, precision=precision, preferred_element_type=dtype
-        )
+        windows = conv.strides, conv.padding, conv.a_dilation, conv.b_dilation
+        groups = conv.feature_groups, conv.batch_groups
+        return lax.conv_general_dilated(a, b, *windows, conv.dimensions, *groups, precision, dtype)
 
     def exact(self, a: QArray, b: QArray) -> Array:
         """The scaled integer convolution."""
         length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
         specs, (batch, *_), (out, *_) = (a.spec, b.spec), self.dimensions.lhs_spec, self.dimensions.rhs_spec
         summed = [i for i in range(a.ndim) if i != batch], [i for i in range(b.ndim) if i != out]
-        in_units = self._in_float32 if self.execution == "float32" else lambda x, w: self._in_integers(x, w, length)
+        lowering = chosen(LOWERINGS, self.execution)
         (a, *_), (b, *_) = parts = in_digits(a, b, summed)
-        acc = sum_of_digits(*parts, specs, length, self.execution, in_units)
+        acc = sum_of_digits(*parts, specs, length, lowering.check, lambda x, w: lowering.product(self, x, w, length))
         return scaled(acc, self._in_output(0, a.scale, a), self._in_output(1, b.scale, b))
 
     def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
@@ -99,7 +105,8 @@ class Conv(NamedTuple):
             return acc - transposed(v, zeros, jnp.int32)
 
         (a, *_), (b, *_) = parts = in_digits(a, b, (summed, tuple(range(q.ndim))))
-        acc = sum_of_digits(*parts, (spec, q.spec), transposed.length, self.execution, contracted)
+        check = chosen(LOWERINGS, self.execution).check
+        acc = sum_of_digits(*parts, (spec, q.spec), transposed.length, check, contracted)
         *operands, output = self._axes()
         return scaled(acc, in_output("g", a.scale, a.shape, output, operands[side]), b.scale)
 
@@ -121,12 +128,10 @@ class Conv(NamedTuple):
         *operands, output = self._axes()
         return in_output("ab"[side], v, q.shape, operands[side], output)
 
-    def _in_float32(self, a: QArray, b: QArray) -> Array:
+    def _in_float32(self, a: QArray, b: QArray, length: int) -> Array:
         """Chunks of input features that are exact in float32, added in int32."""
-        total = 0
-        for x, w in self._chunks(
-            centred(a, jnp.float32), centred(b, jnp.float32), largest_magnitude(a.spec) * largest_magnitude(b.spec)
-        ):
+        total, largest = 0, largest_magnitude(a.spec) * largest_magnitude(b.spec)
+        for x, w in self._chunks(centred(a, jnp.float32), centred(b, jnp.float32), largest):
             total = total + self.real(x, w, precision=lax.Precision.HIGHEST).astype(jnp.int32)
         return jnp.asarray(total)
 
@@ -180,7 +185,13 @@ class Conv(NamedTuple):
             padded = lax.pad(x, jnp.int8(0), config)
             padded = jnp.where(lax.pad(jnp.ones_like(x), jnp.int8(0), config) == 1, padded, fill)
         none = tuple((0, 0) for _ in self.padding)
-        return padded, self._replace(padding=none, a_dilation=(1,) * len(none))
+        return padded, dataclasses.replace(self, padding=none, a_dilation=(1,) * len(none))
+
+
+LOWERINGS = {
+    "int8": Lowering(Conv._in_integers, check_int32),
+    "float32": Lowering(Conv._in_float32, check_float32),
+}
 
 
 def _steps(name: str, value: Any, spatial: int) -> tuple[int, ...]:
@@ -246,6 +257,7 @@ def conv_general_dilated(
     >>> conv_general_dilated(x, kernel, (1,), "SAME").tolist()
     [[[2.0, 3.0, 3.0, 2.0]]]
     """
+    execution = checked_execution(execution, LOWERINGS)
     in_float = with_real_values(a, b, execution)
     a, b = in_float or (checked_qarray("a", a), checked_qarray("b", b))
     if a.ndim != b.ndim or a.ndim < 2:
@@ -270,10 +282,7 @@ def conv_general_dilated(
         windows = [(b.shape[i] - 1) * d + 1 for i, d in zip(dimensions.rhs_spec[2:], b_dilation, strict=True)]
         padding = lax.padtype_to_pads([a.shape[i] for i in dimensions.lhs_spec[2:]], windows, window_strides, padding)
     pads = _pads(padding, a.ndim - 2)
-    conv = Conv(
-        window_strides, pads, a_dilation, b_dilation, dimensions, groups, batch_groups,
-        checked_execution(execution),
-    )  # fmt: skip
+    conv = Conv(window_strides, pads, a_dilation, b_dilation, dimensions, groups, batch_groups, execution=execution)
     # JAX checks the shapes, as it does for floats.
     jax.eval_shape(conv.real, *(jax.ShapeDtypeStruct(q.shape, np.float32) for q in (a, b)))
     return conv.real(a, b, a.dtype) if in_float else contraction(a, b, conv)

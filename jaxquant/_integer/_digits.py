@@ -19,7 +19,8 @@ from .._granularity import PerTensor
 from .._groups import broadcast_groups
 from .._qarray import QArray
 from .._spec import QuantSpec
-from ._contract import centred, check_fits, is_at_most, largest_magnitude, with_flags
+from ._lowering import is_at_most
+from ._operands import centred, largest_magnitude, with_flags
 
 _LARGEST = 2**7  # magnitude of a digit
 
@@ -92,7 +93,7 @@ def sum_of_digits(
     b: Sequence[QArray],
     specs: tuple[QuantSpec, QuantSpec],
     length: Any,
-    execution: str,
+    check: Callable[[Any, QuantSpec, QuantSpec], None],
     contracted: Callable[[QArray, QArray], Array],
 ) -> Array:
     """The contraction of two operands of these specs in digits: int32, or rounded once to float32."""
@@ -100,7 +101,7 @@ def sum_of_digits(
     if _is_cut(*specs):
         _fit(length, *specs, min(len(a), len(b)))
     else:
-        check_fits(length, *specs, execution)
+        check(length, *specs)
     sums: dict[int, Array] = {}
     for i, x in enumerate(a):
         for j, w in enumerate(b):

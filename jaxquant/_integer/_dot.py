@@ -3,8 +3,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import jax
 import jax.core
@@ -18,36 +18,41 @@ from .._groups import broadcast_groups
 from .._qarray import QArray, changed, checked_qarray, groups_of, moved, permutation, scales_of
 from .._sharding import shard_like, vary_together
 from .._spec import QuantSpec
-from ._axes import arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output
-from ._contract import (
-    EXACT,
-    Precision,
-    centred,
-    checked_execution,
-    chunks,
-    codes,
-    contraction,
-    largest_magnitude,
-    plain,
-    rounded,
-    scaled,
-    with_real_values,
-    without_zeros,
-)
+from ._axes import arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
+from ._contract import ContractionOp, contraction, scaled, with_real_values, without_zeros
 from ._digits import in_digits, sum_of_digits
+from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
+from ._operands import centred, codes, largest_magnitude, plain, rounded
 
 
-class Dot(NamedTuple):
-    """`lax.dot_general` with dimension numbers ((contracted a, contracted b), (batch a, batch b)); static.
+@dataclasses.dataclass(frozen=True)
+class Dot(ContractionOp):
+    """`lax.dot_general` with dimension numbers ((contracted a, contracted b), (batch a, batch b)).
 
     `most` is how many products of a sum can be other than 0, where that is known to be fewer than all.
     """
 
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     batch: tuple[tuple[int, ...], tuple[int, ...]]
-    execution: str
-    gradient: tuple[Precision, Precision] = (None, None)
     most: int | None = None
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any], **attributes: Any) -> Self:
+        return cls(*int_pairs(params["dimension_numbers"]), **attributes)
+
+    def contracted_axes(self, ndims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.contracted
+
+    @property
+    def takes_blocks(self) -> bool:
+        return True
+
+    def summed_in_gradient(self, side: int, ndim: int) -> Sequence[int]:
+        return self._free(ndim, 1 - side)
+
+    def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:
+        free, contracted = self._free(ndim, side), self.contracted[side]
+        return (*self.batch[side], *free, *contracted) if len(free) == len(contracted) == 1 else ()
 
     def real(self, a: Array, b: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
@@ -65,24 +70,25 @@ class Dot(NamedTuple):
 
     def exact(self, a: QArray, b: QArray) -> Array:
         """The scaled integer contraction, block by block where a scale changes along it."""
-        specs = a.spec, b.spec
+        specs, lowering = (a.spec, b.spec), chosen(LOWERINGS, self.execution)
         (stored_a, *of_a), (stored_b, *of_b) = (
             _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
         )
         (ca, cb), (ba, bb) = zip(of_a, of_b, strict=True)
         parts = in_digits(stored_a, stored_b, (ca, cb))
         blocks = [self._blocks(parts[0][0], parts[1][0], specs, i, j) for i, j in zip(ca, cb, strict=True)]
-        dot = self._replace(contracted=(ca, cb), batch=(ba, bb))
+        dot = dataclasses.replace(self, contracted=(ca, cb), batch=(ba, bb))
         if math.prod(blocks) == 1:
-            return dot._block(*parts, specs)
+            return dot._block(*parts, specs, lowering)
         stacked = [
             [_stacked(q, dict(zip(axes, blocks, strict=True))) for q in digits]
             for digits, axes in zip(parts, dot.contracted, strict=True)
         ]
         # One after the other, so that the order of the float sum is fixed.
-        first = dot._block(_first(stacked[0]), _first(stacked[1]), specs)  # for its type alone: XLA drops the value
+        block = lambda a, b: dot._block(a, b, specs, lowering)
+        first = block(_first(stacked[0]), _first(stacked[1]))  # for its type alone: XLA drops the value
         total, _ = vary_together(shard_like(jnp.zeros_like(first), first), first)
-        add = lambda total, blocks: (total + dot._block(blocks[0], blocks[1], specs), None)
+        add = lambda total, blocks: (total + block(*blocks), None)
         return lax.scan(add, total, stacked)[0]
 
     def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
@@ -116,7 +122,7 @@ class Dot(NamedTuple):
         in_blocks = [lengths[n] for n in of_q]
         # In the order of the result, which is not transposed: it is as large as the weight.
         names = *in_order(of_g, of_q), summed, lead
-        dot, of_y = Dot(*dot_numbers(*names), self.execution, most=self.most), dot_output(*names)
+        dot, of_y = Dot(*dot_numbers(*names), self.most, execution=self.execution), dot_output(*names)
         if isinstance(precision, QuantSpec):
             at = tuple(map(of_g.index, summed))
             spec = dataclasses.replace(precision, granularity=precision.granularity.of_op(at, g.shape))
@@ -135,7 +141,7 @@ class Dot(NamedTuple):
         as_one = lambda shape, at: [*shape[:at], math.prod(shape[at : at + n]), *shape[at + n :]]
         behind = lambda axes: tuple(i if i < start else i - n + 1 for i in axes)
         pair = lambda axes: tuple(behind(of) if i == other else of for i, of in enumerate(axes))
-        dot = self._replace(contracted=pair(self.contracted), batch=pair(self.batch))
+        dot = dataclasses.replace(self, contracted=pair(self.contracted), batch=pair(self.batch))
         return dot, lax.reshape(g, as_one(g.shape, at)), q.reshape(as_one(q.shape, start))
 
     def _blocks(self, a: QArray, b: QArray, specs: tuple[QuantSpec, QuantSpec], i: int, j: int) -> int:
@@ -152,13 +158,14 @@ class Dot(NamedTuple):
             )
         return length // math.gcd(*(length // max(n, 1) for n in runs)) if length else 1
 
-    def _block(self, a: Sequence[QArray], b: Sequence[QArray], specs: tuple[QuantSpec, QuantSpec]) -> Array:
+    def _block(
+        self, a: Sequence[QArray], b: Sequence[QArray], specs: tuple[QuantSpec, QuantSpec], lowering: Lowering
+    ) -> Array:
         """The contraction of operands in digits, with one scale along the contracted axes."""
         length = math.prod(a[0].shape[i] for i in self.contracted[0])
-        in_units = self._in_float32 if self.execution == "float32" else self._in_integers
         most = length if self.most is None else min(length, self.most)
-        acc = sum_of_digits(a, b, specs, most, self.execution, lambda x, w: in_units(x, w, length))
-        operands = a[0], b[0]
+        product = lambda x, w: lowering.product(self, x, w, length)
+        acc, operands = sum_of_digits(a, b, specs, most, lowering.check, product), (a[0], b[0])
         return scaled(acc, *(self._in_output(side, q.scale, operands) for side, q in enumerate(operands)))
 
     def _free(self, ndim: int, side: int) -> list[int]:
@@ -198,7 +205,8 @@ class Dot(NamedTuple):
     def _in_bfloat16(self, x: Array, w: Array) -> Array:
         """Products of bfloat16, added in float32."""
         (ca, cb), free = self.contracted, (self._free(x.ndim, 0), self._free(w.ndim, 1))
-        dot = lambda x, w, *numbers: lax.dot_general(x, w, numbers or self[:2], preferred_element_type=jnp.float32)
+        own = self.contracted, self.batch
+        dot = lambda x, w, *numbers: lax.dot_general(x, w, numbers or own, preferred_element_type=jnp.float32)
         # Which products of bfloat16 XLA:CPU has depends on the order of the axes, and for others it raises an error
         # when they run. Those of two matrices are there, if no transpose before or behind them is folded in; of a
         # batch none is sure.
@@ -222,8 +230,8 @@ class Dot(NamedTuple):
 
     def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
         if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector as the row that is padded, not as a column
-            (ca, cb), (ba, bb) = self.contracted, self.batch
-            return Dot((cb, ca), (bb, ba), self.execution)._in_integers(b, a, length)
+            turned = dataclasses.replace(self, contracted=self.contracted[::-1], batch=self.batch[::-1])
+            return turned._in_integers(b, a, length)
         wide = max(a.spec.bits, b.spec.bits) > 8
         (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
         (ca, cb), (ba, bb) = self.contracted, self.batch
@@ -256,6 +264,12 @@ class Dot(NamedTuple):
         place = lambda side, v: None if v is None else self._in_output(side, v, (a, b))
         of_a, of_b = (place(0, a_zero), sums_of_b), (place(1, b_zero), sums_of_a)
         return without_zeros(acc, length, of_b, of_a)
+
+
+LOWERINGS = {
+    "int8": Lowering(Dot._in_integers, check_int32),
+    "float32": Lowering(Dot._in_float32, check_float32),
+}
 
 
 def _factor(q: QArray, folded: bool, shape: Sequence[int]) -> QArray:
@@ -381,6 +395,7 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
     >>> dot_general(q, q, (((0,), (0,)), ((), ()))).item()
     5.0
     """
+    execution = checked_execution(execution, LOWERINGS)
     in_float = with_real_values(a, b, execution)
     a, b = in_float or (checked_qarray("a", a), checked_qarray("b", b))
     (ca, cb), (ba, bb) = _dimension_numbers(dimension_numbers)
@@ -395,4 +410,4 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
             )
     if in_float:
         return lax.dot_general(a, b, ((ca, cb), (ba, bb)))
-    return contraction(a, b, Dot((ca, cb), (ba, bb), checked_execution(execution)))
+    return contraction(a, b, Dot((ca, cb), (ba, bb), execution=execution))

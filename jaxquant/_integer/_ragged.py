@@ -1,29 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ragged dot of quantized arrays: rows in groups, each of which meets a matrix of its own."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .. import _groups as grouping
 from .._qarray import QArray, moved
-from ._axes import arranged, dot_axes, dot_numbers
-from ._contract import Precision
+from ._axes import arranged, dot_axes, dot_numbers, int_pairs
+from ._contract import ContractionOp
 from ._dot import Dot
 
 
-class Ragged(NamedTuple):
-    """`lax.ragged_dot_general` whose ragged axis of `a` is a free one; static. The groups are an axis of `b`."""
+@dataclasses.dataclass(frozen=True)
+class Ragged(ContractionOp):
+    """`lax.ragged_dot_general` whose ragged axis of `a` is a free one. The groups are an axis of `b`."""
 
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     batch: tuple[tuple[int, ...], tuple[int, ...]]
     ragged: int
     group: int
-    execution: str
-    gradient: tuple[Precision, Precision] = (None, None)
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any], **attributes: Any) -> Self:
+        numbers = params["ragged_dot_dimension_numbers"]
+        (ragged,), (group,) = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+        return cls(*int_pairs(numbers.dot_dimension_numbers), int(ragged), int(group), **attributes)
+
+    @staticmethod
+    def can_replace(params: Mapping[str, Any]) -> bool:
+        """Whether rows are in groups, each with a matrix of its own."""
+        numbers = params["ragged_dot_dimension_numbers"]
+        (contracted, _), (batch, _) = numbers.dot_dimension_numbers
+        is_free = not {*contracted, *batch}.intersection(numbers.lhs_ragged_dimensions)
+        return params["group_offset"] is None and is_free
+
+    def contracted_axes(self, ndims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.contracted
+
+    @property
+    def takes_blocks(self) -> bool:
+        return True
+
+    @property
+    def joins_summed(self) -> bool:
+        return True
+
+    def summed_in_gradient(self, side: int, ndim: int) -> Sequence[int]:
+        return [i for i in range(ndim) if i not in (*self.contracted[1 - side], *self.batch[1 - side])]
 
     def real(self, a: Array, b: Array, sizes: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
@@ -49,18 +77,12 @@ class Ragged(NamedTuple):
         b = _reshaped(b, [n, *b.shape[len(self.batch[1]) + 1 :]])
         group = self._groups(kept, count, sizes).reshape(batches, -1)
         group = jnp.where(group < count, group + count * jnp.arange(batches)[:, None], n).reshape(-1)
-        size, total = -(-a.shape[0] // n), min(2 * n, a.shape[0]) if isinstance(a.shape[0], int) else 2 * n
-        turn = jnp.cumsum(group[:, None] == jnp.arange(n)[None], 0)  # of each row in its group, counted from 1
-        blocks = -(-turn[-1] // size)
-        ends = jnp.cumsum(blocks)
-        own = jnp.clip(group, 0, n - 1)
-        place = (ends - blocks)[own] * size + jnp.take_along_axis(turn, own[:, None], 1)[:, 0] - 1
-        place = jnp.where(group < n, place, total * size)
-        row = jnp.zeros(total * size, jnp.int32).at[place].set(jnp.arange(a.shape[0]), mode="drop")
-        matrix = jnp.clip(jnp.searchsorted(ends, jnp.arange(total), side="right"), 0, n - 1)
+        rows_of_a, is_known = a.shape[0], isinstance(a.shape[0], int)
+        blocks = _in_blocks(group, n, -(-rows_of_a // n), min(2 * n, rows_of_a) if is_known else 2 * n)
         axes = tuple(range(2, a.ndim + 1)), tuple(range(1, a.ndim))
-        y = Dot(axes, ((0,), (0,)), self.execution).exact(_taken(a, row.reshape(total, size)), _taken(b, matrix))
-        y = jnp.take(y.reshape(total * size, *y.shape[2:]), place, 0, mode="fill", fill_value=0)
+        dot = Dot(axes, ((0,), (0,)), execution=self.execution)
+        y = dot.exact(_taken(a, blocks.rows), _taken(b, blocks.groups))
+        y = jnp.take(y.reshape(-1, *y.shape[2:]), blocks.places, 0, mode="fill", fill_value=0)
         return y.reshape([*kept, *y.shape[1:]])
 
     def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any, sizes: Array) -> Array:
@@ -81,7 +103,8 @@ class Ragged(NamedTuple):
         shared = ([a[i] for i in axes[0]] for axes in (self.contracted, self.batch))
         numbers = dot_numbers(*((own, other) if side == 0 else (other, own)), *shared)
         of_one_group = math.prod(length[n] for n in summed if n != group) if side == 0 else None
-        return Dot(*numbers, self.execution, self.gradient, of_one_group).operand_gradient(side, g, q, shape, key)
+        dot = Dot(*numbers, of_one_group, execution=self.execution, gradient=self.gradient)
+        return dot.operand_gradient(side, g, q, shape, key)
 
     def _free(self, side: int, ndim: int) -> list[int]:
         """The axes that are neither contracted nor of the batch, nor the groups."""
@@ -95,6 +118,32 @@ class Ragged(NamedTuple):
         ends = jnp.cumsum(jnp.broadcast_to(sizes.astype(jnp.int32), [*before, count]), -1)
         group = (lax.broadcasted_iota(ends.dtype, [*[1] * at, length, 1], at) >= ends[..., None, :]).sum(-1)
         return jnp.broadcast_to(lax.expand_dims(group, range(at + 1, len(kept))), kept)
+
+
+class _Blocks(NamedTuple):
+    """Rows in blocks of one size, each block of rows of one group.
+
+    Attributes:
+      rows: (blocks, size), which row is in each place; 0 in those that stay empty.
+      groups: (blocks,), the group of each block.
+      places: (rows,), in which place each row is, counted over all blocks; beyond the last for rows in no group.
+    """
+
+    rows: Array
+    groups: Array
+    places: Array
+
+
+def _in_blocks(group: Array, n: int, size: Any, count: Any) -> _Blocks:
+    """The rows of n groups, of each row its `group` or n for none, in `count` blocks of `size`, which hold them all."""
+    turn = jnp.cumsum(group[:, None] == jnp.arange(n)[None], 0)  # of each row in its group, counted from 1
+    blocks = -(-turn[-1] // size)
+    ends, own = jnp.cumsum(blocks), jnp.clip(group, 0, n - 1)
+    places = (ends - blocks)[own] * size + jnp.take_along_axis(turn, own[:, None], 1)[:, 0] - 1
+    places = jnp.where(group < n, places, count * size)
+    rows = jnp.zeros(count * size, jnp.int32).at[places].set(jnp.arange(group.shape[0]), mode="drop")
+    groups = jnp.clip(jnp.searchsorted(ends, jnp.arange(count), side="right"), 0, n - 1)
+    return _Blocks(rows.reshape(count, size), groups, places)
 
 
 def _transposed(q: QArray, axes: Sequence[int]) -> QArray:

@@ -8,9 +8,9 @@ import jax
 import jax.core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from .._integer._ops import OPS
+
 Location = tuple[int, ...]  # the place of an equation in a program; then which program inside it, the place there, ...
-CONV, RAGGED = "conv_general_dilated", "ragged_dot_general"
-CONTRACTIONS = ("dot_general", CONV, RAGGED)
 NAME = "name"  # the primitive of checkpoint_name
 POINT = "jaxquant"  # what `quant_point` puts before the name of a checkpoint_name
 HIJAX = "call_hi_primitive"  # what jax.experimental.hijax makes primitives of
@@ -75,12 +75,8 @@ def kind(eqn: JaxprEqn) -> str:
 
 
 def is_contraction(name: str, params: Mapping[str, Any]) -> bool:
-    """Whether it is one that can be replaced; of ragged dots, that of rows in groups, each with a matrix of its own."""
-    if name != RAGGED:
-        return name in CONTRACTIONS
-    numbers = params["ragged_dot_dimension_numbers"]
-    (contracted, _), (batch, _) = numbers.dot_dimension_numbers
-    return params["group_offset"] is None and not {*contracted, *batch}.intersection(numbers.lhs_ragged_dimensions)
+    """Whether it is one that can be replaced."""
+    return name in OPS and OPS[name].can_replace(params)
 
 
 def param(eqn: JaxprEqn, *names: str) -> Any:

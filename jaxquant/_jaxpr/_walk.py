@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from .._integer._contract import ContractionOp
+from .._integer._ops import OPS
 from ._moves import MOVES
 from ._origin import CAPTURED, LITERAL, Origin, computed
 from ._program import (
     CLOSED,
-    CONTRACTIONS,
     NAME,
     POINT,
     Call,
@@ -45,12 +46,9 @@ class Contraction(NamedTuple):
     stack: tuple[tuple[Location, int], ...] = ()  # the scans over parameters around it, with their lengths
     in_condition: bool = False  # whether it is in the condition of a loop
 
-    @property
-    def dot(self) -> Any:
-        """The numbers of a dot, ragged or not: ((contracted lhs, contracted rhs), (batch lhs, batch rhs))."""
-        ragged = self.params.get("ragged_dot_dimension_numbers")
-        pairs = ragged.dot_dimension_numbers if ragged else self.params["dimension_numbers"]
-        return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in pairs)
+    def as_op(self, **attributes: Any) -> ContractionOp:
+        """The op that takes its place."""
+        return OPS[self.op].of(self.params, **attributes)
 
     @property
     def is_closed(self) -> bool:
@@ -83,7 +81,7 @@ _START = Place()
 def _contracts(jaxpr: Jaxpr) -> bool:
     """Whether there is a dot or convolution anywhere in a program."""
     return any(
-        eqn.primitive.name in (*CONTRACTIONS, *CLOSED) or any(_contracts(inner) for inner, _ in programs(eqn))
+        eqn.primitive.name in (*OPS, *CLOSED) or any(_contracts(inner) for inner, _ in programs(eqn))
         for eqn in jaxpr.eqns
     )
 
@@ -128,7 +126,7 @@ class Walk:
         name = kind(eqn)
         if name in self.calls:
             return self.calls[name].walk(self, eqn, ins, place)
-        if name in (*CONTRACTIONS, *CLOSED) or any(_contracts(inner) for inner, _ in programs(eqn)):
+        if name in (*OPS, *CLOSED) or any(_contracts(inner) for inner, _ in programs(eqn)):
             self._note(eqn, ins, place)
         if name == NAME:
             return [self.named(eqn, ins[0], place)]
@@ -139,7 +137,7 @@ class Walk:
         if not is_contraction(name, eqn.params):
             self.read(ins, name)
         mixed = computed(ins)
-        if name in CONTRACTIONS:
+        if name in OPS:
             # What meets a parameter in a contraction is data, also where the function closes over it.
             is_data = mixed.data or (bool(mixed.params) and any(o.role == "captured" for o in ins))
             mixed = mixed._replace(data=is_data, computed=frozenset())

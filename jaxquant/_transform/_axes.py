@@ -7,24 +7,16 @@ from collections.abc import Sequence
 
 from .._granularity import PerBlock, PerChannel, PerTensor, PerToken, per_axes
 from .._jaxpr._origin import JOINED, PICKED
-from .._jaxpr._program import CONV, NAME
+from .._jaxpr._program import NAME
 from .._jaxpr._walk import Contraction, Operand
 from .._spec import QuantSpec, qparams_shape
 
 
 def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes of each operand along which one result sums, or which share a scale all the same."""
-    shapes = [operand.shape for operand in contraction.operands]
     if contraction.op == NAME:
         return (), ()
-    if contraction.op != CONV:
-        (lhs, rhs), _ = contraction.dot
-        return lhs, rhs
-    numbers = contraction.params["dimension_numbers"]
-    batched = contraction.params["batch_group_count"] == 1
-    kept = (numbers.lhs_spec[0],) if batched else (), (numbers.rhs_spec[0],)
-    lhs, rhs = (tuple(i for i in range(len(shape)) if i not in of) for shape, of in zip(shapes, kept, strict=True))
-    return lhs, rhs
+    return contraction.as_op().contracted_axes([len(operand.shape) for operand in contraction.operands])
 
 
 def shared_axes(spec: QuantSpec, shape: tuple[int, ...]) -> frozenset[int]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from .._granularity import PerChannel, PerTensor, PerToken
 from .._integer._contract import Precision
-from .._jaxpr._program import CONV, RAGGED
 from .._paths import named_in_errors
 from .._rule import Rule
 from .._spec import QuantSpec, qparams_shape
@@ -49,27 +48,21 @@ def _check_gradient(op: MatchedOp, side: int, precision: QuantSpec | str, other:
                 f"has {other.bits}. Pass a QuantSpec, or None for float32."
             )
         return
-    kind, is_weight = precision.granularity, side == op.weight
-    is_dot = op.contraction.op != CONV
-    batches = 1 if is_dot else op.contraction.params["batch_group_count"]
-    if kind == PerToken() and batches > 1:
-        raise ValueError(
-            f"`gradient` towards an input in groups of examples (batch_group_count={batches}) has "
-            f"one scale, got {precision}. Say PerTensor()."
-        )
+    kind, is_weight, replaced = precision.granularity, side == op.weight, op.contraction.as_op()
+    if kind == PerToken() and (why := replaced.has_no_rows):
+        raise ValueError(f"`gradient` towards an input {why} has one scale, got {precision}. Say PerTensor().")
     allowed: list[Any] = [PerTensor(), PerChannel(None) if is_weight else PerToken()]
-    if kind not in allowed and not (is_dot and None in kind.sizes):
-        blocks = " or PerBlock(None, size), along what is summed" if is_dot else ""
+    if kind not in allowed and not (replaced.takes_blocks and None in kind.sizes):
+        blocks = " or PerBlock(None, size), along what is summed" if replaced.takes_blocks else ""
         raise ValueError(
             f"`gradient` towards {'the weight' if is_weight else 'an input'} must be {allowed[0]}, "
             f"{allowed[1]}{blocks}, got {precision}. Different ones are a pair: gradient=(towards the input, towards "
             "the weight)."
         )
     if kind.sizes:
-        (contracted, batch), shape = op.contraction.dot, op.contraction.operands[1 - side].shape
-        summed = [i for i in range(len(shape)) if i not in (*contracted[1 - side], *batch[1 - side])]
-        is_ragged = op.contraction.op == RAGGED  # whose groups and columns are brought together
-        if not summed or (not is_ragged and summed != list(range(summed[0], summed[-1] + 1))):
+        shape = op.contraction.operands[1 - side].shape
+        summed = replaced.summed_in_gradient(side, len(shape))
+        if not summed or (not replaced.joins_summed and list(summed) != list(range(summed[0], summed[-1] + 1))):
             raise ValueError(
                 f"`gradient` has blocks along what is summed, which is "
                 f"{f'axes {summed}, apart from each other,' if summed else 'nothing'} of the other operand, of shape "

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from .. import _checks as checks
 from .._integer._contract import Precision
-from .._jaxpr._program import RAGGED, Location
+from .._integer._ops import OPS
+from .._jaxpr._program import Location
 from .._jaxpr._walk import Contraction, Operand
 from .._paths import named_in_errors
 from .._rule import Rule
@@ -84,7 +85,7 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
     specs = [choice.spec for choice in choices]
     for choice, spec in zip(choices, specs, strict=True) if None not in specs else ():
         with named_in_errors(choice.name, rule=choice.rule):
-            errors.check_scales(spec, choice.operand.shape, choice.contracted, op.contraction.op)
+            errors.check_scales(spec, choice.operand.shape, choice.contracted, op.contraction.as_op().takes_blocks)
     gradient = precisions(op, op.names, [choice.rule for choice in choices], specs)
     return Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient)
 
@@ -93,7 +94,7 @@ def _of_closed(op: MatchedOp, matcher: Matcher) -> Decision:
     """Operands that go where nothing can be replaced, which no rule may want quantized."""
     # The gradient of a ragged dot with respect to its matrices is closed, too.
     is_meant = any(rule.kind == "gradient" for rule in matcher.rules) or not any(map(is_wanted, matcher.rules))
-    if op.contraction.op == RAGGED and op.contraction.gradient and not is_meant:
+    if op.contraction.op in OPS and op.contraction.gradient and not is_meant:
         raise errors.differentiates(op.name)
     choices = []
     for name, operand in zip(op.names, op.contraction.operands, strict=True):

@@ -304,7 +304,7 @@ def _at_rest(
     Of what the product takes whole, or a scan turn by turn: a slice would be moved in each call. Blocks are summed one
     after the other; convolutions, and products of more axes, gain nothing.
     """
-    if contraction.op != "dot_general" or rule.activation is None or spec.granularity.sizes:
+    if rule.activation is None or spec.granularity.sizes:
         return None
     operand, ndim = contraction.operands[side], len(shape)
     before = ndim - len(operand.shape)
@@ -313,7 +313,5 @@ def _at_rest(
     is_scanned = all(n in [turns for _, turns in contraction.stack] for n in shape[:before])
     if not is_whole or not is_scanned or len(operand.origin.parts) > 1:
         return None
-    contracted, batch = (of[side] for of in contraction.dot)
-    free = [a for i, a in enumerate(runs) if i not in (*contracted, *batch)]
-    is_lying = [runs[i] for i in contracted] == [ndim - 2] and free == [ndim - 1]
-    return (-1, -2) if is_lying else None
+    *_, before_last, last = [0, 0, *(runs[i] for i in contraction.as_op().order_at_rest(side, len(operand.shape)))]
+    return (-1, -2) if (before_last, last) == (ndim - 1, ndim - 2) else None

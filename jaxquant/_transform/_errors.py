@@ -8,7 +8,6 @@ from typing import Any
 from .. import _checks as checks
 from .._granularity import PerTensor
 from .._jaxpr._origin import JOINED, Origin
-from .._jaxpr._program import CONV
 from .._jaxpr._walk import Operand
 from .._rule import KINDS, Rule, pattern_in_words, shadowed
 from .._spec import QuantSpec, qparams_shape
@@ -67,10 +66,10 @@ def check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...])
         )
 
 
-def check_scales(spec: Any, shape: tuple[int, ...], contracted: tuple[int, ...], op: str) -> None:
-    """A scale that is applied after the contraction is shared along it, or by the blocks of a dot."""
+def check_scales(spec: Any, shape: tuple[int, ...], contracted: tuple[int, ...], takes_blocks: bool) -> None:
+    """A scale that is applied after the contraction is shared along it, or by blocks where the op takes them."""
     kind, groups = spec.granularity, qparams_shape(spec, shape) or (1,) * len(shape)
-    blocked = {axis % len(shape) for axis in kind.sizes if op != CONV}
+    blocked = {axis % len(shape) for axis in kind.sizes if takes_blocks}
     separate = [i for i in contracted if groups[i] > 1 and i not in blocked]
     if separate:
         raise ValueError(

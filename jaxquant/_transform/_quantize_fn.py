@@ -16,7 +16,8 @@ import numpy as np
 from jax import Array
 
 from .. import _checks as checks
-from .._integer._contract import checked_execution
+from .._integer._dot import LOWERINGS
+from .._integer._lowering import checked_execution
 from .._jaxpr._calls import CALLS
 from .._jaxpr._evaluate import Scope
 from .._jaxpr._program import POINT, traced
@@ -523,7 +524,7 @@ def quantize_fn(
     if not callable(f):
         raise TypeError(f"`f` must be a function, got {checks.kind(f)}. Pass one such as lambda params, x: ....")
     params_argnum = checks.static_int_between("params_argnum", params_argnum, 0, 255)
-    execution = checked_execution(execution)
+    execution = checked_execution(execution, LOWERINGS)
     return QuantizedFunction(f, rules, params_argnum, execution, checks.static_bool("strict", strict))
 
 

@@ -16,14 +16,12 @@ from .._affine import fake_quant, real_values
 from .._granularity import granularity_of
 from .._groups import of_rank
 from .._integer._contract import Precision, contract
-from .._integer._conv import Conv
-from .._integer._dot import Dot
-from .._integer._ragged import Ragged
+from .._integer._operands import QuantizedOperand
+from .._integer._ops import OPS
 from .._jaxpr._calls import CALLS
 from .._jaxpr._evaluate import Inputs, Replacements, Scope
-from .._jaxpr._program import CONTRACTIONS, CONV, NAME, RAGGED, Location, params_of
+from .._jaxpr._program import NAME, Location, params_of
 from .._jaxpr._quantized_param import QuantizedParam, dequantized, from_integers, qarray
-from .._jaxpr._walk import Contraction
 from .._paths import named_in_errors
 from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
@@ -206,16 +204,15 @@ class SiteEvaluator(NamedTuple):
             return result
 
     def _product(self, decision: Decision, eqn: Any, key: Any, *values: Any) -> Array:
-        operands, more = values[:2], values[2:]
+        operands, more = [QuantizedOperand(*v) for v in values[:2]], values[2:]
         axes = [choice.contracted for choice in decision.operands]
         if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
-            operands = [(real, dataclasses.replace(q, order=None), flags) for real, q, flags in operands]
+            operands = [v._replace(integers=dataclasses.replace(v.integers, order=None)) for v in operands]
             whole = lambda axes: lambda v: replicated(v, axes) if v.ndim else v
             operands = [jax.tree.map(whole(of), operand) for operand, of in zip(operands, axes, strict=True)]
-        (x, a, x_flags), (w, b, w_flags) = operands
         with named_in_errors(*decision.op.names):
-            op = _op_of(decision.contraction, self.execution, decision.gradient)
-            y = _contracted(op, x, w, a, b, (x_flags, w_flags), key, more)
+            op = decision.contraction.as_op(execution=self.execution, gradient=decision.gradient)
+            y = _contracted(op, *operands, key, more)
         return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
 
     def _named(self, decision: Decision, observed: Sequence[str], eqn: Any, ins: Sequence[Any], scope: Scope) -> Any:
@@ -254,7 +251,7 @@ class SiteEvaluator(NamedTuple):
     def _to_view(self, entry: Entry, value: Array, qparams: QParams | None) -> QuantizedParam:
         read = value
         if entry.rule.everywhere and entry.reads:
-            info = next(site for site in self.decisions.plan if site.entry == entry.key and site.op not in CONTRACTIONS)
+            info = next(site for site in self.decisions.plan if site.entry == entry.key and site.op not in OPS)
             read = self._given(info._replace(qparams=qparams), value)
         scales = Scales(None, None, None) if qparams is None else Scales(qparams.scale, qparams.zero_point, None)
         scales = scales.map(lambda v: of_rank(v, value.ndim))
@@ -362,15 +359,10 @@ def _of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array
     return value.real, qarray(value), nan_flags(lax.stop_gradient(value.real), contracted, False)
 
 
-@functools.partial(jax.jit, static_argnames="op")
-def _contracted(
-    op: Any, x: Array, w: Array, a: Any, b: Any, flags: tuple[Array | None, Array | None], key: Any,
-    more: tuple[Array, ...],
-) -> Array:  # fmt: skip
-    return contract(op, x, w, a, b, flags, key, more)
+_contracted = jax.jit(contract, static_argnums=0)  # traced, and differentiated, once for each shape
 
 
-@functools.partial(jax.jit, static_argnames="spec")  # traced, and differentiated, once for each shape
+@functools.partial(jax.jit, static_argnames="spec")
 def _fake_quantized(x: Array, spec: QuantSpec, qparams: QParams | None, key: Any) -> Array:
     return fake_quant(x, spec, qparams, key=key)
 
@@ -379,19 +371,3 @@ def _like(y: Array, out: Any) -> Array:
     """`y` with the sharding that the program says, on a mesh with explicit axes."""
     wanted = out.sharding
     return y if wanted.mesh.empty or jax.typeof(y).sharding == wanted else jax.sharding.reshard(y, wanted)
-
-
-def _op_of(contraction: Contraction, execution: str, gradient: tuple[Precision, Precision]) -> Dot | Conv | Ragged:
-    params = contraction.params
-    if contraction.op != CONV:
-        contracted, batch = contraction.dot
-        if contraction.op != RAGGED:
-            return Dot(contracted, batch, execution, gradient)
-        numbers = params["ragged_dot_dimension_numbers"]
-        (ragged,), (group,) = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
-        return Ragged(contracted, batch, int(ragged), int(group), execution, gradient)
-    return Conv(
-        tuple(params["window_strides"]), tuple((low, high) for low, high in params["padding"]),
-        tuple(params["lhs_dilation"]), tuple(params["rhs_dilation"]), params["dimension_numbers"],
-        params["feature_group_count"], params["batch_group_count"], execution, gradient,
-    )  # fmt: skip
