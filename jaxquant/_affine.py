@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import Array, lax
 

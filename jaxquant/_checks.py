@@ -147,13 +147,11 @@ def _number(name: str, value: Any, dtype: jnp.dtype) -> np.ndarray:
         return np.asarray(value).astype(dtype)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def real(name: str, value: Any, dtype: Any) -> Array:
     """Returns a number or a floating array in the dtype of the computation."""
-    return jnp.asarray(_number(name, value, dtype)) if _is_number(value) else float_array_in(name, value, dtype)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return jnp.asarray(_number(name, value, dtype))
+    return float_array_in(name, value, dtype)
 
 
 def ends(names: tuple[str, str], values: tuple[Any, Any], dtype: Any) -> tuple[Array, Array]:

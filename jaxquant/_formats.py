@@ -18,15 +18,14 @@ class Integers:
     bits: int
     signed: bool
     narrow: bool
+    unit = last_step = 1.0  # as in Float
 
     @property
     def qmin(self) -> int:
-        """The lowest level."""
         return -int(self.signed) * 2 ** (self.bits - 1) + int(self.narrow)
 
     @property
     def qmax(self) -> int:
-        """The highest level."""
         return 2 ** (self.bits - self.signed) - 1
 
     @property
@@ -38,16 +37,6 @@ class Integers:
     def number(self) -> int:
         """How many levels there are."""
         return self.qmax - self.qmin + 1
-
-    @property
-    def unit(self) -> float:
-        """What all levels are integer multiples of."""
-        return 1.0
-
-    @property
-    def last_step(self) -> float:
-        """The step from the highest level but one to the highest."""
-        return 1.0
 
     def nearest(self, v: Array, rounding: str, noise: Array | None) -> Array:
         """The level next to each value, as if there were no ends."""
@@ -80,7 +69,6 @@ class Float:
 
     @property
     def qmin(self) -> float:
-        """The lowest level."""
         return -self.qmax
 
     @property

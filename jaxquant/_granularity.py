@@ -37,7 +37,7 @@ class Granularity(abc.ABC):
     @property
     def is_of_op(self) -> bool:
         """Whether only the op that uses an operand knows its axes."""
-        return True
+        return not self.axes
 
     def of_op(self, contracted: Sequence[int], shape: tuple[int, ...]) -> "Granularity":
         """The granularity, by named axes, of an operand of this shape in an op that contracts some of its axes."""
@@ -78,9 +78,6 @@ class PerTensor(Granularity):
     def is_of_op(self) -> bool:
         return False
 
-    def of_op(self, contracted: Sequence[int], shape: tuple[int, ...]) -> Granularity:
-        return self
-
     @property
     def words(self) -> str:
         return "tensor"
@@ -102,8 +99,7 @@ class PerChannel(Granularity):
     def __post_init__(self):
         if self.axis is None:
             return
-        several = self.axis if isinstance(self.axis, tuple | list) else [self.axis]
-        axes = sorted(checks.static_int("axis", a) for a in several)
+        axes = sorted(checks.static_int("axis", a) for a in _several(self.axis))
         if not axes or len(set(axes)) < len(axes):
             raise ValueError(
                 f"`axis` must name at least one axis and none of them twice, got {self.axis}. "
@@ -124,10 +120,6 @@ class PerChannel(Granularity):
     @property
     def axes(self) -> tuple[int, ...]:
         return () if self.axis is None else _several(self.axis)
-
-    @property
-    def is_of_op(self) -> bool:
-        return self.axis is None
 
     def of_op(self, contracted: Sequence[int], shape: tuple[int, ...]) -> Granularity:
         return _per_row(contracted, shape)
@@ -213,10 +205,6 @@ class PerBlock(Granularity):
     @property
     def sizes(self) -> dict[Any, int]:
         return dict(zip(_several(self.axis), _several(self.size), strict=True))
-
-    @property
-    def is_of_op(self) -> bool:
-        return self.axis is None
 
     def of_op(self, contracted: Sequence[int], shape: tuple[int, ...]) -> Granularity:
         return PerBlock(contracted[0], self.size)

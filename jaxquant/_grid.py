@@ -47,12 +47,10 @@ class Grid(NamedTuple):
 
     @property
     def qmin(self) -> Any:
-        """The lowest level."""
         return self.frame.qmin
 
     @property
     def qmax(self) -> Any:
-        """The highest level."""
         return self.frame.qmax
 
     @property

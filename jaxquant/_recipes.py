@@ -88,8 +88,7 @@ def float8_spec(format: str = "float8_e4m3fn", granularity: Granularity = PerTen
     448.0
     """
     _checked_keywords("float8_spec", kw, ["format", "granularity"], "")
-    names = tuple(name for name, levels in FLOATS.items() if levels.bits == 8)
-    return QuantSpec(format=checks.one_of("format", format, names), granularity=granularity, **kw)
+    return QuantSpec(format=_format_of_bits(8, format), granularity=granularity, **kw)
 
 
 def mxfp8_spec(axis: int | None = None, format: str = "float8_e4m3fn", **kw: Any) -> QuantSpec:
@@ -109,7 +108,7 @@ def mxfp8_spec(axis: int | None = None, format: str = "float8_e4m3fn", **kw: Any
     >>> mxfp8_spec(-1)
     QuantSpec(granularity=PerBlock(axis=-1, size=32), format='float8_e4m3fn', scale_dtype='float8_e8m0fnu')
     """
-    return _microscaling("mxfp8_spec", axis, 8, kw, format=format)
+    return _microscaling("mxfp8_spec", axis, kw, format=_format_of_bits(8, format))
 
 
 def mxfp6_spec(axis: int | None = None, format: str = "float6_e2m3fn", **kw: Any) -> QuantSpec:
@@ -119,7 +118,7 @@ def mxfp6_spec(axis: int | None = None, format: str = "float6_e2m3fn", **kw: Any
     >>> mxfp6_spec(-1).qmax
     7.5
     """
-    return _microscaling("mxfp6_spec", axis, 6, kw, format=format)
+    return _microscaling("mxfp6_spec", axis, kw, format=_format_of_bits(6, format))
 
 
 def mxfp4_spec(axis: int | None = None, **kw: Any) -> QuantSpec:
@@ -129,7 +128,7 @@ def mxfp4_spec(axis: int | None = None, **kw: Any) -> QuantSpec:
     >>> mxfp4_spec(-1).qmax
     6.0
     """
-    return _microscaling("mxfp4_spec", axis, 4, kw, format="float4_e2m1fn")
+    return _microscaling("mxfp4_spec", axis, kw, format="float4_e2m1fn")
 
 
 def mxint8_spec(axis: int | None = None, **kw: Any) -> QuantSpec:
@@ -139,7 +138,7 @@ def mxint8_spec(axis: int | None = None, **kw: Any) -> QuantSpec:
     >>> mxint8_spec(-1)
     QuantSpec(bits=8, granularity=PerBlock(axis=-1, size=32), scale_dtype='float8_e8m0fnu')
     """
-    return _microscaling("mxint8_spec", axis, None, kw)
+    return _microscaling("mxint8_spec", axis, kw)
 
 
 def nvfp4_spec(axis: int | None = None, **kw: Any) -> QuantSpec:
@@ -162,10 +161,12 @@ def nvfp4_spec(axis: int | None = None, **kw: Any) -> QuantSpec:
     return QuantSpec(format="float4_e2m1fn", granularity=PerBlock(axis, 16), scale_dtype="float8_e4m3fn", **kw)
 
 
-def _microscaling(name: str, axis: Any, bits: int | None, kw: dict[str, Any], **format: Any) -> QuantSpec:
+def _format_of_bits(bits: int, format: Any) -> str:
+    return checks.one_of("format", format, tuple(name for name, levels in FLOATS.items() if levels.bits == bits))
+
+
+def _microscaling(name: str, axis: Any, kw: dict[str, Any], **format: Any) -> QuantSpec:
     _checked_keywords(name, kw, ["axis", "format", "scale_dtype"], "axis")
-    if bits:
-        checks.one_of("format", format["format"], tuple(n for n, levels in FLOATS.items() if levels.bits == bits))
     return QuantSpec(granularity=PerBlock(axis, 32), scale_dtype="float8_e8m0fnu", **format, **kw)
 
 

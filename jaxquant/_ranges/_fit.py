@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -62,8 +61,6 @@ def _percentile(x: Array, frame: Frame, percentile: float) -> QParams:
     spec = frame.spec
     shape = qparams_shape(spec, x.shape)
     rows = rows_of(num.upcast(x, num.compute_dtype(x.dtype)), shape)
-    if not rows.shape[1]:
-        return _minmax(x, frame)
     if spec.symmetric and spec.signed:
         _, high = _order_statistics(jnp.abs(rows), 0.0, (100 - percentile) / 100)
         low = -high

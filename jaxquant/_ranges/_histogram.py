@@ -5,7 +5,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -37,9 +36,8 @@ def _histogram(x: Array, spec: QuantSpec) -> Histogram:
     bits = lax.bitcast_convert_type(rows, jnp.int32)
     size = (bits & 0x7FFFFFFF) >> (23 - _FRACTION_BITS)
     half = _BINS // 2
-    index = (
-        jnp.where(bits < 0, half - 1 - size, half + size) + _BINS * jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
-    )
+    first = _BINS * jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    index = jnp.where(bits < 0, half - 1 - size, half + size) + first
     index = jnp.where(jnp.abs(rows) < jnp.inf, index, rows.shape[0] * _BINS)
     counts = jnp.zeros(rows.shape[0] * _BINS, jnp.uint32).at[index.ravel()].add(1, mode="drop")
     return Histogram(counts.reshape(*shape, _BINS))

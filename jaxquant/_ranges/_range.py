@@ -157,11 +157,6 @@ def observe(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
     return _observe(lax.stop_gradient(x), checked_spec(spec))
 
 
-def _extended(x_min: Array, x_max: Array) -> tuple[Array, Array]:
-    """The range with 0 in it and ends of at most half the largest float."""
-    return lax.min(lax.max(x_min, -LARGEST), _ZERO), lax.min(lax.max(x_max, _ZERO), LARGEST)
-
-
 def grid_of_range(x_min: Array | None, x_max: Array, frame: Frame) -> Grid:
     """The grid of a range without NaN: the formulas of `qparams_from_range`, inside a compiled program.
 
@@ -172,12 +167,13 @@ def grid_of_range(x_min: Array | None, x_max: Array, frame: Frame) -> Grid:
     if x_min is None:
         largest = lax.min(lax.optimization_barrier(x_max), LARGEST)
         return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, frame)
-    x_min, x_max = _extended(*lax.optimization_barrier((x_min, x_max)))
+    low, high = lax.optimization_barrier((x_min, x_max))
+    low, high = lax.min(lax.max(low, -LARGEST), _ZERO), lax.min(lax.max(high, _ZERO), LARGEST)
     if spec.symmetric:
-        largest = lax.max(-x_min, x_max) if spec.signed else x_max
+        largest = lax.max(-low, high) if spec.signed else high
         return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, frame)
-    scale = quotient(x_max - x_min, qmax - qmin, 1)
-    zero_point = qmin - num.round_half_even(num.divide(x_min, scale))
+    scale = quotient(high - low, qmax - qmin, 1)
+    zero_point = qmin - num.round_half_even(num.divide(low, scale))
     return Grid(scale, lax.min(lax.max(zero_point, qmin), qmax), frame)
 
 
