@@ -18,6 +18,13 @@ def ignored_name(value: Any) -> None:
         )
 
 
+def shape_of_range(shape: tuple[int, ...], axis: int | None) -> tuple[tuple[int, ...], str]:
+    """The shape of the ends of a range, one for all of `input` or one for each slice along an axis, and why."""
+    if axis is None:
+        return (), "one range for the tensor. For a range a slice pass `axis`"
+    return (shape[axis],), f"one range for each slice of `input` along axis {axis}"
+
+
 def ordered(
     names: tuple[str, str], values: tuple[Any, Any], dtype: np.dtype, relation: Callable, expected: str
 ) -> None:

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
-from ._checks import ignored_name, ordered
+from ._checks import ignored_name, ordered, shape_of_range
 from ._nudge import along_axis, largest_scale, per_channel
 
 _NAMES = ("int8", "uint8", "int16", "uint16", "int32")
@@ -55,9 +55,6 @@ def _wide_quotient(a: float, b: Array) -> Array:
     return num.guard((a / b.astype(wide)).astype(b.dtype))
 
 
-# ---- The range of one tensor. Selects stand where C++'s std::min and std::max drop a NaN.
-
-
 class _Adjusted(NamedTuple):
     """The range that is reported, and what takes its values to codes."""
 
@@ -68,6 +65,7 @@ class _Adjusted(NamedTuple):
 
 
 def _larger(a: Array | float, b: Array) -> Array:
+    # A select, here and in `_widen`, because C++'s std::min and std::max drop a NaN.
     return jnp.where(a < b, b, a)
 
 
@@ -114,9 +112,6 @@ def _quantize(
     return QuantizeOutput(codes.astype(coding.dtype), adjusted.low, adjusted.high)
 
 
-# ---- Back to real values.
-
-
 def _min_combined(q: Array, x_min: Array, x_max: Array, coding: _Coding) -> Array:
     scale = num.divide(x_max - x_min, float(np.float32(coding.highest) - np.float32(coding.lowest)))
     return num.guard((q - coding.lowest) * scale) + x_min
@@ -146,9 +141,6 @@ def _dequantize(q: Array, x_min: Array, x_max: Array, coding: _Coding, dtype: np
     return _DEQUANTIZE[coding.mode](q.astype(x_min.dtype), x_min, x_max, coding).astype(dtype)
 
 
-# ---- What is public.
-
-
 _RANGE = ("min_range", "max_range")
 
 
@@ -157,11 +149,8 @@ def _range(values: tuple[Any, Any], dtype: np.dtype, x: Array, axis: int | None)
     low, high = checks.ends(_RANGE, values, dtype)
     if axis is None:
         low, high = (v.reshape(()) if v.shape == (1,) else v for v in (low, high))
-    expected = () if axis is None else (x.shape[axis],)
-    why = "one range for the tensor. For a range a slice pass `axis`"
-    why = why if axis is None else f"one range for each slice of `input` along axis {axis}"
-    checks.shape(_RANGE[0], low, expected, why)
-    checks.shape(_RANGE[1], high, expected, why)
+    for end, v in zip(_RANGE, (low, high), strict=True):
+        checks.shape(end, v, *shape_of_range(x.shape, axis))
     return lax.stop_gradient((low, high))
 
 
@@ -257,13 +246,10 @@ def quantize(
         )
     wide = num.compute_dtype(x.dtype)
     low, high = _range((min_range, max_range), wide, x, axis)
-    ordered(_RANGE, (min_range, max_range), wide, _not_greater, "min_range <= max_range")
+    not_greater = lambda low, high: ~(high < low)  # a NaN passes, as it does in TensorFlow
+    ordered(_RANGE, (min_range, max_range), wide, not_greater, "min_range <= max_range")
     coding = _Coding(dtype, mode, narrow_range, axis)
     return _quantize(lax.stop_gradient(x), low, high, coding, round_mode, float(np.asarray(minimum).astype(wide)))
-
-
-def _not_greater(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    return ~(high < low)  # a NaN passes, as it does in TensorFlow
 
 
 def _name_of(T: Any) -> Any:

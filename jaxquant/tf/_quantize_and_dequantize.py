@@ -12,7 +12,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._sharding import shard_like, vary_together
-from ._checks import ignored_name, ordered
+from ._checks import ignored_name, ordered, shape_of_range
 from ._nudge import along_axis, largest_scale, masked_product, per_channel
 
 
@@ -98,13 +98,11 @@ def _options(ndim: int, levels: tuple[float, float], range_given: Any, round_mod
 
 
 def _with_range(x: Array, x_min: Any, x_max: Any, options: _Options) -> tuple[Array, Array, Array]:
-    dtype, names, axis = num.compute_dtype(x.dtype), ("input_min", "input_max"), options.axis
+    dtype, names = num.compute_dtype(x.dtype), ("input_min", "input_max")
     lo, hi = checks.ends(names, (x_min, x_max), dtype)
     for end, v in zip(names, (lo, hi), strict=True):
-        if axis is None:
-            checks.shape(end, v, (), "one range for the tensor. For a range a slice pass `axis`")
-        elif options.range_given or v.ndim:
-            checks.shape(end, v, (x.shape[axis],), f"one range for each slice of `input` along axis {axis}")
+        if options.range_given or v.ndim:
+            checks.shape(end, v, *shape_of_range(x.shape, options.axis))
     if options.range_given:
         ordered(names, (x_min, x_max), dtype, np.less_equal, "input_min <= input_max")
     return vary_together(x, lo, hi)
