@@ -181,12 +181,7 @@ def _fit(x: Array, frame: Frame, method: str, percentile: float) -> QParams:
 
 
 # By the values, the frame of the grid, and a percentile.
-METHODS: dict[str, Callable[[Array, Frame, float], QParams]] = {
-    "minmax": _minmax,
-    "percentile": _percentile,
-    "mse": _mse,
-    "lsq": _lsq,
-}
+METHODS = {"minmax": _minmax, "percentile": _percentile, "mse": _mse, "lsq": _lsq}
 
 
 def fit_qparams(

@@ -79,18 +79,21 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
     extremes = lambda x, mask: [reduce_groups(functools.partial(end, mask=mask), x, shape) for end in ends]
     plain = extremes(x, lambda v, _: v)
 
-    def of(extremes, finite):
-        ends = [_to_float32(end) for end in extremes]
+    def of(finite):
+        ends = [_to_float32(end) for end in (plain if finite else extremes(x, finite_or))]
         return then(None, ends[0], finite) if len(ends) == 1 else then(*ends, finite)
 
-    masked = lambda x: of(extremes(x, finite_or), False)
-    return lax.cond(_is_finite(x), lambda x: of(plain, True), masked, x)
+    return if_finite(x, of)
 
 
 def if_finite(x: Array, then: Callable[[bool], Any]) -> Any:
-    """`then(finite)` on both sides of a condition, whether all of `x` is finite, as in `range_of`."""
+    """`then(finite)` on both sides of a condition: whether all of `x` is finite, and its sum does not overflow.
+
+    By the sum, because a maximum need not tell: over devices, and on XLA:CPU since jax 0.10 in large arrays, it forgets
+    a NaN and what it saw before it.
+    """
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    return lax.cond(_is_finite(x), lambda: then(True), lambda: then(False))
+    return lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(True), lambda: then(False))
 
 
 def _lowest(x: Array, axes: Sequence[int], mask: Callable) -> Array:
@@ -103,15 +106,6 @@ def _highest(x: Array, axes: Sequence[int], mask: Callable) -> Array:
 
 def _largest(x: Array, axes: Sequence[int], mask: Callable) -> Array:
     return _highest(jnp.abs(x), axes, mask)
-
-
-def _is_finite(x: Array) -> Array:
-    """Whether all of `x` is finite; False too where its sum overflows.
-
-    By the sum, because a maximum need not tell: over devices, and on XLA:CPU since jax 0.10 in large arrays, it forgets
-    a NaN and what it saw before it.
-    """
-    return jnp.abs(jnp.sum(x)) < jnp.inf
 
 
 def _to_float32(end: Array) -> Array:

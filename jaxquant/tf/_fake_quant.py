@@ -15,8 +15,6 @@ from .._sharding import shard_like, vary_together
 from ._checks import ignored_name, ordered
 from ._nudge import Nudged, along_axis, masked_product, nudge, per_channel
 
-_PER_CHANNEL = "fake_quant_with_min_max_vars_per_channel"
-
 
 class FakeQuantGradients(NamedTuple):
     """What the `*_gradient` functions of the ops with trained ranges return, in TensorFlow's order and names."""
@@ -211,7 +209,8 @@ def fake_quant_with_min_max_args_gradient(
 
 
 def _scalar_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Array]:
-    return _range(x, x_min, x_max, (), f"one range for the tensor. For one a channel use {_PER_CHANNEL}")
+    why = "one range for the tensor. For one a channel use fake_quant_with_min_max_vars_per_channel"
+    return _range(x, x_min, x_max, (), why)
 
 
 def _range(x: Array, x_min: Any, x_max: Any, shape: tuple[int, ...], why: str) -> tuple[Array, Array, Array]:

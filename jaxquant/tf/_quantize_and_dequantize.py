@@ -17,8 +17,6 @@ from ._nudge import along_axis, largest_scale, masked_product, per_channel
 
 
 class _Options(NamedTuple):
-    """The static options of a round trip."""
-
     qmin: float
     qmax: float
     range_given: bool
