@@ -38,14 +38,10 @@ class Nudged(NamedTuple):
 
 
 def nudge(x_min: Array, x_max: Array, qmin: float, qmax: float) -> Nudged:
-    """Moves the real range `[x_min, x_max]` of one tensor onto the levels `qmin .. qmax`.
+    """Moves the real range of one tensor, two scalars, onto the levels `qmin .. qmax`, static integers.
 
-    Ranges that do not contain 0 are shifted, not extended: `[1, 2]` becomes `[0, 1]`.
-
-    Args:
-      x_min, x_max: scalars of one floating dtype. Nothing is checked: what an empty, reversed or non-finite range
-        gives is what the same operations give in TensorFlow's kernels.
-      qmin, qmax: static, integers.
+    Ranges that do not contain 0 are shifted, not extended: `[1, 2]` becomes `[0, 1]`. Nothing is checked: what an
+    empty, reversed or non-finite range gives is what the same operations give in TensorFlow's kernels.
     """
     # Constants would be folded before the rewrites that the selects stop, and the selects with them.
     x_min, x_max = lax.optimization_barrier((x_min, x_max))
