@@ -210,8 +210,7 @@ def _part(name: str, part: str) -> str:
 
 def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
     """What a leaf is, and its arrays: of a QArray by name, of an array by no name."""
-    kinds = (kind for kind, of in {"QArray": QArray, **_PAIRS}.items() if isinstance(leaf, of))
-    said: dict[str, Any] = {"kind": next(kinds, "array")}
+    said: dict[str, Any] = {"kind": type(leaf).__name__ if _is_group(leaf) else "array"}
     fields = _fields(leaf) if _is_group(leaf) else {"": leaf}
     arrays = {part: _numpy(_part(name, part), v) for part, v in fields.items() if part not in _STATIC}
     if isinstance(leaf, QParams | Log2QParams) and leaf.spec:
@@ -247,16 +246,15 @@ def _needed(name: str, described: dict, parts: dict[str, np.ndarray], scales: di
     the scale of a frozen parameter is in its qparams, too. `scales` are those before.
     """
     zero_point, scale = _part(name, "zero_point"), _part(name, "scale")
-    left = set()
     of = parts[scale]
     if described["spec"]["symmetric"] and parts[zero_point].shape == of.shape and not any(parts[zero_point].tobytes()):
         described["without"] = "zero_point"
-        left.add(zero_point)
+        del parts[zero_point]
     first = scales.setdefault((of.dtype, of.shape, of.tobytes()), scale)
     if first != scale:
         described["scale_of"] = first
-        left.add(scale)
-    return {at: value for at, value in parts.items() if at not in left}
+        del parts[scale]
+    return parts
 
 
 def _numpy(name: str, value: Any) -> np.ndarray:
@@ -308,8 +306,7 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
         if len(shape) > _HIGHEST_RANK:
             raise ValueError(f"{name!r} has rank {len(shape)}")
         parts["values"] = unpack(parts["values"], spec.bits, shape, spec.dtype)
-    got = [parts["values"].shape, *(parts[part].dtype for part in ("values", "scale", "zero_point"))]
-    if got != [shape, spec.dtype, spec.scale_dtype, spec.dtype] or not checks.is_float(described["dtype"]):
+    if parts["values"].shape != shape or not checks.is_float(described["dtype"]):
         raise ValueError(f"the arrays of {name!r} do not fit {spec} and {dtype}")
     order = tuple(described["order"]) if "order" in described else None
     if "stored" in described:
@@ -367,8 +364,7 @@ def _fields(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, QArray):
         scales = {name: v for name, v in scales_of(leaf)._asdict().items() if v is not None}
         return {"values": leaf.values, **scales, "spec": leaf.spec, "dtype": leaf.dtype}
-    fields = leaf._asdict()
-    return {name: v for name, v in fields.items() if name != "spec" or v}
+    return leaf._asdict()
 
 
 def _container(path: Any) -> tuple[pathlib.Path, tuple[Callable, Callable]]:

@@ -13,7 +13,6 @@ from ._rule import Rule
 
 
 def is_qarray(node: Any) -> bool:
-    """Whether a node of a pytree is integers with their qparams."""
     return isinstance(node, QArray)
 
 

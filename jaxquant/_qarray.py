@@ -43,12 +43,7 @@ class Scales(NamedTuple):
     tensor_scale: Any
 
     def map(self, f: Callable[[Any], Any]) -> "Scales":
-        """The result of `f` for each that is there."""
         return Scales(*(None if v is None else f(v) for v in self))
-
-    def map_groups(self, f: Callable[[Array], Array], ndim: int) -> "Scales":
-        """The scales where what they scale, of rank `ndim`, is moved: `f` says what becomes of values for groups."""
-        return self.map(lambda v: f(grouping.of_rank(v, ndim)) if v.ndim else v)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
@@ -80,7 +75,11 @@ class QArray(checks.NotAnArray):
 
     @property
     def _own_values(self) -> Any:
-        return own_values(self.stored, self.order, self.spec)
+        values = _transposed(self.stored, lambda ndim: _back(self.order, ndim)) if self.order else self.stored
+        if getattr(values, "dtype", None) not in (jnp.int4, jnp.uint4):
+            return values
+        dtype = self.spec.dtype
+        return values.update(dtype=dtype) if isinstance(values, jax.ShapeDtypeStruct) else values.astype(dtype)
 
     values: Any = _own_values  # computed where it is read, and a field for `dataclasses.replace`; kept is `stored`
     scale: Array
@@ -154,9 +153,8 @@ class QArray(checks.NotAnArray):
         of_groups = lambda v: at(grouping.apart(v, 0, self.shape[0])) if v.shape[0] > 1 else lax.squeeze(v, [0])
         if self.order and len(self.order) == self.ndim:
             return self._moved(at(self.values), of_groups)
-        stored = at(self.stored)  # of a stack, whose elements lie as before
-        part = self._moved(own_values(stored, self.order, self.spec), of_groups)
-        return changed(part, stored=stored, order=self.order)
+        part = changed(self, stored=at(self.stored))  # of a stack, whose elements lie as before
+        return changed(self._moved(part.values, of_groups), stored=part.stored, order=self.order)
 
     def _moved(self, values: Array, f: Callable[[Array], Array]) -> "QArray":
         """The QArray of values that were moved, with the granularity that its scales then have."""
@@ -180,7 +178,6 @@ def changed(q: QArray, scales: Scales | None = None, **fields: Any) -> QArray:
 
 
 def scales_of(q: QArray) -> Scales:
-    """What turns the values of `q` into real ones."""
     return Scales(q.scale, q.zero_point, q.tensor_scale)
 
 
@@ -191,7 +188,8 @@ def groups_of(q: QArray) -> tuple[int, ...]:
 
 def moved(q: QArray, values: Any, f: Callable[[Array], Array]) -> QArray:
     """`q` with its values elsewhere, and its scales by `f`, which says what becomes of values for groups."""
-    return changed(q, scales_of(q).map_groups(f, q.ndim), stored=values, order=None)
+    of_groups = lambda v: f(grouping.of_rank(v, q.ndim)) if v.ndim else v
+    return changed(q, scales_of(q).map(of_groups), stored=values, order=None)
 
 
 class _Static(NamedTuple):
@@ -234,17 +232,9 @@ def permutation(order: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     return *range(ndim - len(order)), *(ndim + axis for axis in order)
 
 
-def _back(order: Sequence[int], ndim: int) -> tuple[int, ...]:
+def _back(order: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     there = permutation(order, ndim)
     return tuple(map(there.index, range(ndim)))
-
-
-def own_values(stored: Any, order: Sequence[int] | None, spec: QuantSpec) -> Any:
-    """Stored values with the axes of their array, and in the dtype of their spec where they lie two in a byte."""
-    values = _transposed(stored, lambda ndim: _back(order, ndim)) if order else stored
-    if getattr(values, "dtype", None) not in (jnp.int4, jnp.uint4):
-        return values
-    return values.update(dtype=spec.dtype) if isinstance(values, jax.ShapeDtypeStruct) else values.astype(spec.dtype)
 
 
 def _transposed(v: Any, axes: Callable[[int], tuple[int, ...]]) -> Any:
@@ -255,7 +245,6 @@ def _transposed(v: Any, axes: Callable[[int], tuple[int, ...]]) -> Any:
 
 
 def frozen_to_json(frozen: Frozen | None) -> dict[str, Any] | None:
-    """What JSON can hold of it."""
     if frozen is None:
         return None
     return frozen._asdict() | {"activation": frozen.activation and spec_to_json(frozen.activation)}

@@ -237,30 +237,29 @@ def report(
     costs = _Costs(q, entries, qparams, loss, widths, kwargs)
     found = jax.device_get(jax.jit(costs.all)(params, *batch))
     for i, row in enumerate(rows):
-        change, predicted, by_bits = (found[name].get(row.entry) for name in ("change", "predicted", "by_bits"))
-        by_bits = {} if by_bits is None else dict(zip(widths, map(float, by_bits), strict=True))
-        rows[i] = row._replace(
-            change=None if change is None else float(change),
-            predicted=None if predicted is None else float(predicted),
-            by_bits=by_bits,
-        )
+        if row.entry in found["change"]:  # all but frozen parameters
+            change, predicted = (float(found[name][row.entry]) for name in ("change", "predicted"))
+            rows[i] = row._replace(change=change, predicted=predicted)
+        if row.entry in found["by_bits"]:
+            rows[i] = rows[i]._replace(by_bits=dict(zip(widths, found["by_bits"][row.entry].tolist(), strict=True)))
     rows.sort(key=lambda row: -math.inf if row.change is None else row.change, reverse=True)
     return Report(tuple(rows), float(found["loss"]), float(found["quantized_loss"]))
 
 
-def _shared_fields(entry: Entry, t: Tally) -> dict[str, Any]:
+def _row(entry: Entry, t: Tally, **sizes: Any) -> ReportRow:
     size = int(t.size)
-    return {
-        "entry": entry.key,
-        "sites": entry.sites,
-        "spec": entry.spec,
-        "groups": math.prod(entry.groups),
-        "sqnr": sqnr(t),
-        "max_error": float(t.max_error),
-        "clipped": int(t.clipped) / size if size else 0.0,
-        "used_levels": int((t.levels > 0).sum()) if t.levels.size else None,
-        "levels": entry.spec.levels.number if t.levels.size else None,
-    }
+    return ReportRow(
+        entry=entry.key,
+        sites=entry.sites,
+        spec=entry.spec,
+        groups=math.prod(entry.groups),
+        sqnr=sqnr(t),
+        max_error=float(t.max_error),
+        clipped=int(t.clipped) / size if size else 0.0,
+        used_levels=int((t.levels > 0).sum()) if t.levels.size else None,
+        levels=entry.spec.levels.number if t.levels.size else None,
+        **sizes,
+    )
 
 
 def _of_input(entry: Entry, t: Tally) -> ReportRow:
@@ -268,25 +267,19 @@ def _of_input(entry: Entry, t: Tally) -> ReportRow:
         turns = range(math.prod(n for _, n in entry.stack))
         flat = [v.reshape(len(turns), *v.shape[len(entry.stack) :]) for v in t]
         t = functools.reduce(merge_tallies, [Tally(*(v[i] for v in flat)) for i in turns])
-    fields = _shared_fields(entry, jax.device_get(t))
-    return ReportRow(**fields, size=0, dead=None, bytes_before=0, bytes_after=0)
+    return _row(entry, jax.device_get(t), size=0, dead=None, bytes_before=0, bytes_after=0)
 
 
 def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow:
-    size = math.prod(entry.shape)
+    size, spec = math.prod(entry.shape), entry.spec
+    before, after = size * jnp.dtype(leaf.dtype).itemsize, saved_bytes(spec, size, math.prod(entry.groups))
+    sizes = {"size": size, "bytes_before": before, "bytes_after": after}
     if is_qarray(leaf):
         zero = jnp.zeros(())
         nothing = Tally(zero, zero, zero, zero, zero, jnp.zeros(0))
-        fields = {**_shared_fields(entry, nothing), "max_error": math.nan, "clipped": math.nan}
-        before = size * jnp.dtype(leaf.dtype).itemsize
-        row = ReportRow(**fields, size=size, dead=None, bytes_before=before, bytes_after=0)
-    else:
-        fields = _shared_fields(entry, jax.device_get(tally(leaf, entry.spec, qparams)))
-        row = ReportRow(
-            **fields, size=size, dead=_dead(leaf, entry.spec, qparams), bytes_before=size * leaf.dtype.itemsize,
-            bytes_after=0,
-        )  # fmt: skip
-    return row._replace(bytes_after=saved_bytes(entry.spec, size, row.groups))
+        return _row(entry, nothing, **sizes, dead=None)._replace(max_error=math.nan, clipped=math.nan)
+    t = jax.device_get(tally(leaf, spec, qparams))
+    return _row(entry, t, **sizes, dead=_dead(leaf, spec, qparams))
 
 
 def _dead(leaf: Array, spec: QuantSpec, qparams: QParams | None) -> int:

@@ -5,6 +5,7 @@ import html
 import itertools
 from collections.abc import Callable, Sequence
 
+_MOST_ROWS = 30  # of a table in one piece
 _STYLE = (
     "<style>.jaxquant {overflow-x: auto} .jaxquant table {border-collapse: collapse} "
     ".jaxquant th, .jaxquant td {text-align: left; padding: 2px 8px; white-space: nowrap; border-bottom: 1px solid "
@@ -20,14 +21,11 @@ def as_text(header: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence
 
 
 def as_html(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    last: Sequence[str],
+    header: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence[str],
     is_float: Callable[[Sequence[str]], bool],
-    at_once: int = 30,
-) -> str:
-    """A table, by the first two segments of the names in the first column where there are more than `at_once` rows;
-    rows that are left in float are paler."""
+) -> str:  # fmt: skip
+    """A table, by the first two segments of the names in the first column where there are many rows; rows that are left
+    in float are paler."""
     cell = lambda tag, text, kind="": f"<{tag}{kind}>{html.escape(text)}</{tag}>"
     head = "<tr>" + "".join(cell("th", text) for text in header) + "</tr>"
 
@@ -36,7 +34,7 @@ def as_html(
         lines = ("".join(cell("td", text, p) for text in row) for row, p in zip(rows, pale, strict=True))
         return f"<table>{head}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
-    if len(rows) <= at_once:
+    if len(rows) <= _MOST_ROWS:
         body = table(rows)
     else:
         module = lambda row: "/".join(row[0].split(":")[0].split("/")[:2])

@@ -80,7 +80,6 @@ def _level_number(q: QArray) -> Array:
 
 
 def merge_tallies(a: Tally, b: Tally) -> Tally:
-    """The tally of two arrays together."""
     return Tally(*map(jnp.add, a, b))._replace(max_error=jnp.maximum(a.max_error, b.max_error))
 
 

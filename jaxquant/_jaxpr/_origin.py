@@ -67,12 +67,10 @@ DATA, CAPTURED, LITERAL = Origin(data=True), Origin(captured=True), Origin()
 
 
 def parameter(path: str, ndim: int) -> Origin:
-    """A parameter itself."""
     return Origin(frozenset([path]), parts=(path,), axes=tuple(frozenset([i]) for i in range(ndim)))
 
 
 def computed(origins: Sequence[Origin]) -> Origin:
-    """What is computed from several values."""
     # Of one axis are biases and the scales of norms, which are no operands.
     matrices = (o.parts for o in origins if sum(map(bool, o.axes)) >= 2 and not o.gathered)
     return Origin(
@@ -84,7 +82,6 @@ def computed(origins: Sequence[Origin]) -> Origin:
 
 
 def either(*origins: Origin) -> Origin:
-    """What is one of several values."""
     return origins[0] if all(alike(o, origins[0]) for o in origins) else computed(origins)
 
 

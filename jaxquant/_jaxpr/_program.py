@@ -45,7 +45,9 @@ def opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
 def programs(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[Any]]]:
     """Those in the parameters of an equation, found by value: `cond` keeps its under `branches`."""
     if eqn.primitive.name == HIJAX:
-        return [opened(expanded(eqn))]
+        applied = _of_hijax(eqn)
+        expand = lambda *ins: jax.tree.leaves(applied.expand(*jax.tree.unflatten(applied.in_tree, ins)))
+        return [opened(jax.make_jaxpr(expand)(*avals(eqn.invars)))]
     values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
     return [opened(v) for v in values if isinstance(getattr(v, "jaxpr", v), Jaxpr)]
 
@@ -54,13 +56,6 @@ def _of_hijax(eqn: JaxprEqn) -> Any:
     """The object that an equation of `jax.experimental.hijax` applies: its one parameter, under changing names."""
     (primitive,) = eqn.params.values()
     return primitive
-
-
-def expanded(eqn: JaxprEqn) -> Any:
-    """The program that such an object stands for, by the method with which its author says so."""
-    applied = _of_hijax(eqn)
-    expand = lambda *ins: jax.tree.leaves(applied.expand(*jax.tree.unflatten(applied.in_tree, ins)))
-    return jax.make_jaxpr(expand)(*avals(eqn.invars))
 
 
 def params_of(eqn: JaxprEqn) -> Mapping[str, Any]:
@@ -93,7 +88,6 @@ def param(eqn: JaxprEqn, *names: str) -> Any:
 
 
 def avals(variables: Sequence[Any]) -> list[Any]:
-    """The shapes and dtypes of variables."""
     return [v.aval for v in variables]
 
 

@@ -54,11 +54,9 @@ class QuantizedParam:
         return moved.map_floats(of_values)
 
     def map_floats(self, f: Callable[[Any], Any]) -> "QuantizedParam":
-        """The parameter with `f` of its real values."""
         return dataclasses.replace(self, real=_mapped(f, self.real), as_read=_mapped(f, self.as_read))
 
     def cast(self, x: Array) -> Array:
-        """Values of the parameter through the casts that it has been through."""
         for primitive, params in self.casts:
             x = primitive.bind(x, **dict(params))
         return x

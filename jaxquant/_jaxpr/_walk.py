@@ -66,7 +66,6 @@ class Place(NamedTuple):
     in_condition: bool = False
 
     def of(self, eqn: JaxprEqn, i: int) -> "Place":
-        """The place of an equation."""
         stack = str(eqn.source_info.name_stack)
         return self._replace(location=(*self.location, i), scope=f"{self.scope}/{stack}" if stack else self.scope)
 
@@ -127,7 +126,8 @@ class Walk:
         if name in self.calls:
             return self.calls[name].walk(self, eqn, ins, place)
         if name in (*OPS, *CLOSED) or any(_contracts(inner) for inner, _ in programs(eqn)):
-            self._note(eqn, ins, place)
+            both = slice(2 if is_contraction(name, eqn.params) else None)
+            self._note(name, avals(eqn.invars)[both], ins[both], eqn.params, place)
         if name == NAME:
             return [self.named(eqn, ins[0], place)]
         if name in MOVES:
@@ -149,32 +149,21 @@ class Walk:
             for path in origin.parts:
                 self.reads.setdefault(path, set()).add("gather" if origin.gathered else by)
 
-    def _note(self, eqn: JaxprEqn, ins: list[Origin], place: Place) -> None:
-        both = slice(2 if is_contraction(eqn.primitive.name, eqn.params) else None)
-        self._note_operands(eqn.primitive.name, avals(eqn.invars)[both], ins[both], eqn.params, place)
-
     def named(self, eqn: JaxprEqn, origin: Origin, place: Place) -> Origin:
         """A value with a name, and where it got it, if that was by `quant_point`."""
         prefix, _, name = str(params_of(eqn).get("name", "")).partition(":")
         if prefix != POINT:
             return origin
-        self._note_operands(NAME, avals(eqn.invars)[:1], [origin], {"name": name}, place)
+        self._note(NAME, avals(eqn.invars)[:1], [origin], {"name": name}, place)
         return origin._replace(name=name, points=(*origin.points, place.location))
 
-    def _note_operands(
+    def _note(
         self, op: str, values: Sequence[Any], ins: Sequence[Origin], params: Mapping[str, Any], place: Place
     ) -> None:
-        operands = (Operand(aval.shape, aval.dtype, origin) for aval, origin in zip(values, ins, strict=True))
-        self.contractions[place.location] = Contraction(
-            place.location,
-            op,
-            _clean(place.scope),
-            tuple(operands),
-            params,
-            place.custom,
-            next((pass_ for pass_ in ("transpose(", "jvp(") if pass_ in place.scope), ""),
-            place.stack,
-            place.in_condition,
+        operands = tuple(Operand(aval.shape, aval.dtype, origin) for aval, origin in zip(values, ins, strict=True))
+        at, gradient = place.location, next((pass_ for pass_ in ("transpose(", "jvp(") if pass_ in place.scope), "")
+        self.contractions[at] = Contraction(
+            at, op, _clean(place.scope), operands, params, place.custom, gradient, place.stack, place.in_condition
         )
 
     def _told_apart(
