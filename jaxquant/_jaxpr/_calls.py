@@ -92,24 +92,23 @@ def _evaluate_custom(replace: Replacements, step: Step) -> Sequence[Any]:
         return inner(*jax.tree.unflatten(structure, leaves))
 
     def forward(*leaves):
-        values, varied = [v.value for v in leaves], tuple(i for i, v in enumerate(leaves) if v.perturbed)
-        return kept(*values), (values, _Varied(varied))
+        of = lambda is_varied: {i: v.value for i, v in enumerate(leaves) if v.perturbed == is_varied}
+        return kept(*(v.value for v in leaves)), (of(True), of(False))
 
     def backward(residuals, g):
         # With respect to the varied operands alone: rules such as equinox's refuse to differentiate the others.
-        values, varied = residuals
-        of_varied = {i: values[i] for i in varied.at}
+        varied, others = residuals
 
-        def original(of_varied):
-            leaves = [of_varied.get(i, v) for i, v in enumerate(values)]
-            _, _, *ins = jax.tree.unflatten(structure, leaves)
+        def original(varied):
+            values = varied | others
+            _, _, *ins = jax.tree.unflatten(structure, [values[i] for i in range(structure.num_leaves)])
             unquantized = lambda v: replace.read(v, None) if v.real is None else v.real
             ins = [unquantized(v) if isinstance(v, QuantizedParam) else v for v in ins]
             return evaluated(eqn, ins, programs(eqn)[0][0])
 
-        outs, pull = jax.vjp(original, of_varied)
+        outs, pull = jax.vjp(original, varied)
         (found,) = pull([_instantiated(*pair) for pair in zip(g[0], outs, strict=True)])
-        return tuple(found.get(i) for i in range(len(values)))
+        return tuple(found.get(i) for i in range(structure.num_leaves))
 
     kept.defvjp(forward, backward, symbolic_zeros=True)
     outs, observed = kept(*leaves)
@@ -136,14 +135,6 @@ def _untouched(replace: Replacements, step: Step) -> Sequence[Any]:
         dataclasses.replace(v, **result(v, k)) if isinstance(v, QuantizedParam) else forms["real"][k]
         for k, v in enumerate(outs)
     ]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Varied:
-    """The operands with respect to which a gradient is taken: known while tracing."""
-
-    at: tuple[int, ...]
 
 
 def _instantiated(cotangent: Any, out: Any) -> Any:

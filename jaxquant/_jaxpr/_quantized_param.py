@@ -2,7 +2,6 @@
 """A quantized parameter on its way to the ops that use it: it travels with its scales."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,12 +15,10 @@ from .. import _groups as grouping
 from .._affine import real_values
 from .._qarray import QArray, changed, scales_of
 
+_Cast = tuple[Any, tuple[tuple[str, Any], ...]]  # a primitive and its parameters
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["quantized", "real", "as_read", "nan_flags"],
-    meta_fields=["paths", "casts", "is_value"],
-)
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedParam:
     """A parameter, or a named value, or a part of it: what moves it moves integers, real values and scales alike.
@@ -34,7 +31,7 @@ class QuantizedParam:
       as_read: its values for what else reads it, if anything does and they are others.
       nan_flags: for its groups, NaN where one of their values was; None where none can be.
       paths: of the parameter; of several that were concatenated, all.
-      casts: what casts it has been through: the primitives and their parameters.
+      casts: what casts it has been through.
       is_value: whether it is a named value, which has a range of its own on each device.
     """
 
@@ -42,9 +39,9 @@ class QuantizedParam:
     real: Array | None
     as_read: Array | None
     nan_flags: Array | None
-    paths: tuple[str, ...]
-    casts: tuple[tuple[Any, tuple[tuple[str, Any], ...]], ...] = ()
-    is_value: bool = False
+    paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    casts: tuple[_Cast, ...] = dataclasses.field(default=(), metadata={"static": True})
+    is_value: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def map(self, of_values: Callable[[Any], Any], of_groups: Callable[[Any], Any]) -> "QuantizedParam":
         """The parameter with other values, of each array of its shape, and of each that has a value for a group."""
