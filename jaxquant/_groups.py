@@ -136,7 +136,5 @@ def joined(parts: Sequence[Array], shapes: Sequence[tuple[int, ...]], axis: int)
         if i == axis or len(sizes) > 1:  # blocks beside others have nothing in common
             parts = [apart(v, i, shape[i]) for v, shape in zip(parts, shapes, strict=True)]
         elif sizes:
-            (size,) = sizes
-            wide = lambda v, i=i, size=size: jnp.broadcast_to(v, (*v.shape[:i], size, *v.shape[i + 1 :]))
-            parts = [wide(v) for v in parts]
+            parts = [jnp.broadcast_to(v, (*v.shape[:i], *sizes, *v.shape[i + 1 :])) for v in parts]
     return lax.concatenate(parts, axis)

@@ -243,9 +243,8 @@ def init_qparams(params: Any, rules: Rules, method: str = "minmax", *, bits: Any
     >>> init_qparams({"w": jnp.array([[1.27, -25.4]])}, [("w", weight_spec(8, channel_axis=-1))])["w"].scale
     Array([[0.01, 0.2 ]], dtype=float32)
     """
-    leaves = _leaves(params, rules)
     fitted = {}
-    for leaf in leaves:
+    for leaf in _leaves(params, rules):
         if leaf.spec:
             with leaf.named_in_errors():
                 found = fit_qparams(leaf.value, leaf.spec, method, bits=bits)

@@ -223,12 +223,11 @@ def report(
         raise TypeError(f"`q` must be what quantize_fn returned, got {checks.kind(q)}.")
     entries, inputs = q.tallies(params, *batch, qparams=qparams, **kwargs)
     leaves = dict(with_paths(params))
-    known = qparams or {}
     rows = []
     for key, entry in entries.items():
         with named_in_errors(key, rule=entry.rule):
             if entry.is_weight:
-                rows.append(_of_parameter(entry, leaves[key], known.get(key)))
+                rows.append(_of_parameter(entry, leaves[key], (qparams or {}).get(key)))
             elif key in inputs:
                 rows.append(_of_input(entry, inputs[key]))
     if loss is None:
@@ -313,11 +312,8 @@ class _Costs(NamedTuple):
 
         # Nothing, each entry alone, and each parameter at each width: one loop, so that the function stands in it once.
         alone, others = np.eye(len(keys), dtype=np.float32), range(1, len(self.widths) + 1)
-        masks = [
-            np.zeros((1, len(keys)), np.float32),
-            alone,
-            *(alone[[keys.index(key)] * len(others)] for key in errors),
-        ]
+        nothing = np.zeros((1, len(keys)), np.float32)
+        masks = [nothing, alone, *(alone[[keys.index(key)] * len(others)] for key in errors)]
         widths = [0] * (1 + len(keys)) + list(others) * len(errors)
         measured = lax.map(lambda job: at(*job), (jnp.concatenate(masks), jnp.asarray(widths)))
         loss = measured[0]

@@ -249,9 +249,6 @@ def _is_cast(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
     return isinstance(ins[0], QuantizedParam) and jnp.issubdtype(avals(eqn.outvars)[0].dtype, jnp.floating)
 
 
-_CAST = Move(_cast_origin, _cast, _is_cast)
-
-
 # Primitives of several values that give each.
 
 
@@ -269,13 +266,12 @@ def _together(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     def of_each(name: str, values: Any) -> Any:  # of device_put: where to, and how
         if not isinstance(values, tuple | list):
             return values
-        return tuple(values[i] if w else _NOWHERE.get(name, values[i]) for i, w in zip(of, is_whole, strict=True))
+        # Values for groups have not the shape that a sharding is of.
+        of_groups = lambda v: None if name in ("devices", "srcs") else v
+        return tuple(values[i] if w else of_groups(values[i]) for i, w in zip(of, is_whole, strict=True))
 
     params = {name: of_each(name, values) for name, values in eqn.params.items()}
     return jax.tree.unflatten(structure, eqn.primitive.bind(*leaves, **params))
-
-
-_NOWHERE = {"devices": None, "srcs": None}  # values for groups have not the shape that a sharding is of
 
 
 # Primitives that put values side by side.
@@ -339,10 +335,6 @@ def _joined(eqn: JaxprEqn, ins: Sequence[QuantizedParam]) -> list[QuantizedParam
     return [joined]
 
 
-_TOGETHER = Move(_each, _together, lambda eqn, ins: True)
-_JOINED = Move(_joined_origin, _joined, _are_joined, is_same=False)
-_SHARDED = one(groups=lambda eqn, v, shape, _: [v])  # the groups stay whole on each device
-
 MOVES: dict[str, Move] = {
     "transpose": one(_transposed_axes, lambda eqn, v, shape, _: [lax.transpose(v, param(eqn, "permutation"))]),
     "reshape": one(_reshaped_axes, lambda eqn, v, shape, _: [grouping.reshaped(v, shape, avals(eqn.outvars)[0].shape)]),
@@ -369,9 +361,9 @@ MOVES: dict[str, Move] = {
     "pcast": one()._replace(origins=_each),
     "ppermute": one()._replace(parameters=_on_axis),
     "all_gather": Move(_of_devices_origin, functools.partial(_on_axis, groups=_of_devices), _is_parameter),
-    **dict.fromkeys(("convert_element_type", "reduce_precision"), _CAST),
-    **dict.fromkeys(("optimization_barrier", "device_put"), _TOGETHER),
-    **dict.fromkeys(("concatenate", "stack"), _JOINED),
-    # A sharding is one of the shape of the value, which the arrays for its groups have not.
-    **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), _SHARDED),
+    **dict.fromkeys(("convert_element_type", "reduce_precision"), Move(_cast_origin, _cast, _is_cast)),
+    **dict.fromkeys(("optimization_barrier", "device_put"), Move(_each, _together, lambda eqn, ins: True)),
+    **dict.fromkeys(("concatenate", "stack"), Move(_joined_origin, _joined, _are_joined, is_same=False)),
+    # A sharding is one of the shape of the value, which the arrays for its groups have not: these stay whole.
+    **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), one(groups=lambda eqn, v, shape, _: [v])),
 }
