@@ -2,11 +2,13 @@
 """What each operand of each op gets: by which rule, and which spec, with the axes of the operand."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _checks as checks
+from .._granularity import PerTensor
 from .._integer._contract import Precision
 from .._integer._ops import OPS
+from .._jaxpr._origin import JOINED
 from .._jaxpr._program import Location
 from .._jaxpr._walk import Contraction, Operand
 from .._paths import named_in_errors
@@ -85,9 +87,23 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
     specs = [choice.spec for choice in choices]
     for choice, spec in zip(choices, specs, strict=True) if None not in specs else ():
         with named_in_errors(choice.name, rule=choice.rule):
-            errors.check_scales(spec, choice.operand.shape, choice.contracted, op.contraction.as_op().takes_blocks)
+            _check_scales(spec, choice.operand.shape, choice.contracted, op.contraction.as_op().takes_blocks)
     gradient = precisions(op, op.names, [choice.rule for choice in choices], specs)
     return Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient)
+
+
+def _check_scales(spec: Any, shape: tuple[int, ...], contracted: tuple[int, ...], takes_blocks: bool) -> None:
+    """A scale that is applied after the contraction is shared along it, or by blocks where the op takes them."""
+    kind, groups = spec.granularity, qparams_shape(spec, shape) or (1,) * len(shape)
+    blocked = {axis % len(shape) for axis in kind.sizes if takes_blocks}
+    separate = [i for i in contracted if groups[i] > 1 and i not in blocked]
+    if separate:
+        raise ValueError(
+            f"along the contracted axes {separate} of an operand of shape {shape}, {spec} has a scale of its own for "
+            "each element, which cannot be applied after the contraction. Share the scale along them: PerTensor, "
+            "PerChannel on other axes, or, in a dot, PerBlock along a contracted one. With one operand in float any "
+            "does."
+        )
 
 
 def _of_closed(op: MatchedOp, matcher: Matcher) -> Decision:
@@ -100,13 +116,23 @@ def _of_closed(op: MatchedOp, matcher: Matcher) -> Decision:
     for name, operand in zip(op.names, op.contraction.operands, strict=True):
         if operand.origin.path is None:
             if left := matcher.left_out(op, operand.origin, frozenset()):
-                raise errors.computed_with_and_closed(op, *left[0])
+                path, rule = left[0]
+                raise ValueError(
+                    f"At {op.name!r}: the rule {rule.pattern!r} quantizes {path!r}, which is computed with and goes "
+                    f"into {op.contraction.op!r}, where quantize_fn cannot replace anything. Leave it in float by a "
+                    f"rule ({path!r}, None) before this one, or quantize it by fake_quant_params."
+                )
             choices.append(Choice(name, operand))
             continue
         rule = matcher.of_parameter(op, operand.origin)
         if rule is not None and is_wanted(rule):
             with named_in_errors(operand.origin.path, rule=rule):
-                raise errors.closed(op, operand.origin.parts)
+                first, *others = operand.origin.parts
+                raise ValueError(
+                    f"the parameter goes into {op.contraction.op!r}, at {op.name!r}, where quantize_fn cannot replace "
+                    f"anything. Leave it in float by a rule ({first!r}, None) before this one"
+                    f"{', and one for each of the others' if others else ''}, or quantize it by fake_quant_params."
+                )
         choices.append(Choice(name, operand, rule=rule))
     return Decision(op, tuple(choices))
 
@@ -116,7 +142,18 @@ def _of_value(op: MatchedOp, matcher: Matcher) -> Choice:
     rule, (operand,), (name,) = matcher.first(op, 0), op.contraction.operands, op.names
     assert rule is not None
     with named_in_errors(name, rule=rule):
-        errors.check_value(operand, rule.activation)
+        if operand.origin.weights:
+            raise ValueError(
+                f"the value is the parameter {operand.origin.weights[0]!r}. Quantize it by a rule for its path, with "
+                "everywhere=True if something else than a dot uses it."
+            )
+        if not checks.is_float(operand.dtype):
+            raise ValueError(f"a value must be floating to be quantized, got {operand.dtype}. Take the rule away.")
+        if rule.activation is not None and rule.activation.granularity != PerTensor():
+            raise ValueError(
+                f"a value has one scale, got {rule.activation}. Give the rule PerTensor(), as activation_spec(bits) "
+                "does, or quantize the operands of the dots by rules of their own."
+            )
     return Choice(name, operand, (), rule, rule.activation)
 
 
@@ -127,7 +164,11 @@ def _as_value(choice: Choice, values: Mapping[Location, Choice]) -> Choice:
         return choice
     if values[point].spec != choice.spec:
         with named_in_errors(choice.name, rule=choice.rule):
-            raise errors.two_specs_of_value(values[point].name, values[point].spec, choice.spec)
+            raise ValueError(
+                f"the operand is the value {values[point].name!r}, which is quantized to {values[point].spec}, and "
+                f"the rule says {choice.spec}. Give both rules one spec, or take the rule of the value, or of this "
+                "operand, away."
+            )
     return choice._replace(point=point)
 
 
@@ -145,7 +186,10 @@ def _of_operand(op: MatchedOp, side: int, matcher: Matcher, strict: bool) -> Cho
             if checks.is_float(operand.dtype):
                 spec = _checked_spec(spec, operand, contracted, matcher, has_weight_spec)
             elif is_meant:
-                raise errors.not_floating(operand.dtype)
+                raise ValueError(
+                    f"an operand must be floating to be quantized, got {operand.dtype}. Cast it, "
+                    "x.astype(jnp.float32); or leave it as it is by a rule before this one, with None as its spec."
+                )
             else:
                 spec = None  # integers and the like that a glob only happens to match
     return Choice(op.names[side], operand, contracted, rule, spec, op.kind == "weight" and side == op.weight)
@@ -165,5 +209,21 @@ def _checked_spec(
     spec = on_operand(spec, operand, contracted, matcher.leaves[parts[0]].shape if parts else (), is_weight)
     qparams_shape(spec, operand.shape)
     if len(parts) > 1:
-        errors.check_joined(spec, operand, contracted)
+        _check_joined(spec, operand, contracted)
     return spec
+
+
+def _check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...]) -> None:
+    """Parameters that were concatenated do not share a scale: each has the range of its own values."""
+    groups, parts = qparams_shape(spec, operand.shape) or (1,) * len(operand.shape), operand.origin.parts
+    joined = [i for i, along in enumerate(operand.origin.axes) if JOINED in along]
+    at = next((i for i in joined if groups[i] != operand.shape[i]), None)
+    if at is not None:
+        own = "" if at in contracted else "Give each channel a scale by weight_spec(bits); or leave"
+        raise ValueError(
+            f"{len(parts)} parameters, {', '.join(map(repr, parts))}, are concatenated along axis {at} of an operand "
+            f"of shape {operand.shape}, {'which is contracted' if at in contracted else 'an output axis'}, and "
+            f"{spec} does not keep them apart there. {own or 'Leave'} them in float by a rule ({parts[0]!r}, "
+            'None), and one for each of the others, before this one; then Rule(..., kind="derived") quantizes what is '
+            "made of them, with one range for all."
+        )
