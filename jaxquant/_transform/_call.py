@@ -113,10 +113,7 @@ def with_own(signature: inspect.Signature) -> inspect.Signature:
         for name, default in OWN_ARGUMENTS.items()
         if name not in signature.parameters
     ]
-    last = lambda p: p.kind is inspect.Parameter.VAR_KEYWORD
-    parameters = list(signature.parameters.values())
-    new = [*(p for p in parameters if not last(p)), *own, *filter(last, parameters)]
-    return signature.replace(parameters=new)
+    return signature.replace(parameters=sorted([*signature.parameters.values(), *own], key=lambda p: p.kind))
 
 
 def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> str:
@@ -144,7 +141,7 @@ def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> str:
 def _found(kind: type, tree: Any) -> dict[str, Any]:
     """The nodes of a kind, by their paths."""
     is_kind, found = lambda node: isinstance(node, kind), {}
-    with contextlib.suppress(ValueError):  # as in paths_of
+    with contextlib.suppress(ValueError):  # as in arrays_of
         found = {path: node for path, node in with_paths(tree, is_leaf=is_kind) if is_kind(node)}
     return found
 
@@ -176,25 +173,25 @@ def _like_in_text(params: Any, text: str) -> str:
     return ", ".join(f"{path!r} {of[path].shape}" for path in found[:4])
 
 
-def paths_of(known: Sequence[Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
-    """Each array in the arguments by where it is, and whether it is one of those that are known."""
-    known_ids, found = {id(value) for value in known}, {}
+def arrays_of(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Each array in the arguments, by where it is."""
+    found = {}
     for name, argument in (*enumerate(args), *kwargs.items()):
         with contextlib.suppress(ValueError):  # a State of equinox is not read again after its update: a new one is
             leaves = [(path, leaf) for path, leaf in with_paths(argument) if is_traced(leaf)]
-            found |= {f"{path!r} of argument {name!r}": (leaf, id(leaf) in known_ids) for path, leaf in leaves}
+            found |= {f"{path!r} of argument {name!r}": leaf for path, leaf in leaves}
     return found
 
 
-def refuse_lost_changes(before: Mapping[str, tuple[Any, bool]], after: Mapping[str, tuple[Any, bool]]) -> None:
+def refuse_lost_changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], passed: Sequence[Any], returned: Sequence[Any]
+) -> None:
     """What the function has changed of its arguments, as modules of nnx do, is lost unless it is returned."""
+    kept = set(map(id, passed))
     # A pytree that makes its leaves anew whenever it is flattened has not changed.
-    kept = {id(leaf) for leaf, is_argument in before.values() if is_argument}
-    made = {path for path, (_, is_argument) in before.items() if not is_argument}
-    changed = [
-        path for path, (leaf, is_returned) in after.items()
-        if not is_returned and id(leaf) not in kept and path not in made
-    ]  # fmt: skip
+    made = {path for path, leaf in before.items() if id(leaf) not in kept}
+    known = kept.union(map(id, returned))
+    changed = [path for path, leaf in after.items() if id(leaf) not in known and path not in made]
     if changed:
         raise ValueError(
             f"The function changes its arguments while it is traced, at {', '.join(changed[:3])}"

@@ -33,12 +33,12 @@ from ._call import (
     OWN_ARGUMENTS,
     Call,
     Static,
+    arrays_of,
     call_of,
     is_traced,
     misuse,
     noted,
     origins_of,
-    paths_of,
     refuse_lost_changes,
     with_own,
 )
@@ -361,10 +361,10 @@ class QuantizedFunction:
 
         def flat(arrays):
             args, kwargs = call.arguments(arrays)
-            before = paths_of(arrays, args, kwargs)
+            before = arrays_of(args, kwargs)
             with noted(args[self._argnum], static):
                 leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
-            refuse_lost_changes(before, paths_of(leaves, args, kwargs))
+            refuse_lost_changes(before, arrays_of(args, kwargs), arrays, leaves)
             is_array = [is_traced(leaf) for leaf in leaves]
             others = (None if a else Static.of(v) for v, a in zip(leaves, is_array, strict=True))
             results[:] = structure, tuple(others)
