@@ -102,37 +102,30 @@ def entries_of(decisions: Sequence[Decision], leaves: Mapping[str, Any]) -> dict
         for side, choice in enumerate(decision.operands):
             for key in choice.keys:
                 with named_in_errors(choice.name, rule=choice.rule):
-                    of = _of_parameter if choice.is_weight else _of_input
-                    one = of(key, decision, side, leaves)
+                    one = _entry(key, decision, side, leaves)
                     entries[key] = _merged(entries[key], one) if key in entries else one
     return entries
 
 
-def _of_input(key: str, decision: Decision, side: int, _: Any) -> Entry:
-    """The entry of an operand that is no parameter, or a part of its uses."""
-    (name, operand, _, rule, spec, *_), contraction = decision.operands[side], decision.contraction
+def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -> Entry:
+    """The entry of an operand, or of a parameter in it, as one op uses it."""
+    (name, operand, contracted, rule, spec, is_weight, *_), contraction = decision.operands[side], decision.contraction
     assert rule is not None
     assert spec is not None
-    kind = rule.activation.granularity if rule.activation else spec.granularity
-    is_dynamic = spec.granularity.is_dynamic or kind.is_dynamic
-    return Entry(
-        key, spec, operand.shape, operand.dtype, False, rule, (name,), is_dynamic=is_dynamic,
-        location=contraction.location, stack=contraction.stack, is_seen=not contraction.in_condition,
-    )  # fmt: skip
-
-
-def _of_parameter(path: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -> Entry:
-    """The entry of a parameter, as one of its ops uses it."""
-    (name, operand, contracted, rule, spec, *_), contraction = decision.operands[side], decision.contraction
-    leaf = leaves[path]
-    assert rule is not None
-    assert spec is not None
-    spec = on_parameter(spec, operand, path, leaf.shape)
+    if not is_weight:
+        kind = rule.activation.granularity if rule.activation else spec.granularity
+        return Entry(
+            key, spec, operand.shape, operand.dtype, False, rule, (name,),
+            is_dynamic=spec.granularity.is_dynamic or kind.is_dynamic,
+            location=contraction.location, stack=contraction.stack, is_seen=not contraction.in_condition,
+        )  # fmt: skip
+    leaf = leaves[key]
+    spec = on_parameter(spec, operand, key, leaf.shape)
     kept = along(operand, [i for i in range(len(operand.shape)) if i not in contracted])
     summed = frozenset(along(operand, contracted) - kept) or shared_axes(spec, leaf.shape)
     order = _at_rest(contraction, side, spec, rule, leaf.shape)
     return Entry(
-        path, spec, leaf.shape, leaf.dtype, True, rule, (name,), summed, order=order,
+        key, spec, leaf.shape, leaf.dtype, True, rule, (name,), summed, order=order,
         is_multiplied=rule.activation is not None,
     )  # fmt: skip
 
@@ -264,7 +257,7 @@ def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
             f"makes {entry.spec} of it, with a scale of shape {entry.groups}. Freeze it with the rules it "
             "is served with; or leave it out of the rules, and it is used as it is, with inputs in float."
         )
-    _check_reads(entry, "given as a QArray")
+    check_reads(entry, "given as a QArray")
     if q.frozen is None:
         return
     if not equal_but_for_rounding(q.frozen.activation, entry.rule.activation):
@@ -281,19 +274,14 @@ def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
         )
 
 
-def _check_reads(entry: Entry, done: str) -> None:
+def check_reads(entry: Entry, done: str) -> None:
+    """Raises for integers of a parameter that ops also read in float."""
     if entry.reads and not entry.rule.everywhere:
         raise ValueError(
             f"the parameter is quantized at {', '.join(map(repr, entry.sites))} and also read in float, by "
             f"{', '.join(map(repr, entry.reads))}, so that it cannot be {done}: what was trained would not be what is "
             "served. Let every use see the quantized value, in training too, by Rule(..., everywhere=True)."
         )
-
-
-def check_freezing(entry: Entry) -> None:
-    """Raises for a parameter that ops also read in float."""
-    with named_in_errors(entry.key, rule=entry.rule):
-        _check_reads(entry, "frozen")
 
 
 def _at_rest(

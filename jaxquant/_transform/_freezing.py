@@ -5,7 +5,7 @@ import dataclasses
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -19,7 +19,7 @@ from .._qarray import Frozen, QArray, check_dtypes
 from .._qparams import QParams
 from .._scale_formats import TINY
 from .._sharding import is_inside_shard_map
-from ._entries import Entries, Entry, check_freezing
+from ._entries import Entries, check_reads
 
 
 def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QParams | None], key: Any) -> Any:
@@ -27,18 +27,13 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
     entry = entries.of.get(path)
     if entry is None or is_qarray(leaf):
         return leaf
-    check_freezing(entry)
+    spec = entry.spec
     with named_in_errors(path, rule=entry.rule):
+        check_reads(entry, "frozen")
         _refuse_nan(leaf)
-        rounds = entry.spec.rounding == "stochastic"
-        own = entries.noise_key(key, path) if rounds and key is not None else None
-        q = quantize(leaf, entry.spec, qparams.get(path), key=own)
-    return laid_out(q, entry, entries, qparams)
-
-
-def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QParams | None]) -> QArray:
-    """The integers of an entry, made with its spec and qparams, as they lie in memory when they are served."""
-    values, spec, path = q.values, entry.spec, entry.key
+        own = entries.noise_key(key, path) if spec.rounding == "stochastic" and key is not None else None
+        q = quantize(leaf, spec, qparams.get(path), key=own)
+    values = q.values
     if spec.bits <= 4 and not spec.format and not entry.is_multiplied:
         values = values.astype(jnp.int4 if spec.signed else jnp.uint4)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(path))
@@ -61,19 +56,17 @@ def _refuse_nan(leaf: Array) -> None:
 def refuse_lost_scales(qparams: Mapping[str, QParams | None]) -> None:
     """Raises for scales that an optimizer has moved to where no scale is."""
     for name, of in qparams.items():
-        if of is not None and not isinstance(of.scale, jax.core.Tracer):
-            with named_in_errors(name):
-                _refuse_lost(np.asarray(of.scale))
-
-
-def _refuse_lost(scale: np.ndarray) -> None:
-    lost = ~((scale >= TINY) & (scale < np.inf))
-    if lost.any():
-        raise ValueError(
-            f"{int(lost.sum())} of {scale.size} scales are 0, negative or no number, got {scale[lost].flat[0]} as the "
-            "first: what they scale is served as zeros or NaN. Train their logarithms, to_log2(qparams), in which any "
-            "step keeps a scale positive; or give qparams an optimizer of a smaller rate."
-        )
+        if of is None or isinstance(of.scale, jax.core.Tracer):
+            continue
+        scale = np.asarray(of.scale)
+        lost = ~((scale >= TINY) & (scale < np.inf))
+        if lost.any():
+            raise ValueError(
+                f"At {name!r}: {int(lost.sum())} of {scale.size} scales are 0, negative or no number, got "
+                f"{scale[lost].flat[0]} as the first: what they scale is served as zeros or NaN. Train their "
+                "logarithms, to_log2(qparams), in which any step keeps a scale positive; or give qparams an optimizer "
+                "of a smaller rate."
+            )
 
 
 def refuse_changed(params: Any) -> None:
@@ -95,23 +88,11 @@ def refuse_lost_ranges(arrays: Sequence[Any], params: Any, qparams: Any) -> None
     if qparams is not None or not any(is_qarray(v) and v.frozen and v.frozen.static_inputs for v in arrays):
         return
     lost = [path for path, v in with_paths(params) if is_qarray(v) and v.frozen and v.frozen.static_inputs]
-    if lost:
-        raise ValueError(
-            f"`qparams` must have the ranges of inputs that {', '.join(map(repr, lost[:3]))}"
-            f"{' and others' if lost[3:] else ''} were frozen with, got None. Pass qparams=, of which the entries "
-            "of inputs suffice; or qparams={} for ranges of each batch, which are not what was trained."
-        )
-
-
-class Pair(NamedTuple):
-    """A parameter in integers, and the qparams of its entry."""
-
-    q: QArray
-    qparams: QParams
-
-    @property
-    def numbers(self) -> tuple[Any, ...]:
-        return self.q.scale, self.q.zero_point, *self.qparams
+    raise ValueError(
+        f"`qparams` must have the ranges of inputs that {', '.join(map(repr, lost[:3]))}"
+        f"{' and others' if lost[3:] else ''} were frozen with, got None. Pass qparams=, of which the entries "
+        "of inputs suffice; or qparams={} for ranges of each batch, which are not what was trained."
+    )
 
 
 class Compared:
@@ -124,10 +105,9 @@ class Compared:
     def are_last(self, qarrays: Sequence[QArray], qparams: Mapping[str, Any]) -> bool:
         """Whether a call has the very objects of the last one that passed, which need no look."""
         frozen, of = self._last
-        are_as_many = len(frozen) == len(qarrays) and len(of) == len(qparams)
         return (
-            are_as_many
-            and all(ref() is q for ref, q in zip(frozen, qarrays, strict=True))
+            _are_same([ref() for ref in frozen], qarrays)
+            and len(of) == len(qparams)
             and all(of.get(key) is v for key, v in qparams.items())
         )
 
@@ -136,19 +116,18 @@ class Compared:
         if not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(qparams)):
             self._last = [weakref.ref(q) for q in qarrays], dict(qparams)
 
-    def new(self, params: Any, known: Mapping[str, Any]) -> dict[str, Pair]:
-        """The pairs that have not been compared, of those whose values are known."""
-        pairs = {
-            path: Pair(leaf, of) for path, leaf in with_paths(params)
-            if is_qarray(leaf) and isinstance(of := known.get(path), QParams)
-        }  # fmt: skip
-        is_known = lambda path, pair: (
-            any(isinstance(v, jax.core.Tracer) for v in pair.numbers)
-            or (len(self._known.get(path, ())) and all(map(operator.is_, self._known[path], pair.numbers)))
-        )
-        return {path: pair for path, pair in pairs.items() if not is_known(path, pair)}
+    def new(self, params: Any, known: Mapping[str, Any]) -> dict[str, tuple[QArray, QParams]]:
+        """The integers and the qparams of their entries that have not been compared, where the values are known."""
+        found = {}
+        for path, q in with_paths(params):
+            if is_qarray(q) and isinstance(of := known.get(path), QParams):
+                numbers = q.scale, q.zero_point, *of
+                is_traced = any(isinstance(v, jax.core.Tracer) for v in numbers)
+                if not is_traced and not _are_same(self._known.get(path, ()), numbers):
+                    found[path] = q, of
+        return found
 
-    def check(self, pairs: Mapping[str, Pair], entries: Entries) -> None:
+    def check(self, pairs: Mapping[str, tuple[QArray, QParams]], entries: Entries) -> None:
         """Raises for integers whose scale is not that of their entry."""
         for path, (q, qparams) in pairs.items():
             entry = entries.of.get(path)
@@ -159,4 +138,8 @@ class Compared:
                         "the parameter was frozen with other qparams than these: its scale is not that of its entry. "
                         "Serve it with the qparams that it was frozen with, or freeze the float parameters with these."
                     )
-        self._known |= {path: pair.numbers for path, pair in pairs.items()}
+            self._known[path] = q.scale, q.zero_point, *qparams
+
+
+def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    return len(these) == len(those) and all(map(operator.is_, these, those))
