@@ -122,21 +122,15 @@ def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int,
         innermost = max(runs, default=None)
         for a in runs:
             said[a].add(sizes[i] if i in sizes and a == innermost else int(separate))
-    if any(len(of) > 1 for of in said.values()):
-        raise ValueError(_unsayable(spec, operand, path, shape))
     of_axis = {a: next(iter(of), 1) for a, of in said.items() if shape[a] > 1}
     blocks = {a: of for a, of in of_axis.items() if of > 1}
-    if any(shape[a] % size for a, size in blocks.items()):
-        raise ValueError(_unsayable(spec, operand, path, shape))
+    if any(len(of) > 1 for of in said.values()) or any(shape[a] % size for a, size in blocks.items()):
+        raise ValueError(
+            f"{spec} is of an operand of shape {operand.shape}, whose axes run along "
+            f"{list(map(sorted, _runs(operand)))} of the parameter {path!r} of shape {shape}, and no granularity of "
+            "the parameter says it. Name axes that stay apart by weight_spec(channel_axis=...), counted on the "
+            "parameter; or give the parameter the shape of the operand."
+        )
     separate = tuple(a for a, of in of_axis.items() if of == 1)
     granularity = PerBlock(tuple(blocks), tuple(blocks.values())) if blocks else per_axes(separate)
     return dataclasses.replace(spec, granularity=granularity)
-
-
-def _unsayable(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int, ...]) -> str:
-    runs = list(map(sorted, _runs(operand)))
-    return (
-        f"{spec} is of an operand of shape {operand.shape}, whose axes run along {runs} of the parameter {path!r} of "
-        f"shape {shape}, and no granularity of the parameter says it. Name axes that stay apart by weight_spec("
-        "channel_axis=...), counted on the parameter; or give the parameter the shape of the operand."
-    )

@@ -9,7 +9,6 @@ from .. import _checks as checks
 from .._granularity import PerToken
 from .._jaxpr._program import NAME, Location
 from .._jaxpr._walk import Contraction, Walk
-from .._rule import Rule
 from . import _errors as errors
 from ._axes import contracted_axes
 from ._choices import Choice, Decision, choose
@@ -40,11 +39,10 @@ def decide(walk: Walk, matcher: Matcher, strict: bool, static: Set[str], frozen:
     decisions = keyed(choose(ops, matcher, strict))
     reads = _reads(decisions, walk.reads)
     used = entries_of(decisions, matcher.leaves)
-    read = _read_everywhere(reads, used, matcher, ops)
-    entries = _with_reads(used, reads, read, matcher)
+    entries, everywhere = _with_reads(used, reads, matcher, ops)
     states = {key: "frozen" if key in frozen else "static" if key in static else "dynamic" for key in entries}
     sites = [site for decision in decisions for site in _sites(decision, entries, states, frozen)]
-    sites += [_site_of_read(one, reads[one.path], entries[one.path], states[one.path]) for one in read]
+    sites += [_site_of_read(name, reads[path], entries[path], states[path]) for path, name in everywhere.items()]
 
     quantized = {decision.contraction.location: decision for decision in decisions if decision.is_quantized}
     custom = _custom(quantized.values())
@@ -71,14 +69,6 @@ def decide(walk: Walk, matcher: Matcher, strict: bool, static: Set[str], frozen:
 # Entries: what else reads a parameter
 
 
-class _Read(NamedTuple):
-    """A parameter that every use sees quantized, and that something else than a contraction uses."""
-
-    name: str
-    path: str
-    rule: Rule
-
-
 def _reads(decisions: Sequence[Decision], of_walk: Mapping[str, Set[str]]) -> dict[str, set[str]]:
     """What reads each parameter in float, or otherwise than as what an op contracts in integers."""
     reads = {path: set(by) for path, by in of_walk.items()}
@@ -91,33 +81,24 @@ def _reads(decisions: Sequence[Decision], of_walk: Mapping[str, Set[str]]) -> di
     return reads
 
 
-def _read_everywhere(
-    reads: Mapping[str, Set[str]], entries: Mapping[str, Entry], matcher: Matcher, ops: Sequence[MatchedOp]
-) -> list[_Read]:
-    rules = {path: entries[path].rule if path in entries else matcher.for_path(path) for path in reads}
-    is_everywhere = lambda rule: rule is not None and rule.weight is not None and rule.everywhere
-    of = {
-        path: rule for path, rule in rules.items()
-        if rule and is_everywhere(rule) and checks.is_float(matcher.leaves[path].dtype)
-    }  # fmt: skip
-    matcher.used |= {matcher.rules.index(rule) for rule in of.values()}
-    before = [name for op in ops for name in names_of(op)]
-    names = numbered([*before, *of])[len(before) :]
-    return [_Read(name, path, rule) for name, (path, rule) in zip(names, of.items(), strict=True)]
-
-
 def _with_reads(
-    entries: Mapping[str, Entry], reads: Mapping[str, Set[str]], read: Sequence[_Read], matcher: Matcher
-) -> dict[str, Entry]:
-    """The entries with what else reads them; a parameter that is also read in float lies as it always did."""
-    found = dict(entries)
-    for one in read:
-        entry = found.get(one.path) or read_entry(one.path, one.rule, matcher.leaves[one.path])
-        found[one.path] = entry._replace(sites=(*entry.sites, one.name))
+    used: Mapping[str, Entry], reads: Mapping[str, Set[str]], matcher: Matcher, ops: Sequence[MatchedOp]
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The entries with what else reads them, and the names of the sites of parameters that all see quantized."""
+    entries, everywhere = dict(used), []
     for path, by in reads.items():
-        if by and path in found and found[path].is_weight:
-            found[path] = found[path]._replace(reads=tuple(sorted(by)), order=None)
-    return found
+        rule = used[path].rule if path in used else matcher.for_path(path)
+        if rule and rule.weight and rule.everywhere and checks.is_float(matcher.leaves[path].dtype):
+            matcher.used.add(matcher.rules.index(rule))
+            entries[path] = used.get(path) or read_entry(path, rule, matcher.leaves[path])
+            everywhere.append(path)
+        if by and path in entries and entries[path].is_weight:  # read in float too, it lies as it always did
+            entries[path] = entries[path]._replace(reads=tuple(sorted(by)), order=None)
+    before = [name for op in ops for name in names_of(op)]
+    names = dict(zip(everywhere, numbered([*before, *everywhere])[len(before) :], strict=True))
+    for path, name in names.items():
+        entries[path] = entries[path]._replace(sites=(*entries[path].sites, name))
+    return entries, names
 
 
 # The plan
@@ -141,10 +122,11 @@ def _sites(
         )  # fmt: skip
 
 
-def _site_of_read(read: _Read, by: Collection[str], entry: Entry, state: str) -> Site:
+def _site_of_read(name: str, by: Collection[str], entry: Entry, state: str) -> Site:
+    """The site of a parameter that something else than a contraction reads, and that all see quantized."""
     return Site(
-        read.name, "weight", ", ".join(sorted(by)), "", entry.shape, entry.dtype, 0, entry.spec, read.rule.pattern, "",
-        read.path, entry.spec, state,
+        name, "weight", ", ".join(sorted(by)), "", entry.shape, entry.dtype, 0, entry.spec, entry.rule.pattern, "",
+        entry.key, entry.spec, state,
     )  # fmt: skip
 
 

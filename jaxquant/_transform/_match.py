@@ -72,7 +72,7 @@ def ops_of(contractions: Sequence[Contraction]) -> list[MatchedOp]:
 
 def names_of(op: MatchedOp) -> list[str]:
     """The names of the operands, before equal ones are numbered."""
-    origins = [operand.origin for operand in op.contraction.operands]
+    origins = op.origins
     if op.kind == "value":
         return [op.contraction.params["name"]]
     if op.kind == "closed":
