@@ -2,7 +2,7 @@
 """What each operand of each op gets: by which rule, and which spec, with the axes of the operand."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .. import _checks as checks
 from .._granularity import PerTensor
@@ -85,25 +85,28 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
         return Decision(op, (_as_value(values[op.contraction.location], values),))
     choices = [_of_operand(op, side, matcher, strict) for side in range(2)]
     specs = [choice.spec for choice in choices]
-    for choice, spec in zip(choices, specs, strict=True) if None not in specs else ():
-        with named_in_errors(choice.name, rule=choice.rule):
-            _check_scales(spec, choice.operand.shape, choice.contracted, op.contraction.as_op().takes_blocks)
+    if None not in specs:
+        for choice in choices:
+            _check_scales(choice, op.contraction.as_op().takes_blocks)
     gradient = precisions(op, op.names, [choice.rule for choice in choices], specs)
     return Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient)
 
 
-def _check_scales(spec: Any, shape: tuple[int, ...], contracted: tuple[int, ...], takes_blocks: bool) -> None:
+def _check_scales(choice: Choice, takes_blocks: bool) -> None:
     """A scale that is applied after the contraction is shared along it, or by blocks where the op takes them."""
-    kind, groups = spec.granularity, qparams_shape(spec, shape) or (1,) * len(shape)
-    blocked = {axis % len(shape) for axis in kind.sizes if takes_blocks}
-    separate = [i for i in contracted if groups[i] > 1 and i not in blocked]
+    spec, shape = choice.spec, choice.operand.shape
+    assert spec is not None
+    groups = qparams_shape(spec, shape) or (1,) * len(shape)
+    blocked = {axis % len(shape) for axis in spec.granularity.sizes if takes_blocks}
+    separate = [i for i in choice.contracted if groups[i] > 1 and i not in blocked]
     if separate:
-        raise ValueError(
-            f"along the contracted axes {separate} of an operand of shape {shape}, {spec} has a scale of its own for "
-            "each element, which cannot be applied after the contraction. Share the scale along them: PerTensor, "
-            "PerChannel on other axes, or, in a dot, PerBlock along a contracted one. With one operand in float any "
-            "does."
-        )
+        with named_in_errors(choice.name, rule=choice.rule):
+            raise ValueError(
+                f"along the contracted axes {separate} of an operand of shape {shape}, {spec} has a scale of its own "
+                "for each element, which cannot be applied after the contraction. Share the scale along them: "
+                "PerTensor, PerChannel on other axes, or, in a dot, PerBlock along a contracted one. With one operand "
+                "in float any does."
+            )
 
 
 def _of_closed(op: MatchedOp, matcher: Matcher) -> Decision:
@@ -204,26 +207,19 @@ def _is_input(op: MatchedOp, side: int, rule: Rule) -> bool:
 def _checked_spec(
     spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], matcher: Matcher, is_weight: bool
 ) -> QuantSpec:
-    """The spec with the axes of the operand."""
+    """The spec with the axes of the operand, in which parameters that were concatenated do not share a scale."""
     parts = operand.origin.weights
     spec = on_operand(spec, operand, contracted, matcher.leaves[parts[0]].shape if parts else (), is_weight)
-    qparams_shape(spec, operand.shape)
-    if len(parts) > 1:
-        _check_joined(spec, operand, contracted)
-    return spec
-
-
-def _check_joined(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...]) -> None:
-    """Parameters that were concatenated do not share a scale: each has the range of its own values."""
-    groups, parts = qparams_shape(spec, operand.shape) or (1,) * len(operand.shape), operand.origin.parts
-    joined = [i for i, along in enumerate(operand.origin.axes) if JOINED in along]
-    at = next((i for i in joined if groups[i] != operand.shape[i]), None)
-    if at is not None:
-        own = "" if at in contracted else "Give each channel a scale by weight_spec(bits); or leave"
+    groups = qparams_shape(spec, operand.shape) or (1,) * len(operand.shape)
+    joined = [i for i, along in enumerate(operand.origin.axes) if JOINED in along and groups[i] != operand.shape[i]]
+    if len(parts) > 1 and joined:
+        is_contracted = joined[0] in contracted
+        own = "" if is_contracted else "Give each channel a scale by weight_spec(bits); or leave"
         raise ValueError(
-            f"{len(parts)} parameters, {', '.join(map(repr, parts))}, are concatenated along axis {at} of an operand "
-            f"of shape {operand.shape}, {'which is contracted' if at in contracted else 'an output axis'}, and "
+            f"{len(parts)} parameters, {', '.join(map(repr, parts))}, are concatenated along axis {joined[0]} of an "
+            f"operand of shape {operand.shape}, {'which is contracted' if is_contracted else 'an output axis'}, and "
             f"{spec} does not keep them apart there. {own or 'Leave'} them in float by a rule ({parts[0]!r}, "
             'None), and one for each of the others, before this one; then Rule(..., kind="derived") quantizes what is '
             "made of them, with one range for all."
         )
+    return spec

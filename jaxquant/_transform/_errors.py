@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with rules for a function, in words, where that takes a look at all of its ops."""
+"""What is wrong with rules for a function, in words, where telling it takes more than a look at one operand."""
 
 import dataclasses
 from collections.abc import Sequence
