@@ -62,11 +62,6 @@ class Decision(NamedTuple):
         return self.op.contraction
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether an operand is."""
-        return any(choice.spec for choice in self.operands)
-
-    @property
     def input_keys(self) -> list[str]:
         """The keys of the operands that are no weight."""
         return [key for choice in self.operands if not choice.is_weight for key in choice.keys]

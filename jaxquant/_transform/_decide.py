@@ -44,7 +44,7 @@ def decide(walk: Walk, matcher: Matcher, strict: bool, static: Set[str], frozen:
     sites = [site for decision in decisions for site in _sites(decision, entries, states, frozen)]
     sites += [_site_of_read(name, reads[path], entries[path], states[path]) for path, name in everywhere.items()]
 
-    quantized = {decision.contraction.location: decision for decision in decisions if decision.is_quantized}
+    quantized = {of.contraction.location: of for of in decisions if any(choice.spec for choice in of.operands)}
     custom = _custom(quantized.values())
     paths = _quantized_parameters(decisions) | {key for key, entry in entries.items() if entry.is_weight}
     left_in_float = next(_left_in_float(decisions, matcher, paths), None)

@@ -4,7 +4,7 @@
 import dataclasses
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,7 +102,18 @@ class Compared:
         self._known: dict[str, tuple[Any, ...]] = {}
         self._last: tuple[list[weakref.ref], dict[str, Any]] = [], {}
 
-    def are_last(self, qarrays: Sequence[QArray], qparams: Mapping[str, Any]) -> bool:
+    def check(self, arrays: Sequence[Any], params: Any, qparams: Any, entries: Callable[[], Entries]) -> None:
+        """Raises for integers whose scale is known not to be that of their entry."""
+        qarrays, known = list(filter(is_qarray, arrays)), qparams if isinstance(qparams, Mapping) else {}
+        if not qarrays or not known or self._are_last(qarrays, known):
+            return
+        if new := self._new(params, known):
+            self._check_new(new, entries())
+        # Not what is traced, which must not outlive its trace.
+        if not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(known)):
+            self._last = [weakref.ref(q) for q in qarrays], dict(known)
+
+    def _are_last(self, qarrays: Sequence[QArray], qparams: Mapping[str, Any]) -> bool:
         """Whether a call has the very objects of the last one that passed, which need no look."""
         frozen, of = self._last
         return (
@@ -111,24 +122,18 @@ class Compared:
             and all(of.get(key) is v for key, v in qparams.items())
         )
 
-    def passed(self, qarrays: Sequence[QArray], qparams: Mapping[str, Any]) -> None:
-        """Notes them; not what is traced, which must not outlive its trace."""
-        if not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(qparams)):
-            self._last = [weakref.ref(q) for q in qarrays], dict(qparams)
-
-    def new(self, params: Any, known: Mapping[str, Any]) -> dict[str, tuple[QArray, QParams]]:
+    def _new(self, params: Any, qparams: Mapping[str, Any]) -> dict[str, tuple[QArray, QParams]]:
         """The integers and the qparams of their entries that have not been compared, where the values are known."""
         found = {}
         for path, q in with_paths(params):
-            if is_qarray(q) and isinstance(of := known.get(path), QParams):
+            if is_qarray(q) and isinstance(of := qparams.get(path), QParams):
                 numbers = q.scale, q.zero_point, *of
                 is_traced = any(isinstance(v, jax.core.Tracer) for v in numbers)
                 if not is_traced and not _are_same(self._known.get(path, ()), numbers):
                     found[path] = q, of
         return found
 
-    def check(self, pairs: Mapping[str, tuple[QArray, QParams]], entries: Entries) -> None:
-        """Raises for integers whose scale is not that of their entry."""
+    def _check_new(self, pairs: Mapping[str, tuple[QArray, QParams]], entries: Entries) -> None:
         for path, (q, qparams) in pairs.items():
             entry = entries.of.get(path)
             # Now, also where a call is traced in which they are constants.

@@ -195,9 +195,8 @@ class QuantizedFunction:
         dynamic = ranges is not None and not ranges
         if ranges is None:
             ranges = self.observe(*args, **kwargs)
-        made_by = "q.observe(params, ...)"
         without = {key for key, entry in entries.of.items() if dynamic or not has_range(entry)}
-        entries.same_keys("ranges", made_by, ranges, without)
+        entries.same_keys("ranges", "q.observe(params, ...)", ranges, without)
         params = dict(with_paths(args[self._argnum]))
         found = {}
         for key, entry in entries.of.items():
@@ -295,7 +294,8 @@ class QuantizedFunction:
         with self._explained(args, kwargs):
             if not how.is_float:
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
-                self._compare_scales(call, arrays, how, key, args[self._argnum], qparams)
+                entries = lambda: self._decided(call, how, arrays, key, qparams)[1]
+                self._compared.check(arrays, args[self._argnum], qparams, entries)
             leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams)
         return _value(leaves, structure), observed
 
@@ -303,10 +303,9 @@ class QuantizedFunction:
         key, qparams, lsq_gradient = self._own(kwargs)
         if key is None and self._rounds_stochastically():
             key = jax.eval_shape(lambda: jax.random.key(0))  # a plan needs none
-        how = _How(lsq_gradient=lsq_gradient)
         call, arrays = call_of(args, kwargs, self._argnum)
         with self._explained(args, kwargs):
-            return self._decided(call, how, arrays, key, qparams)
+            return self._decided(call, _How(lsq_gradient=lsq_gradient), arrays, key, qparams)
 
     def _decided(self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any) -> tuple[Plan, Entries]:
         # Out of the cache of jit, so that the function is traced once for this and the call. A cache of our own would
@@ -323,18 +322,6 @@ class QuantizedFunction:
             if said := misuse(args, kwargs, self._argnum):
                 raise ValueError(f"{said} What failed: {error}") from error
             raise
-
-    def _compare_scales(
-        self, call: Call, arrays: Sequence[Any], how: _How, key: Any, params: Any, qparams: Any
-    ) -> None:
-        """Raises for integers whose scale is known not to be that of their entry; each pair is compared once."""
-        qarrays, known = list(filter(is_qarray, arrays)), qparams if isinstance(qparams, Mapping) else {}
-        if not qarrays or not known or self._compared.are_last(qarrays, known):
-            return
-        if new := self._compared.new(params, known):
-            _, entries = self._decided(call, how, arrays, key, qparams)
-            self._compared.check(new, entries)
-        self._compared.passed(qarrays, known)
 
     def _rounds_stochastically(self) -> bool:
         specs = (spec for rule in self._rules for spec in (rule.weight, rule.activation, *rule.gradients))
@@ -365,10 +352,8 @@ class QuantizedFunction:
             with noted(args[self._argnum], static):
                 leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
             refuse_lost_changes(before, arrays_of(args, kwargs), arrays, leaves)
-            is_array = [is_traced(leaf) for leaf in leaves]
-            others = (None if a else Static.of(v) for v, a in zip(leaves, is_array, strict=True))
-            results[:] = structure, tuple(others)
-            return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
+            results[:] = structure, tuple(None if is_traced(leaf) else Static.of(leaf) for leaf in leaves)
+            return list(filter(is_traced, leaves))
 
         # The function sees integers as what they stand for: an array of the shape, and the sharding, they have.
         jaxpr, consts = traced(flat, [v.values.astype(v.dtype) if is_qarray(v) else v for v in arrays])

@@ -102,10 +102,9 @@ class SiteEvaluator(NamedTuple):
         """A parameter on its way to its ops; `is_read` where something may read it in float."""
         entry = self.decisions.entries.of.get(path)
         if isinstance(value, QArray):
-            if self.is_float or self.view:
-                qparams, value = QParams(value.step, value.zero_point), real_values(value, value.dtype)
-            else:
+            if not (self.is_float or self.view):
                 return _parameter(path, value, (entry or value).spec)
+            qparams, value = QParams(value.step, value.zero_point), real_values(value, value.dtype)
         if entry is None or self.is_float:
             return value
         if self.view:
