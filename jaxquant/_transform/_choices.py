@@ -58,7 +58,6 @@ class Decision(NamedTuple):
 
     @property
     def contraction(self) -> Contraction:
-        """The op in the program."""
         return self.op.contraction
 
     @property

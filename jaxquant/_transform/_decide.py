@@ -139,7 +139,6 @@ def _length(contraction: Contraction) -> int:
 
 
 def _why(op: MatchedOp, choice: Choice, frozen: Set[str]) -> str:
-    """Why a site is left as it is."""
     origin, dtype = choice.operand.origin, choice.operand.dtype
     if op.kind == "closed":
         return f"{op.contraction.op} cannot be entered"
@@ -165,18 +164,17 @@ def _why(op: MatchedOp, choice: Choice, frozen: Set[str]) -> str:
 
 
 def _counts(matcher: Matcher, quantized: Set[str]) -> dict[str, Count]:
-    """What becomes of the parameters."""
-    counts = {}
+    order = "quantized", "left in float by a rule", "without a rule", "matched, but no operand"
+    counts = dict.fromkeys(order, Count())
     for path, leaf in matcher.leaves.items():
         rule = matcher.for_path(path)
         what = "quantized" if path in quantized else "without a rule"
         if what != "quantized" and rule is not None:
             what = "left in float by a rule" if rule.weight is None else "matched, but no operand"
-        old, numbers = counts.get(what, Count()), math.prod(leaf.shape)
+        old, numbers = counts[what], math.prod(leaf.shape)
         nbytes = numbers * getattr(leaf.dtype, "itemsize", 0)
         counts[what] = Count(old.parameters + 1, old.numbers + numbers, old.nbytes + nbytes)
-    order = "quantized", "left in float by a rule", "without a rule", "matched, but no operand"
-    return {what: counts[what] for what in order if what in counts}
+    return {what: count for what, count in counts.items() if count.parameters}
 
 
 # What the choices mean together

@@ -24,7 +24,6 @@ class MatchedOp(NamedTuple):
 
     @property
     def origins(self) -> list[Origin]:
-        """The origins of the operands."""
         return [operand.origin for operand in self.contraction.operands]
 
     def subjects(self, side: int) -> list[str]:

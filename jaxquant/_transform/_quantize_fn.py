@@ -370,7 +370,6 @@ class QuantizedFunction:
         self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, view: View | None = None
     ) -> tuple[list[Any], Static, Static, dict[str, Any]]:
         """The results, without what is static of them; their structure; the plan; and what is observed."""
-
         known = qparams if isinstance(qparams, Mapping) else {}
         args, kwargs = call.arguments(arrays)
         refuse_changed(args[self._argnum])

@@ -174,7 +174,6 @@ class SiteEvaluator(NamedTuple):
         return from_integers(lambda *values: eqn.primitive.bind(*values, **eqn.params), operands, _value)
 
     def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
-        """A contraction of integers."""
         operands = list(values)
         for side, choice in enumerate(decision.operands):
             if choice.arrives_quantized:
