@@ -131,8 +131,8 @@ def contract(
     """`op.exact` of the integers of two operands, with the gradients of `op.real` to their real values, twice too.
 
     Where `op.gradient` says a precision, the gradient has the value of `op.operand_gradient`, and its own derivative is
-    still that of `op.real`; `key` is for what is rounded stochastically. `more` are other operands, such as the sizes
-    of groups.
+    still that of `op.real`; `key` is for what is rounded stochastically. `more` are operands that are not quantized,
+    such as the sizes of groups.
     """
     return op.exact(*(flagged(v.integers, v.nan_flags) for v in (a, b)), *more)
 
@@ -144,13 +144,13 @@ def _contract_fwd(op, a, b, key, more):
 def _contract_bwd(op, residuals, g):
     *operands, key, more = residuals
     real = [_differentiated(v.real, v.integers) for v in operands]
-    gradients = list(jax.vjp(lambda *real: op.real(*real, *more), *real)[1](g))
+    *gradients, of_more = jax.vjp(lambda a, b, more: op.real(a, b, *more), *real, more)[1](g)
     for side, (precision, other) in enumerate(zip(op.gradient, reversed(operands), strict=True)):
         if precision is not None and 0 not in gradients[side].shape:
             own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]
             low = op.operand_gradient(side, lax.stop_gradient(g), other.integers, exact.shape, own, *more)
             gradients[side] = with_gradient_of(exact, low.astype(exact.dtype))
-    return *(QuantizedOperand(gradient, None, None) for gradient in gradients), None, None
+    return *(QuantizedOperand(gradient, None, None) for gradient in gradients), None, of_more
 
 
 contract.defvjp(_contract_fwd, _contract_bwd)

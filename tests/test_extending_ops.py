@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One entry from outside for a contraction, and one for a platform's way to compute its product."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from jaxquant import QuantSpec, Rule, activation_spec, dot_general, quantize, quantize_fn, weight_spec
+from jaxquant._integer._contract import ContractionOp
+from jaxquant._integer._dot import LOWERINGS, Dot
+from jaxquant._integer._lowering import check_int32
+from jaxquant._integer._ops import OPS
+
+MATMUL = ((1,), (0,)), ((), ())
+RNG = np.random.default_rng(0)
+PARAMS, X = jax.device_put(
+    (
+        {name: RNG.normal(size=shape).astype(np.float32) for name, shape in (("w", (16, 8)), ("b", (8,)))},
+        RNG.normal(size=(6, 16)).astype(np.float32),
+    )
+)
+
+# ---- A product with a fused bias, as a kernel of an author.
+
+fused = Primitive("matmul_with_bias")
+
+
+def formula(x, w, bias):
+    return lax.dot_general(x, w, MATMUL) + bias[None]
+
+
+fused.def_impl(formula)
+fused.def_abstract_eval(lambda x, w, bias: x.update(shape=(x.shape[0], w.shape[1])))
+mlir.register_lowering(fused, mlir.lower_fun(formula, multiple_results=False))
+ad.primitive_jvps[fused] = lambda primals, tangents: jax.jvp(
+    formula, primals, [ad.instantiate_zeros(tangent) for tangent in tangents]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulWithBias(ContractionOp):
+    """The dot, and the bias added to what it gives."""
+
+    @property
+    def dot(self):
+        return Dot(*MATMUL, execution=self.execution, gradient=self.gradient)
+
+    @classmethod
+    def of(cls, params, **attributes):
+        return cls(**attributes)
+
+    def real(self, a, b, bias):
+        return self.dot.real(a, b) + bias[None]
+
+    def exact(self, a, b, bias):
+        return self.dot.exact(a, b) + bias[None]
+
+    def operand_gradient(self, side, g, q, shape, key, bias):
+        return self.dot.operand_gradient(side, g, q, shape, key)
+
+    def contracted_axes(self, ndims):
+        return MATMUL[0]
+
+
+RULES = [Rule("w", weight_spec(8), activation_spec(8))]
+IN_INT8 = [Rule("w", weight_spec(8), activation_spec(8), gradient=QuantSpec())]
+plain = lambda params, x: x @ params["w"] + params["b"][None]
+with_bias = lambda params, x: fused.bind(x, params["w"], params["b"])
+
+
+@pytest.fixture
+def with_entry(monkeypatch):
+    monkeypatch.setitem(OPS, fused.name, MatmulWithBias)
+
+
+def test_without_an_entry_the_rule_matches_no_op():
+    with pytest.raises(ValueError, match="no dot or convolution uses"):
+        quantize_fn(with_bias, RULES)(PARAMS, X)
+
+
+def test_the_plan_has_its_operands(with_entry):
+    sites = list(quantize_fn(with_bias, RULES).plan(PARAMS, X))
+    assert [(site.name, site.op, site.length) for site in sites] == [
+        ("w:input", "matmul_with_bias", 16),
+        ("w", "matmul_with_bias", 16),
+    ]
+    assert all(site.spec for site in sites)
+
+
+@pytest.mark.parametrize("rules", [RULES, IN_INT8], ids=["float gradient", "int8 gradient"])
+def test_the_value_is_the_exact_dot_and_the_bias(with_entry, rules):
+    got, want = (quantize_fn(f, rules) for f in (with_bias, plain))
+    assert_same_bits(got(PARAMS, X), want(PARAMS, X))
+    of = lambda q: jax.jit(jax.grad(lambda params, x: (q(params, x) ** 2).sum(), (0, 1)))(PARAMS, X)
+    for one, other in zip(*(jax.tree.leaves(of(q)) for q in (got, want)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+    assert np.any(of(got)[0]["w"])
+
+
+def test_it_is_served_frozen(with_entry):
+    q = quantize_fn(with_bias, RULES)
+    assert_same_bits(q(q.freeze(PARAMS, X), X), q(PARAMS, X))
+
+
+# ---- A platform's variant of the integer product.
+
+
+def test_auto_takes_the_variant_of_the_platform(monkeypatch):
+    a, b = quantize(X, activation_spec(8)), quantize(PARAMS["w"], weight_spec(8, channel_axis=-1))
+    traced = []
+
+    def product(op, a, b, length):
+        traced.append((op.contracted, length))
+        x, w = (q.values.astype(jnp.int32) - q.zero_point.astype(jnp.int32) for q in (a, b))
+        add = lambda k, acc: acc + x[:, k][:, None] * w[k][None]  # one row of b at a time
+        return lax.fori_loop(0, length, add, jnp.zeros((x.shape[0], w.shape[1]), jnp.int32))
+
+    want = dot_general(a, b, MATMUL)
+    own = LOWERINGS["int8"]._replace(product=product, platforms=("cpu",))
+    monkeypatch.setitem(LOWERINGS, "one_row", own)
+    jax.clear_caches()
+    assert_same_bits(dot_general(a, b, MATMUL), want)
+    assert traced == [(((1,), (0,)), 16)]
+    text = jax.jit(lambda a, b: dot_general(a, b, MATMUL)).lower(a, b).compile().as_text()
+    assert "while" in text
+    assert " dot(" not in text
+    traced.clear()
+    assert_same_bits(dot_general(a, b, MATMUL, execution="int8"), want)  # by its name the variant is not taken
+    assert traced == []
+    assert_same_bits(dot_general(a, b, MATMUL, execution="one_row"), want)
+    assert len(traced) == 1
+    jax.clear_caches()
+
+
+def test_a_variant_of_another_platform_is_not_taken(monkeypatch):
+    def product(op, a, b, length):
+        return jnp.zeros((a.shape[0], b.shape[1]), jnp.int32)
+
+    a, b = quantize(X, activation_spec(8)), quantize(PARAMS["w"], weight_spec(8, channel_axis=-1))
+    want = dot_general(a, b, MATMUL)
+    monkeypatch.setitem(LOWERINGS, "zeros", LOWERINGS["int8"]._replace(product=product, platforms=("tpu",)))
+    jax.clear_caches()
+    assert_same_bits(dot_general(a, b, MATMUL), want)
+    assert np.any(want)
+    jax.clear_caches()
+
+
+def test_a_lowering_says_what_it_does_not_take():
+    with pytest.raises(ValueError, match="does not fit int32"):
+        check_int32(2**17, activation_spec(8), weight_spec(8))
