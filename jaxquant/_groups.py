@@ -103,14 +103,6 @@ def _blocks_of(groups: Sequence[int], old: Sequence[int], new: Sequence[int]) ->
     return sizes
 
 
-def broadcasted(v: Array, rank: int, axes: Sequence[int]) -> Array:
-    """The values where a tensor is broadcast to a rank, with its axes at these."""
-    sizes = [1] * rank
-    for n, axis in zip(v.shape, axes, strict=True):
-        sizes[axis] = n
-    return lax.broadcast_in_dim(v, sizes, axes)
-
-
 def sliced(v: Array, axis: int, n: int, start: int, stop: int, stride: int = 1) -> Array:
     """The values where a tensor of length `n` along an axis is sliced there."""
     if v.shape[axis] in (0, 1) or (start, stop, stride) == (0, n, 1):

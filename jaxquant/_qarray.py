@@ -244,9 +244,7 @@ def _transposed(v: Any, axes: Callable[[int], tuple[int, ...]]) -> Any:
     return lax.transpose(v, axes(v.ndim)) if checks.is_array(v) else v
 
 
-def frozen_to_json(frozen: Frozen | None) -> dict[str, Any] | None:
-    if frozen is None:
-        return None
+def frozen_to_json(frozen: Frozen) -> dict[str, Any]:
     return frozen._asdict() | {"activation": frozen.activation and spec_to_json(frozen.activation)}
 
 
@@ -260,7 +258,7 @@ def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
 
 def _static_to_bytes(static: _Static) -> bytes:
     said = {"spec": spec_to_json(static.spec), "dtype": str(jnp.dtype(static.dtype)), "order": static.order}
-    return json.dumps(said | {"frozen": frozen_to_json(static.frozen)}).encode()
+    return json.dumps(said | {"frozen": static.frozen and frozen_to_json(static.frozen)}).encode()
 
 
 def _static_from_bytes(data: bytes) -> _Static:

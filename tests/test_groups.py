@@ -150,11 +150,6 @@ def test_blocks_beside_the_same_or_a_shared_value_stay_blocks():
     assert shape_of(lambda v: groups.joined([v], [SHAPE], 0), (1, 3, 1)) == (4, 3, 1)
 
 
-def test_broadcasted():
-    wide = lambda x: np.broadcast_to(x[:, None], (4, 5, 6, 2))
-    check((lambda v: groups.broadcasted(v, 4, (0, 2, 3)), (v,), wide(x)) for v, x in map(values, SIZES))
-
-
 def test_apart():
     made = []
     for sizes, axis in zip(SIZES, itertools.cycle(range(3))):

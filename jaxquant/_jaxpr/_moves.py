@@ -106,6 +106,11 @@ def _broadcasted_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
     return tuple(axes[places.index(i)] if i in places else frozenset() for i in range(avals(eqn.outvars)[0].ndim))
 
 
+def _broadcasted(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    places = param(eqn, "broadcast_dimensions")
+    return [lax.expand_dims(v, [i for i in range(avals(eqn.outvars)[0].ndim) if i not in places])]
+
+
 def _reshaped_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
     """Which axes the new ones run along: in runs of equal size, each new axis along all the old ones of its run."""
     old, new = avals(eqn.invars)[0].shape, avals(eqn.outvars)[0].shape
@@ -339,12 +344,7 @@ MOVES: dict[str, Move] = {
     "transpose": one(_transposed_axes, lambda eqn, v, shape, _: [lax.transpose(v, param(eqn, "permutation"))]),
     "reshape": one(_reshaped_axes, lambda eqn, v, shape, _: [grouping.reshaped(v, shape, avals(eqn.outvars)[0].shape)]),
     "squeeze": one(_squeezed_axes, lambda eqn, v, shape, _: [lax.squeeze(v, param(eqn, "dimensions"))]),
-    "broadcast_in_dim": one(
-        _broadcasted_axes,
-        lambda eqn, v, shape, _: [
-            grouping.broadcasted(v, avals(eqn.outvars)[0].ndim, param(eqn, "broadcast_dimensions"))
-        ],
-    ),
+    "broadcast_in_dim": one(_broadcasted_axes, _broadcasted),
     "unstack": one(_unstacked_axes, _unstacked),
     # The axes of these stay, with some of the elements, or in another order.
     "rev": one(groups=lambda eqn, v, shape, _: [lax.rev(v, param(eqn, "dimensions"))]),
