@@ -98,6 +98,18 @@ def test_the_reference_has_every_public_name():
     assert set(ops[1].split(", ")) == {name for name, v in vars(jaxquant.tf).items() if inspect.isfunction(v)}
 
 
+def test_the_page_of_the_code_says_what_is_in_each_file():
+    """In the words that the file begins with."""
+    folder, page = ROOT / "jaxquant", (ROOT / "docs" / "architecture.md").read_text()
+    said = re.search(r"<!-- rooms -->\n\|.*\|\n\|[-|]+\|\n(.*)<!-- /rooms -->", page, re.S)
+    files = {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.py"))}
+    first = lambda path: ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
+    rows = [f"| `{name}` | {first(path)} |" for name, path in files.items() if path.name != "__init__.py"]
+    assert said[1].splitlines() == rows
+    mentioned = set(re.findall(r"`((?:\w+/)?_\w+)`", page))
+    assert {name.rpartition("/")[2] for name in mentioned} <= {name.rpartition("/")[2] for name in files}
+
+
 def test_the_site_has_every_page():
     pages = set(re.findall(r": ([\w/]+\.md)$", (ROOT / ".ci" / "mkdocs.yml").read_text(), re.M))
     assert pages == {path.name for path in (ROOT / "docs").glob("*.md")}

@@ -13,70 +13,37 @@ import pytest
 import jaxquant
 
 ROOT = pathlib.Path(jaxquant.__file__).parent
-FLOORS = {
-    "tf/_quantize": 3,
-    "_sharding": 0,
-    "_numerics": 0.1,
-    "_checks": 0,
-    "_version": 0,
-    "_groups": 0,
-    "_pack": 1,
-    "_formats": 0.5,
-    "_granularity": 0.5,
-    "_scale_formats": 0.6,
-    "_spec": 1,
-    "_recipes": 1.05,
-    "_qparams": 1.05,
-    "_grid": 1.1,
-    "_ranges/_range": 2,
-    "_ranges/_histogram": 2.1,  # one folder, and each file stands on the one before
-    "_ranges/_fit": 2.1,
-    "_qarray": 2.9,
-    "_affine": 3,
-    "_straight_through": 3.1,
-    "_table": 0,
-    "_tally": 4,
-    "_report": 7,
-    "_integer/_axes": 4,
-    "_integer/_operands": 4,
-    "_integer/_lowering": 4.02,
-    "_integer/_contract": 4.03,
-    "_integer/_digits": 4.05,
-    "_jaxpr/_transpose": 4,
-    "_integer/_dot": 4.1,
-    "_integer/_conv": 4.1,
-    "_integer/_ragged": 4.2,
-    "_integer/_ops": 4.3,
-    "_rule": 4.4,
-    "_paths": 4.5,
-    "_params": 4.6,
-    "_files": 5,
-    "_jaxpr/_program": 5,
-    "_jaxpr/_origin": 5.1,
-    "_jaxpr/_quantized_param": 5.1,
-    "_jaxpr/_moves": 5.2,
-    "_jaxpr/_walk": 5.3,
-    "_jaxpr/_evaluate": 5.3,
-    "_jaxpr/_calls": 5.4,
-    "_transform/_call": 6,
-    "_transform/_plan": 6,
-    "_transform/_match": 6.1,
-    "_transform/_backward": 6.15,
-    "_transform/_axes": 6,
-    "_transform/_errors": 6.15,
-    "_transform/_choices": 6.2,
-    "_transform/_entries": 6.3,
-    "_transform/_freezing": 6.4,
-    "_transform/_decide": 6.4,
-    "_transform/_observers": 6.4,
-    "_transform/_sites": 6.5,
-    "_transform/_quantize_fn": 6.6,
-    "tf/_grad_pass_through": 3.2,
-    "tf/_checks": 1,
-    "tf/_nudge": 2,
-    "tf/_fake_quant": 3,
-    "tf/_quantize_and_dequantize": 3,
-}
+FLOORS = (  # from the ground up; the files of a folder share a floor, and stand on those before them
+    ("_checks", "_groups", "_sharding", "_table", "_version"),
+    ("_granularity", "_numerics", "_pack"),
+    ("_formats",),
+    ("_scale_formats",),
+    ("_spec",),
+    ("_qarray", "_qparams", "_recipes"),
+    ("_grid",),
+    ("_ranges/_range", "_ranges/_histogram", "_ranges/_fit"),
+    ("_affine",),
+    ("_straight_through", "_tally"),
+    (
+        *("tf/_checks", "tf/_nudge", "tf/_fake_quant", "tf/_quantize", "tf/_quantize_and_dequantize"),
+        "tf/_grad_pass_through",
+        *("_integer/_axes", "_integer/_operands", "_integer/_lowering", "_integer/_digits", "_integer/_contract"),
+        *("_integer/_conv_gradient", "_integer/_conv", "_integer/_dot", "_integer/_ragged", "_integer/_ops"),
+    ),
+    (
+        *("_jaxpr/_program", "_jaxpr/_origin", "_jaxpr/_quantized_param", "_jaxpr/_moves", "_jaxpr/_walk"),
+        *("_jaxpr/_evaluate", "_jaxpr/_calls", "_rule"),
+    ),
+    ("_paths",),
+    ("_files", "_params"),
+    (
+        *("_transform/_plan", "_transform/_call", "_transform/_axes", "_transform/_match", "_transform/_backward"),
+        *("_transform/_errors", "_transform/_choices", "_transform/_entries", "_transform/_decide"),
+        *("_transform/_freezing", "_transform/_observers", "_transform/_sites", "_transform/_quantize_fn"),
+    ),
+    ("_report",),
+)
+FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}
 OUTSIDE = {"jax", "numpy"}
 EXTRAS = {"_files": "safetensors", "_report": "matplotlib"}  # imported by the function that needs it
 FILES = {str(p.relative_to(ROOT).with_suffix("")): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}
@@ -98,15 +65,23 @@ def inside(name, dots, module, names):
     return [str(folder / target.replace(".", "/")).lstrip("./") for target in targets]
 
 
+def is_below(name, other):
+    """Whether a file is on a floor below another one, or before it in its folder."""
+    (floor, i), (above, j) = FLOOR_OF[name], FLOOR_OF[other]
+    folder, _, _ = other.rpartition("/")
+    return floor < above or (floor == above and i < j and bool(folder) and name.startswith(f"{folder}/"))
+
+
 def test_every_file_has_a_floor():
-    assert set(FILES) == set(FLOORS)
+    assert set(FILES) == set(FLOOR_OF)
+    assert sum(map(len, FLOORS)) == len(FLOOR_OF)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_imports_go_down(name):
     for dots, module, names in imports(FILES[name]):
         if dots:
-            assert all(FLOORS[target] < FLOORS[name] for target in inside(name, dots, module, names)), (name, names)
+            assert all(is_below(target, name) for target in inside(name, dots, module, names)), (name, names)
         else:
             top = module.split(".")[0]
             assert top in OUTSIDE or top in sys.stdlib_module_names or top == EXTRAS.get(name), (name, module)
@@ -118,6 +93,15 @@ def test_imports_go_down(name):
 def test_the_check_sees_an_import_of_a_sibling():
     assert inside("tf/_fake_quant", 2, "", ["_numerics"]) == ["_numerics"]
     assert inside("tf/_fake_quant", 1, "_grad_pass_through", ["f"]) == ["tf/_grad_pass_through"]
+
+
+def test_the_check_sees_an_import_that_goes_up():
+    assert is_below("_numerics", "_formats")
+    assert not is_below("_formats", "_numerics")
+    assert is_below("_ranges/_range", "_ranges/_fit")
+    assert not is_below("_ranges/_fit", "_ranges/_range")
+    assert not is_below("_checks", "_groups")
+    assert not is_below("tf/_checks", "_integer/_axes")
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda p: p.parent.name)
@@ -134,6 +118,25 @@ def test_every_file_names_its_licence_and_stays_short(path):
     assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
     assert len(lines) <= 600
     assert not re.search(r"config\.update|pure_callback|io_callback", path.read_text())
+
+
+PUBLIC = {name for module in (jaxquant, jaxquant.tf) for name in vars(module) if not name.startswith("_")}
+
+
+def test_functions_are_short_and_take_few_parameters():
+    """At most 45 lines beside the docstring; at most six parameters, but of what is public."""
+    found = []
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                said = node.body[0] if ast.get_docstring(node) else None
+                of_docstring = said.end_lineno - said.lineno + 1 if said else 0
+                args = node.args
+                parameters = {a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)} - {"self", "cls"}
+                is_public = node.name in PUBLIC or (node.name == "__init__" and "_qarray" in name)
+                if node.end_lineno - node.lineno + 1 - of_docstring > 45 or (len(parameters) > 6 and not is_public):
+                    found.append((name, node.name))
+    assert found == []
 
 
 def run(code):

@@ -15,11 +15,11 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
-from .._jaxpr._transpose import Transposed
 from .._qarray import QArray, checked_qarray
 from .._spec import QuantSpec
 from ._axes import in_output
 from ._contract import ContractionOp, contraction, scaled, with_real_values, without_zeros
+from ._conv_gradient import Transposed
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen
 from ._operands import centred, codes, largest_magnitude, plain, rounded

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import Jaxpr, Literal
 
 
 class Transposed(NamedTuple):
     """The program that is the gradient of a convolution with respect to one operand: moves, and one convolution."""
 
-    jaxpr: Jaxpr
+    jaxpr: Any
 
     @classmethod
     def of(
@@ -43,10 +42,11 @@ class Transposed(NamedTuple):
     def __call__(self, g: Array, v: Array, dtype: Any) -> Array:
         """The gradient of factors of another dtype than float32, summed in `dtype`."""
         env: dict[Any, Array] = dict(zip(self.jaxpr.invars, (g, v), strict=True))
+        is_literal = lambda v: hasattr(v, "val")
         for eqn in self.jaxpr.eqns:
-            arrays = [env[i] for i in eqn.invars if not isinstance(i, Literal)]
+            arrays = [env[i] for i in eqn.invars if not is_literal(i)]
             of = arrays[0].dtype if arrays else dtype
-            ins = [jnp.asarray(i.val, of) if isinstance(i, Literal) else env[i] for i in eqn.invars]  # zeros that pad
+            ins = [jnp.asarray(i.val, of) if is_literal(i) else env[i] for i in eqn.invars]  # zeros that pad
             is_conv = eqn.primitive.name == "conv_general_dilated"
             params = {**eqn.params, "preferred_element_type": np.dtype(dtype)} if is_conv else eqn.params
             env[eqn.outvars[0]] = eqn.primitive.bind(*ins, **params)
