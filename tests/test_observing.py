@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """q.observe: the ranges of what the operands are, wherever they are, and of several batches at once."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,15 +19,18 @@ from jaxquant import (
     Range,
     Rule,
     activation_spec,
+    dot_general,
     ema_ranges,
     fake_quant,
     histogram,
     merge_ranges,
     observe,
+    quantize,
     quantize_fn,
     range_from_histogram,
     weight_spec,
 )
+from jaxquant._transform._freezing import laid_out
 from jaxquant._transform._observers import Observer, has_range
 
 W, A = weight_spec(8), activation_spec(8)
@@ -274,3 +278,19 @@ def test_an_observer_gets_the_contracted_axes_and_the_other_operand():
             assert_same_bits(other, weights[key])
             want = np.stack([x.T @ x for x in inputs[key]])
             np.testing.assert_allclose(products, want, rtol=tolerance, atol=tolerance)
+
+
+def test_integers_that_a_solver_gives_are_served_as_they_are():
+    """Rounded down here, where freezing rounds to nearest."""
+    rng = np.random.default_rng(3)
+    params = {"w": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)}
+    x = jnp.asarray(rng.normal(size=(4, 16)), jnp.float32)
+    q = quantize_fn(lambda params, x: x @ params["w"], [Rule("w", weight_spec(4), activation_spec(8))])
+    _, entries = q._planned((params, x), {})
+    nearest = q.freeze(params, x)["w"]
+    down = dataclasses.replace(nearest, values=jnp.floor(params["w"] / nearest.scale).astype(jnp.int8))
+    given = laid_out(down, entries.of["w"], entries, {})
+    assert (given.order, given.frozen) == (nearest.order, nearest.frozen)
+    assert np.any(given.values != nearest.values)
+    want = dot_general(quantize(x, activation_spec(8)), down, (((1,), (0,)), ((), ())))
+    assert_same_bits(q({"w": given}, x), want)

@@ -379,8 +379,9 @@ def floors():
     axis.set(xlim=(-42, 42), ylim=(-0.2, top + 1))
     axis.axis("off")
     for level in range(top + 1):
-        contents = {room: textwrap.wrap(" ".join(p.stem for p in of if p.stem != room), 36)
-                    for room, of in files.items() if floor(room) == level}  # fmt: skip
+        inside = {room: " ".join(p.stem for p in of if p.stem != room) for room, of in files.items()}
+        contents = {room: textwrap.wrap(text, max(36, len(text) // 2 + 8))
+                    for room, text in inside.items() if floor(room) == level}  # fmt: skip
         widths = [3 + max(len(room), *(0.75 * len(line) for line in lines), 0) for room, lines in contents.items()]
         left = -sum(widths) / 2
         for (room, lines), width in zip(contents.items(), widths, strict=True):
@@ -388,8 +389,8 @@ def floors():
             frame = {"boxstyle": "round,pad=0.04", "facecolor": "none", "edgecolor": color, "linewidth": 1.5}
             axis.add_patch(FancyBboxPatch((left + 0.6, level), width - 1.2, 0.74, **frame))
             centred = {"ha": "center", "va": "center", "family": "monospace"}
-            axis.text(middle, level + (0.58 if lines else 0.37), room, **centred)
-            axis.text(middle, level + 0.22, "\n".join(lines), fontsize=7, color=color, **centred)
+            axis.text(middle, level + (0.61 if lines else 0.37), room, **centred)
+            axis.text(middle, level + 0.17, "\n".join(lines), fontsize=7, color=color, **centred)
             left += width
     return figure
 

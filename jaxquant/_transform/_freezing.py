@@ -19,7 +19,7 @@ from .._qarray import Frozen, QArray, check_dtypes
 from .._qparams import QParams
 from .._scale_formats import TINY
 from .._sharding import is_inside_shard_map
-from ._entries import Entries, check_reads
+from ._entries import Entries, Entry, check_reads
 
 
 def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QParams | None], key: Any) -> Any:
@@ -33,11 +33,16 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
         _refuse_nan(leaf)
         own = entries.noise_key(key, path) if spec.rounding == "stochastic" and key is not None else None
         q = quantize(leaf, spec, qparams.get(path), key=own)
-    values = q.values
+    return laid_out(q, entry, entries, qparams)
+
+
+def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QParams | None]) -> QArray:
+    """Integers of a parameter, rounded to nearest or given by a solver, as they lie in memory when they are served."""
+    values, spec = q.values, entry.spec
     if spec.bits <= 4 and not spec.format and not entry.is_multiplied:
         values = values.astype(jnp.int4 if spec.signed else jnp.uint4)
-    has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(path))
-    frozen = Frozen(q.shape, qparams.get(path) is not None, has_static_inputs, entry.rule.activation)
+    has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
+    frozen = Frozen(q.shape, qparams.get(entry.key) is not None, has_static_inputs, entry.rule.activation)
     return dataclasses.replace(q, values=values, order=entry.order, frozen=frozen)
 
 
