@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax
-import jax.core
 import jax.custom_batching
 import jax.numpy as jnp
 from jax import Array, lax
