@@ -109,6 +109,15 @@ def test_it_is_served_frozen(with_entry):
     assert_same_bits(q(q.freeze(PARAMS, X), X), q(PARAMS, X))
 
 
+def test_its_bias_is_read_in_float(with_entry):
+    """Also where it is a part of the weight, which then cannot be integers alone."""
+    tied = lambda f: lambda params, x: f({"w": params["w"], "b": params["w"][0]}, x)
+    got, want = (quantize_fn(tied(f), RULES) for f in (with_bias, plain))
+    assert_same_bits(got(PARAMS, X), want(PARAMS, X))
+    with pytest.raises(ValueError, match=r"'w'.*also read in float, by 'matmul_with_bias'"):
+        got.freeze(PARAMS, X)
+
+
 # ---- A platform's variant of the integer product.
 
 

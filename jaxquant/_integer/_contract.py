@@ -86,8 +86,8 @@ class ContractionOp(abc.ABC):
         return ()
 
     @property
-    def has_no_rows(self) -> str:
-        """Why a gradient cannot have a scale for each row of it, in words; empty if it can."""
+    def why_one_scale(self) -> str:
+        """Why a gradient has one scale, and not one for each of its rows, in words; empty if it may have them."""
         return ""
 
     def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:

@@ -51,7 +51,7 @@ class Conv(ContractionOp):
         return a, b
 
     @property
-    def has_no_rows(self) -> str:
+    def why_one_scale(self) -> str:
         return "" if self.batch_groups == 1 else f"in groups of examples (batch_group_count={self.batch_groups})"
 
     def real(self, a: Array, b: Array, dtype: Any = jnp.float32, precision: Any = None) -> Array:

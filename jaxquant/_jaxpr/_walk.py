@@ -134,8 +134,7 @@ class Walk:
             if MOVES[name].has_indices:
                 self.read(ins[1:], name)
             return MOVES[name].origins(eqn, ins)
-        if not is_contraction(name, eqn.params):
-            self.read(ins, name)
+        self.read(ins[2:] if is_contraction(name, eqn.params) else ins, name)
         mixed = computed(ins)
         if name in OPS:
             # What meets a parameter in a contraction is data, also where the function closes over it.

@@ -49,7 +49,7 @@ def _check_gradient(op: MatchedOp, side: int, precision: QuantSpec | str, other:
             )
         return
     kind, is_weight, replaced = precision.granularity, side == op.weight, op.contraction.as_op()
-    if kind == PerToken() and (why := replaced.has_no_rows):
+    if kind == PerToken() and (why := replaced.why_one_scale):
         raise ValueError(f"`gradient` towards an input {why} has one scale, got {precision}. Say PerTensor().")
     allowed: list[Any] = [PerTensor(), PerChannel(None) if is_weight else PerToken()]
     if kind not in allowed and not (replaced.takes_blocks and None in kind.sizes):

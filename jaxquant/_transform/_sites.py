@@ -139,6 +139,8 @@ class SiteEvaluator(NamedTuple):
         for side, choice in enumerate(decision.operands):
             if isinstance(ins[side], QuantizedParam) and not choice.arrives_quantized:
                 values[side] = self.read(ins[side], choice.name)
+        for i, v in enumerate(ins[2:], 2):
+            values[i] = self.read(v, decision.contraction.op) if isinstance(v, QuantizedParam) else v
         self._observe(decision, observed, values, scope)
         if self.is_float:
             return eqn.primitive.bind(*values, **eqn.params)
