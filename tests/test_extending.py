@@ -125,7 +125,8 @@ def test_a_number_format_quantizes(float6):
     q = quantize(X, own)
     assert_same_bits(16 * q.values.astype(jnp.float32) + 0, quantize(X, integers).values.astype(jnp.float32))
     assert_same_bits(dequantize(q), fake_quant(X, own))
-    assert_same_bits(fit_qparams(X, own, "mse").scale, 16 * fit_qparams(X, integers, "mse").scale)
+    # Of sums of floats, whose last bits may differ between programs.
+    np.testing.assert_allclose(fit_qparams(X, own, "mse").scale, 16 * fit_qparams(X, integers, "mse").scale, rtol=1e-6)
 
 
 def test_a_number_format_contracts_and_is_saved(float6, tmp_path):
