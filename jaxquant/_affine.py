@@ -93,6 +93,7 @@ def _fake_quant_fwd(x, trained, frame, noise):
 
 
 def fake_quant_bwd(residuals, g):
+    """The rule of the gradient: to x, and to the trained numbers as QParams; none to the frame and the noise."""
     x, trained, frame, noise = residuals
     grid = grid_of(trained, frame)
     if frame.is_fitted:
@@ -240,6 +241,7 @@ def levels_of(x: Array, grid: Grid, noise: Array | None) -> Array:
 
 
 def qarray_of(values: Array, grid: Grid, dtype: Any) -> QArray:
+    """The QArray of levels on an effective grid, made of an array of `dtype`."""
     (scale, zero_point), spec = grid.qparams, grid.frame.spec
     scale, zero_point = scale.astype(spec.scale_dtype), zero_point.astype(spec.dtype)
     return QArray(values, scale, zero_point, spec, dtype, tensor_scale=grid.tensor_scale)

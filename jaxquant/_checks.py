@@ -176,6 +176,7 @@ def static_int(name: str, value: Any) -> int:
 
 
 def static_int_between(name: str, value: Any, low: int, high: int) -> int:
+    """Returns `value` as an int in `[low, high]`."""
     value = static_int(name, value)
     if not low <= value <= high:
         raise ValueError(f"`{name}` must be between {low} and {high}, inclusive, got {value}. Choose one of these.")
@@ -193,6 +194,7 @@ def static_bool(name: str, value: Any) -> bool:
 
 
 def static_float(name: str, value: Any, instead: str) -> float:
+    """Returns a static number as a Python float; `instead` is what takes arrays."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(
             f"`{name}` must be a static number, got {kind(value)}. For an array or a traced value use {instead}."
@@ -219,6 +221,7 @@ def fraction(name: str, value: Any) -> Array:
 
 
 def static_ints(name: str, value: Any) -> tuple[int, ...]:
+    """Returns a tuple or list of static ints as a tuple."""
     if not isinstance(value, tuple | list):
         raise TypeError(f"`{name}` must be a tuple of static ints, got {value!r}. One number is ({value!r},).")
     return tuple(static_int(name, n) for n in value)
@@ -236,7 +239,7 @@ def prng_key(name: str, value: Any) -> Any:
 
 
 def rounding_key(key: Any, rounds: bool, given: str) -> Any:
-    """Returns the PRNG key for stochastic rounding, or None; `given` is what does not round so."""
+    """Returns the PRNG key for stochastic rounding, or None; `given` says what has no stochastic rounding."""
     if key is None:
         return None
     if not rounds:

@@ -50,7 +50,7 @@ class Granularity(abc.ABC):
 
     @property
     def words(self) -> str:
-        """What there is a scale per, in a cell of a table."""
+        """What has one scale, in words for a table: tensor, channel -1."""
         return str(self)
 
     def to_json(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ._rule import Rule
 
 
 def is_qarray(node: Any) -> bool:
+    """Whether a node of a pytree is a QArray, which counts as one leaf."""
     return isinstance(node, QArray)
 
 

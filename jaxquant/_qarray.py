@@ -178,6 +178,7 @@ def changed(q: QArray, scales: Scales | None = None, **fields: Any) -> QArray:
 
 
 def scales_of(q: QArray) -> Scales:
+    """The arrays of a QArray that turn its values into real ones."""
     return Scales(q.scale, q.zero_point, q.tensor_scale)
 
 
@@ -245,6 +246,7 @@ def _transposed(v: Any, axes: Callable[[int], tuple[int, ...]]) -> Any:
 
 
 def frozen_to_json(frozen: Frozen) -> dict[str, Any]:
+    """What `q.freeze` noted, as JSON can hold it."""
     return frozen._asdict() | {"activation": frozen.activation and spec_to_json(frozen.activation)}
 
 

@@ -203,6 +203,7 @@ def _glob(pattern: str) -> str:
 
 
 def checked_rules(rules: Any) -> list[Rule]:
+    """Returns rules as a list of Rules; pairs are made into Rules."""
     is_pair = lambda rule: isinstance(rule, tuple | list) and len(rule) == 2
     if not isinstance(rules, tuple | list) or (is_pair(rules) and isinstance(rules[0], str | re.Pattern)):
         raise TypeError(
@@ -219,6 +220,7 @@ def checked_rules(rules: Any) -> list[Rule]:
 
 
 def pattern_in_words(pattern: Any) -> str:
+    """A glob as it is, a regex by its text, a function by its name."""
     if isinstance(pattern, str):
         return pattern
     return getattr(pattern, "pattern", None) or getattr(pattern, "__name__", type(pattern).__name__)

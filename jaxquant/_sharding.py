@@ -33,6 +33,7 @@ def varying_axes(x: Array) -> frozenset:
 
 
 def is_inside_shard_map() -> bool:
+    """Whether arrays are shards here: inside `shard_map`."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 

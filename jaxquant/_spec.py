@@ -155,6 +155,7 @@ class QuantSpec:
 
 
 def checked_spec(spec: Any) -> QuantSpec:
+    """Returns `spec`, which must be a QuantSpec."""
     if not isinstance(spec, QuantSpec):
         raise TypeError(
             f"`spec` must be a QuantSpec, got {checks.kind(spec)}. Build one by QuantSpec(...), weight_spec(...) or "

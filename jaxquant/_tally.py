@@ -74,12 +74,13 @@ def _level_number(q: QArray) -> Array:
     """The number of the level of each value, from 0; of floats by their bits, one zero alone."""
     if not q.spec.format:
         return q.values.astype(jnp.int32) + (2 ** (q.spec.bits - 1) if q.spec.signed else 0)
-    # XLA can look at the bits of whole bytes.
+    # XLA bitcasts whole bytes alone, and float4 is half of one.
     values = q.values.astype(jnp.float8_e4m3fn if jnp.finfo(q.spec.dtype).bits < 8 else q.spec.dtype)
     return jnp.where(values == 0, 0, lax.bitcast_convert_type(values, jnp.uint8)).astype(jnp.int32)
 
 
 def merge_tallies(a: Tally, b: Tally) -> Tally:
+    """The tally of the values of both."""
     return Tally(*map(jnp.add, a, b))._replace(max_error=jnp.maximum(a.max_error, b.max_error))
 
 

@@ -15,7 +15,6 @@ from jax.interpreters import ad, mlir
 from jaxquant import QuantSpec, Rule, activation_spec, dot_general, quantize, quantize_fn, weight_spec
 from jaxquant._integer._contract import ContractionOp
 from jaxquant._integer._dot import LOWERINGS, Dot
-from jaxquant._integer._lowering import check_int32
 from jaxquant._integer._ops import OPS
 
 MATMUL = ((1,), (0,)), ((), ())
@@ -161,6 +160,30 @@ def test_a_variant_of_another_platform_is_not_taken(monkeypatch):
     jax.clear_caches()
 
 
-def test_a_lowering_says_what_it_does_not_take():
-    with pytest.raises(ValueError, match="does not fit int32"):
-        check_int32(2**17, activation_spec(8), weight_spec(8))
+def test_what_a_lowering_does_not_take_the_default_does(monkeypatch):
+    def check(length, a, b):
+        if length > 8:
+            raise ValueError("only short ones")
+
+    product = lambda op, a, b, length: jnp.zeros((a.shape[0], b.shape[1]), jnp.int32)
+    a, b = quantize(X, activation_spec(8)), quantize(PARAMS["w"], weight_spec(8, channel_axis=-1))
+    want = dot_general(a, b, MATMUL)
+    monkeypatch.setitem(
+        LOWERINGS, "short", LOWERINGS["int8"]._replace(product=product, check=check, platforms=("cpu",))
+    )
+    jax.clear_caches()
+    assert_same_bits(dot_general(a, b, MATMUL), want)
+    with pytest.raises(ValueError, match="only short ones"):
+        dot_general(a, b, MATMUL, execution="short")
+    assert np.any(want)
+    jax.clear_caches()
+
+
+def test_an_execution_that_another_op_has_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(LOWERINGS, "of_dots", LOWERINGS["int8"])
+    conv = lambda params, x: lax.conv_general_dilated(
+        x, params["w"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    q = quantize_fn(conv, RULES, execution="of_dots")
+    with pytest.raises(ValueError, match=r"`execution` must be one of auto, int8, float32, got 'of_dots'"):
+        q({"w": jnp.ones((3, 4, 4))}, jnp.ones((2, 5, 4)))

@@ -30,7 +30,7 @@ Precision = str | QuantSpec | None
 
 @dataclasses.dataclass(frozen=True)
 class ContractionOp(abc.ABC):
-    """A contraction of two operands whose value integers give; static and hashable. OPS has one for each primitive.
+    """A contraction of two operands that integers can compute; static and hashable. OPS has one for each primitive.
 
     Attributes:
       execution: the name of a lowering, or "auto".
@@ -47,7 +47,7 @@ class ContractionOp(abc.ABC):
 
     @staticmethod
     def can_replace(params: Mapping[str, Any]) -> bool:
-        """Whether it is the op of all parameters of its primitive, or of these."""
+        """Whether it can take the place of its primitive with these parameters."""
         return True
 
     @abc.abstractmethod
@@ -69,7 +69,7 @@ class ContractionOp(abc.ABC):
     def contracted_axes(self, ndims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of each operand along which one result sums, or which share a scale all the same."""
 
-    # What a plan asks beside; an op of which only scales along other axes are known says no more.
+    # What a plan asks beyond that. The defaults suit an op whose scales are shared along what is contracted.
 
     @property
     def takes_blocks(self) -> bool:
@@ -91,7 +91,7 @@ class ContractionOp(abc.ABC):
         return ""
 
     def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:
-        """The axes of an operand in the order in memory that an integer product reads fastest; none for any."""
+        """The axes of an operand in the order in memory that an integer product reads fastest; empty if any will do."""
         return ()
 
 

@@ -25,9 +25,8 @@ class Lowering(NamedTuple):
     Attributes:
       product: (op, a, b, length) -> int32, the contraction of `values - zero_point` of two QArrays of integers, of
         `length` products each.
-      check: (length, spec of a, spec of b) -> None; raises for what it does not take, before operands are cut into
-        digits.
-      platforms: for which "auto" takes it in place of the default.
+      check: (length, spec of a, spec of b) -> None; raises ValueError for operands that it does not take.
+      platforms: those on which "auto" takes it in place of the default, for operands that it takes.
     """
 
     product: Callable[[Any, QArray, QArray, Any], Array]
@@ -40,7 +39,7 @@ Lowerings = Mapping[str, Lowering]  # of an op, by the names that `execution` ta
 
 def chosen(lowerings: Lowerings, execution: str) -> Lowering:
     """The lowering of a name; of "auto" one that is chosen for the platform that a program is compiled for."""
-    if execution != "auto":
+    if checked_execution(execution, lowerings) != "auto":
         return lowerings[execution]
     default = lowerings[_DEFAULT]
     by_platform = {platform: own for own in lowerings.values() for platform in own.platforms}
@@ -49,10 +48,19 @@ def chosen(lowerings: Lowerings, execution: str) -> Lowering:
 
     def product(op: Any, a: QArray, b: QArray, length: Any) -> Array:
         of = lambda lowering: lambda a, b: lowering.product(op, a, b, length)
-        platforms = {platform: of(own) for platform, own in by_platform.items()}
+        takes = lambda lowering: _takes(lowering, length, a.spec, b.spec)
+        platforms = {platform: of(own) for platform, own in by_platform.items() if takes(own)}
         return lax.platform_dependent(a, b, **platforms, default=of(default))
 
     return default._replace(product=product)
+
+
+def _takes(lowering: Lowering, length: Any, a: QuantSpec, b: QuantSpec) -> bool:
+    try:
+        lowering.check(length, a, b)
+    except ValueError:
+        return False
+    return True
 
 
 def checked_execution(value: Any, lowerings: Lowerings) -> str:

@@ -67,10 +67,12 @@ DATA, CAPTURED, LITERAL = Origin(data=True), Origin(captured=True), Origin()
 
 
 def parameter(path: str, ndim: int) -> Origin:
+    """The origin of a parameter itself, each axis along its own."""
     return Origin(frozenset([path]), parts=(path,), axes=tuple(frozenset([i]) for i in range(ndim)))
 
 
 def computed(origins: Sequence[Origin]) -> Origin:
+    """The origin of what is computed from values of these origins."""
     # Of one axis are biases and the scales of norms, which are no operands.
     matrices = (o.parts for o in origins if sum(map(bool, o.axes)) >= 2 and not o.gathered)
     return Origin(
@@ -82,6 +84,7 @@ def computed(origins: Sequence[Origin]) -> Origin:
 
 
 def either(*origins: Origin) -> Origin:
+    """The origin of what is one of several values, as branches give it."""
     return origins[0] if all(alike(o, origins[0]) for o in origins) else computed(origins)
 
 

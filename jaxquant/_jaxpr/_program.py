@@ -88,6 +88,7 @@ def param(eqn: JaxprEqn, *names: str) -> Any:
 
 
 def avals(variables: Sequence[Any]) -> list[Any]:
+    """The abstract values of variables: shapes and dtypes."""
     return [v.aval for v in variables]
 
 

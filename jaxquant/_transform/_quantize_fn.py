@@ -410,9 +410,9 @@ class QuantizedFunction:
         inputs = {key: v for key, v in qparams.items() if v is not None and not entries[key].is_weight}
         read = {key for key, entry in entries.items() if entry.reads and not entry.rule.everywhere}
         replacements = sites.replacements(program.walk.with_integers)
-        # A parameter that is read in float where the walk does not follow it, as one that a cond chooses, needs its
-        # values there. That this happens the evaluation alone can say: what the walk follows no further may never be
-        # read, and values that are carried for nothing would change the loops of other programs.
+        # A parameter that is read in float where the walk does not follow it, such as one that a cond chooses, needs
+        # its values there. Only the evaluation can tell that this happens: what the walk follows no further may never
+        # be read, and values that are carried for nothing would change the loops of other programs.
         while True:
             scope = Scope(inputs, sites.key_of_inputs(), {}, {})
             args = [
