@@ -14,6 +14,7 @@ from jax import Array, lax
 from . import _checks as checks
 from . import _numerics as num
 from ._groups import broadcast_groups
+from ._platform._cpu import computed_once, unknown
 from ._qparams import QParams
 from ._scale_formats import TINY
 from ._spec import QuantSpec
@@ -82,8 +83,8 @@ class Grid(NamedTuple):
             return scale, num.clip(num.round_half_even(zero_point), self.qmin, self.qmax)
 
         if self.zero_point is None:
-            return self._replace(scale=num.computed_once(of_scale, self.scale))
-        scale, zero_point = num.computed_once(of_both, self.scale, self.zero_point)
+            return self._replace(scale=computed_once(of_scale, self.scale))
+        scale, zero_point = computed_once(of_both, self.scale, self.zero_point)
         return self._replace(scale=scale, zero_point=zero_point)
 
     def over(self, x: Array) -> "Grid":
@@ -101,8 +102,8 @@ class Grid(NamedTuple):
     def level(self, x: Array, noise: Array | None = None) -> Array:
         """The level of each real value, not yet clipped."""
         spec = self.frame.spec
-        # Of a constant x `divide` would fold the select that it hangs on.
-        level = spec.levels.nearest(num.divide(lax.optimization_barrier(x), self.step), spec.rounding, noise)
+        (x,) = unknown(x)
+        level = spec.levels.nearest(num.divide(x, self.step), spec.rounding, noise)
         return level if self.zero_point is None else level + self.zero_point
 
     def value(self, level: Array) -> Array:

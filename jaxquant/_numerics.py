@@ -8,7 +8,6 @@ formula gives other bits under `jit`, under `vmap` and beside other code, and at
 Each function below says which rewrite it stops.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -150,16 +149,3 @@ def rounding_error(x: Array, steps: Array, scale: Array) -> Array:
 def product_of_scales(scale: Array, tensor_scale: Array | None) -> Array:
     """The real value of one level: where a scale of the tensor scales the others, their product, rounded."""
     return scale if tensor_scale is None else guard(scale * tensor_scale)
-
-
-def computed_once(f: Callable, x: Array, *others: Array) -> Any:
-    """`f(x, *others)` of one number each a channel, computed once for each channel.
-
-    XLA:CPU fuses the arithmetic of a channel into the element-wise pass that uses it, and so does it again for every
-    element: divisions and all, twice the time of the pass. The result of a conditional stands alone. The branches
-    are the same; the condition is a sum, of which XLA:CPU makes fewer kernels than of `any`. A scalar needs none.
-    """
-    if not jnp.ndim(x):
-        return f(x, *others)
-    branched = lambda x, *others: lax.cond(jnp.sum(x) < 0, f, f, x, *others)
-    return lax.platform_dependent(x, *others, cpu=branched, default=f)

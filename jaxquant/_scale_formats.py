@@ -11,6 +11,7 @@ from jax import Array, lax
 from . import _numerics as num
 from ._formats import FLOATS, Float
 from ._granularity import PerTensor
+from ._platform._cpu import computed_once
 
 TINY = np.float32(jnp.finfo(jnp.float32).tiny)
 
@@ -77,7 +78,7 @@ class PowersOfTwo(ScaleFormat):
     def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
         # Of a scale, the largest value is that of the last level.
         below = lambda scale: _power_below(scale * (qmax / _highest_bit(qmax)), 1.0)
-        return num.computed_once(below if rule == "floor" else _power_above, scale), None
+        return computed_once(below if rule == "floor" else _power_above, scale), None
 
     def neighbours(self, scale: Array) -> list[Array]:
         return [lax.max(scale * 0.5, TINY)]
@@ -96,7 +97,7 @@ class Rounded(ScaleFormat):
         return self.float.bits <= 8
 
     def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
-        return num.computed_once(self._nearest, scale), None
+        return computed_once(self._nearest, scale), None
 
     def _nearest(self, scale: Array) -> Array:
         return num.clip(self.float.nearest(scale, "half_even", None), self.float.unit, self.float.qmax)
@@ -128,7 +129,7 @@ class RoundedOfTensor(Rounded):
         largest = jnp.max(num.select(scale == scale, scale, 0), initial=0.0)
         # No step is below TINY.
         of_tensor = lax.max(num.divide(largest, self.float.qmax), np.float32(TINY / self.float.unit))
-        return num.computed_once(lambda scale: self._nearest(num.divide(scale, of_tensor)), scale), of_tensor
+        return computed_once(lambda scale: self._nearest(num.divide(scale, of_tensor)), scale), of_tensor
 
     def neighbours(self, scale: Array) -> list[Array]:
         # But of the largest, of which the scale of the tensor is derived.

@@ -6,15 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from . import _numerics as num
 from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, qarray_of
-from ._grid import Grid, frame_of, grid_of
+from ._grid import frame_of, grid_of
+from ._platform._cpu import if_finite, nan_where
 from ._qarray import QArray
 from ._qparams import QParams
-from ._ranges._range import grid_of_range, if_finite, range_of
+from ._ranges._range import grid_of_range, range_of
 from ._sharding import is_explicit, vary_together, varying_axes
 from ._spec import QuantSpec
 
@@ -40,22 +39,20 @@ def quantize_straight_through(
     frame, noise = frame_of(spec, is_fitted=qparams is None), noise_for(x, spec, key)
     values = lax.stop_gradient(x)
 
-    quantized = lambda grid, finite: (levels_of(values, grid, noise), nan_flags(values, contracted, finite))
+    flags_if = lambda finite: nan_flags(values, contracted, finite)
 
     def of_range(x_min, x_max, finite):
         grid = grid_of_range(x_min, x_max, frame)
-        return *quantized(grid.effective(), finite), grid.scale, grid.zero_point
+        return grid.trained, flags_if(finite)
 
-    # Quantized on both sides of the condition of the range, so that the integers stand alone: XLA:CPU would compute
-    # them anew, from quotients kept in float32, where the backward pass reads them.
     if qparams is None:
-        integers, flags, scale, zero_point = range_of(values, spec, of_range)
-        grid = Grid(scale, zero_point, frame)
+        trained, flags = range_of(values, spec, of_range)
+        grid = grid_of(trained, frame)
         effective = grid.effective()
     else:
-        grid = as_trained(grid_of(qparams, frame))
+        grid, flags = as_trained(grid_of(qparams, frame)), if_finite(values, flags_if)
         effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
-        integers, flags = if_finite(values, lambda finite: quantized(effective, finite))
+    integers = levels_of(values, effective, noise)
     real = _straight_through(*vary_together(x, grid.trained, frame, noise))
     return real, qarray_of(integers, effective, x.dtype), flags
 
@@ -65,9 +62,7 @@ def nan_flags(values: Array, contracted: tuple[int, ...], finite: bool) -> Array
     if finite and not is_explicit(values) and not varying_axes(values):
         shape = [1 if i in contracted else n for i, n in enumerate(values.shape)]
         return jnp.zeros(shape, jnp.float32)
-    # Not by a sum of NaN, whose program takes three times as long to compile.
-    found = jnp.any(values != values, contracted, keepdims=True)
-    flags = num.select(found, np.float32(jnp.nan), np.float32(0))
+    flags = nan_where(values, contracted)
     return jnp.zeros_like(flags) if finite else flags  # of the type that the other branch has
 
 

@@ -14,6 +14,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
+from .._platform._dots import integer_sums
 from .._qarray import QArray, checked_qarray
 from .._spec import QuantSpec
 from ._axes import in_output
@@ -165,7 +166,7 @@ class Conv(ContractionOp):
             x, op = self._padded(x, broadcast_groups(a_zero, a.shape))
         acc = op.real(x, w, jnp.int32)
         place = lambda side, v, q: None if v is None else self._in_output(side, v, q)
-        columns = lambda: jnp.sum(w, self.dimensions.rhs_spec[1:], dtype=jnp.int32, keepdims=True)
+        columns = lambda: lax.expand_dims(integer_sums(w, self.dimensions.rhs_spec[1:]), self.dimensions.rhs_spec[1:])
         of_a = place(0, a_zero, a), lambda: self._in_output(1, columns(), b)
         of_b = place(1, b_zero, b), lambda: op.real(x, jnp.ones_like(w), jnp.int32)
         return without_zeros(acc, length, of_a, of_b)

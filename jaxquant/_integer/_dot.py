@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax
-import jax.custom_batching
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
+from .._platform._dots import bfloat16_dot, integer_dot
 from .._qarray import QArray, changed, checked_qarray, groups_of, moved, permutation, scales_of
 from .._sharding import shard_like, vary_together
 from .._spec import QuantSpec
@@ -128,7 +128,7 @@ class Dot(ContractionOp):
             y = dot.exact(*in_order(rounded(g, spec, at, key), _factor(q, folded, in_blocks)))
         else:
             values = lax.reshape(centred(q, jnp.float32).astype(jnp.bfloat16), in_blocks)
-            y = dot._in_bfloat16(*in_order(g.astype(jnp.bfloat16), values))
+            y = bfloat16_dot(*in_order(g.astype(jnp.bfloat16), values), (dot.contracted, dot.batch))
             if not folded:
                 y = num.guard(y * in_output("q", step, q.shape, other, of_y))
         return lax.reshape(arranged(y, of_y, with_blocks(own)), shape)
@@ -201,64 +201,25 @@ class Dot(ContractionOp):
             total = total + part.astype(jnp.int32)
         return jnp.asarray(total)
 
-    def _in_bfloat16(self, x: Array, w: Array) -> Array:
-        """Products of bfloat16, added in float32."""
-        (ca, cb), free = self.contracted, (self._free(x.ndim, 0), self._free(w.ndim, 1))
-        own = self.contracted, self.batch
-        dot = lambda x, w, *numbers: lax.dot_general(x, w, numbers or own, preferred_element_type=jnp.float32)
-        # Which products of bfloat16 XLA:CPU has depends on the order of the axes, and for others it raises an error
-        # when they run. Those of two matrices are there, if no transpose before or behind them is folded in; of a
-        # batch none is sure.
-        in_float32 = lambda x, w: dot(x.astype(jnp.float32), w.astype(jnp.float32))
-        if self.batch[0]:
-            return in_float32(x, w)
-
-        @jax.custom_batching.custom_vmap
-        def of_matrices(x: Array, w: Array) -> Array:
-            leads = cb == tuple(range(len(cb)))  # then w need not be transposed
-            rows, columns = _matrix(x, free[0], ca), _matrix(w, cb, free[1]) if leads else _matrix(w, free[1], cb)
-            y = dot(*lax.optimization_barrier((rows, columns)), ((1,), (int(not leads),)), ((), ()))
-            y = lax.optimization_barrier(y)
-            return lax.reshape(y, [*(x.shape[i] for i in free[0]), *(w.shape[i] for i in free[1])])
-
-        @of_matrices.def_vmap
-        def of_batch(size: int, batched: Sequence[bool], x: Array, w: Array) -> tuple[Array, bool]:
-            return jax.vmap(in_float32, tuple(0 if is_batched else None for is_batched in batched))(x, w), True
-
-        return of_matrices(x, w)
-
     def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
-        if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector as the row that is padded, not as a column
+        if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector as the row of few, not as a column
             turned = dataclasses.replace(self, contracted=self.contracted[::-1], batch=self.batch[::-1])
             return turned._in_integers(b, a, length)
         wide = max(a.spec.bits, b.spec.bits) > 8
         (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
-        (ca, cb), (ba, bb) = self.contracted, self.batch
-        free, outer = self._free(a.ndim, 0), len(ba)
-        sizes = lambda axes: [a.shape[i] for i in axes]
-        x, rows, has_ones = _rows(x, ba, free, ca, a_zero is not None)
-        inner, leading = tuple(range(outer + 1, x.ndim)), tuple(range(outer))
-        dot = lambda w, c, batch: lax.dot_general(
-            x, w, ((inner, c), (leading, batch)), preferred_element_type=jnp.int32
-        )
-        product = dot(w, cb, bb)
-        acc = lax.slice_in_dim(product, 0, rows, axis=outer)
-        acc = lax.reshape(acc, [*acc.shape[:outer], *sizes(free), *acc.shape[outer + 1 :]])
-        kept = outer + len(free)
-        of_rows = lambda sums: lax.reshape(sums, [*acc.shape[:kept], *[1] * (acc.ndim - kept)])
-        of_columns = lambda sums: lax.reshape(sums, [*acc.shape[:outer], *[1] * len(free), *acc.shape[kept:]])
+        (ca, _), (ba, _) = self.contracted, self.batch
+        acc, *sums = integer_dot(x, w, (self.contracted, self.batch), a_zero is not None)
+        outer, kept = len(ba), len(ba) + len(self._free(a.ndim, 0))
 
         def sums_of_a() -> Array:
+            sizes = lambda axes: [a.shape[i] for i in axes]
             columns = jnp.ones_like(x, shape=[*sizes(ba), *sizes(ca), 4])
-            sums = dot(columns, tuple(range(outer, outer + len(ca))), leading)
-            return of_rows(lax.slice_in_dim(sums, 0, rows, axis=outer)[..., 0])
+            at = tuple(range(outer, outer + len(ca))), tuple(range(outer))
+            (sums,) = integer_dot(x, columns, ((ca, at[0]), (ba, at[1])))
+            return lax.reshape(sums[..., 0], [*acc.shape[:kept], *[1] * (acc.ndim - kept)])
 
         def sums_of_b() -> Array:
-            if has_ones:
-                return of_columns(lax.slice_in_dim(product, rows, rows + 1, axis=outer))
-            sums = jnp.sum(w, cb, dtype=jnp.int32)
-            left = [i for i in range(b.ndim) if i not in cb]
-            return of_columns(lax.transpose(sums, [left.index(i) for i in (*bb, *self._free(b.ndim, 1))]))
+            return lax.reshape(sums[0], [*acc.shape[:outer], *[1] * (kept - outer), *acc.shape[kept:]])
 
         place = lambda side, v: None if v is None else self._in_output(side, v, (a, b))
         of_a, of_b = (place(0, a_zero), sums_of_b), (place(1, b_zero), sums_of_a)
@@ -282,30 +243,6 @@ def _factor(q: QArray, folded: bool, shape: Sequence[int]) -> QArray:
     return plain(q, lax.reshape(values, shape), jnp.float32(1), None)
 
 
-def _rows(
-    x: Array, batch: Sequence[int], free: Sequence[int], contracted: Sequence[int], has_zero: bool
-) -> tuple[Array, Any, bool]:
-    """Values as (batch, rows, contracted), with the number of rows, and whether rows of ones follow them.
-
-    XLA:CPU is fast on rows, and slow on fewer than four; of a symbolic number of rows, of an exported program, nobody
-    knows whether they are. It folds a transpose back into the contraction, which is then in no library and up to ten
-    times slower than in float32; of one more row it writes a copy.
-    """
-    sizes = lambda axes: [x.shape[i] for i in axes]
-    outer, rows, order = len(batch), math.prod(sizes(free)), (*batch, *free, *contracted)
-    missing = max(4 - rows, 0) if isinstance(rows, int) else 0
-    missing = max(missing, int(order != tuple(range(x.ndim))))
-    shape = [*sizes(batch), rows, *sizes(contracted)]
-    x = lax.reshape(lax.transpose(x, order), shape)
-    # A row of ones sums the columns of b, which a reduction does in several times the time of the contraction. On a
-    # mesh with explicit axes it would not have the sharding of the others.
-    replicated = all(axis is None for axis in jax.typeof(x).sharding.spec)
-    if extra := max(int(has_zero), missing) if replicated else 0:
-        shape[outer] = extra
-        x = lax.concatenate([x, jnp.ones_like(x, shape=shape)], outer)
-    return x, rows, has_zero and replicated
-
-
 def _as_stored(
     q: QArray, contracted: tuple[int, ...], batch: tuple[int, ...]
 ) -> tuple[QArray, tuple[int, ...], tuple[int, ...]]:
@@ -316,11 +253,6 @@ def _as_stored(
         return q, contracted, batch
     at = lambda axes: tuple(there.index(i) for i in axes)
     return moved(q, q.stored, lambda v: lax.transpose(v, there)), at(contracted), at(batch)
-
-
-def _matrix(v: Array, rows: Sequence[int], columns: Sequence[int]) -> Array:
-    sizes = [math.prod(v.shape[i] for i in axes) for axes in (rows, columns)]
-    return lax.reshape(lax.transpose(v, (*rows, *columns)), sizes)
 
 
 def _stacked(q: QArray, blocks: dict[int, int]) -> QArray:

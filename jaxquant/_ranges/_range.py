@@ -17,6 +17,7 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._grid import Frame, Grid, frame_of
 from .._groups import reduce_groups
+from .._platform._cpu import if_finite, unknown
 from .._qparams import QParams
 from .._scale_formats import quotient
 from .._sharding import replicated
@@ -68,10 +69,8 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
 
     Of a signed symmetric spec `x_max` is the largest absolute value, and `x_min` is None.
 
-    The values are masked only if there are some to mask: XLA:CPU reduces what it reads, or its absolute value, at the
-    speed of memory, and what else it computes first several times slower, through a copy of the array. `then` is on
-    both sides of the condition, so that its result stands alone, as in `num.computed_once`; `finite` says, static, on
-    which.
+    The values are masked only where some may have to be: not, on some platforms, if all are `finite`, which is static,
+    as in `if_finite`. What `then` makes of them stands alone there.
     """
     shape = qparams_shape(spec, x.shape)
     x = num.upcast(x, num.compute_dtype(x.dtype))
@@ -84,16 +83,6 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
         return then(None, ends[0], finite) if len(ends) == 1 else then(*ends, finite)
 
     return if_finite(x, of)
-
-
-def if_finite(x: Array, then: Callable[[bool], Any]) -> Any:
-    """`then(finite)` on both sides of a condition: whether all of `x` is finite, and its sum does not overflow.
-
-    By the sum, because a maximum need not tell: over devices, and on XLA:CPU since jax 0.10 in large arrays, it forgets
-    a NaN and what it saw before it.
-    """
-    x = num.upcast(x, num.compute_dtype(x.dtype))
-    return lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(True), lambda: then(False))
 
 
 def _lowest(x: Array, axes: Sequence[int], mask: Callable) -> Array:
@@ -157,11 +146,11 @@ def grid_of_range(x_min: Array | None, x_max: Array, frame: Frame) -> Grid:
     No `x_min` is the range of the largest absolute value `x_max`.
     """
     spec, qmin, qmax = frame.spec, frame.qmin, frame.qmax
-    # Constants would be folded before the rewrites that `num.divide` stops.
     if x_min is None:
-        largest = lax.min(lax.optimization_barrier(x_max), LARGEST)
+        (x_max,) = unknown(x_max)
+        largest = lax.min(x_max, LARGEST)
         return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, frame)
-    low, high = lax.optimization_barrier((x_min, x_max))
+    low, high = unknown(x_min, x_max)
     low, high = lax.min(lax.max(low, -LARGEST), _ZERO), lax.min(lax.max(high, _ZERO), LARGEST)
     if spec.symmetric:
         largest = lax.max(-low, high) if spec.signed else high

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What XLA:CPU wants of element-wise arithmetic and of ranges, where other platforms take the plain program.
+
+Each function is the plain program elsewhere, by `lax.platform_dependent`: so is a program that is exported for several
+platforms, or compiled for one that is not there. All of them give the same bits on every platform.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .. import _numerics as num
+
+
+def _same(*values: Any) -> Any:
+    return values
+
+
+def unknown(*values: Array) -> tuple[Array, ...]:
+    """The values, of which the compiler does not know that they are constants.
+
+    Of a constant `x` XLA:CPU folds the select on which the divisor of `num.divide` hangs, and multiplies by the
+    reciprocal. On TPUs and GPUs it leaves the division; there a barrier would keep the quantizer out of the epilogue of
+    the product before it.
+    """
+    return lax.platform_dependent(*values, cpu=_barrier, default=_same)
+
+
+def _barrier(*values: Any) -> Any:
+    return lax.optimization_barrier(values)
+
+
+def if_finite(x: Array, then: Callable[[bool], Any]) -> Any:
+    """`then(finite)`, where static `finite` says that all of `x` is known to be; not, that it is not.
+
+    XLA:CPU reduces what it reads, or its absolute value, at the speed of memory, and what else it computes first
+    several times slower, through a copy of the array. So `then` is there on both sides of a condition, whether all is
+    finite and its sum does not overflow; and its result stands alone, as in `computed_once`. On TPUs and GPUs masks
+    cost nothing, and a condition keeps what is beside it apart, or waits for the host.
+
+    By the sum, because a maximum need not tell: over devices, and on XLA:CPU since jax 0.10 in large arrays, it forgets
+    a NaN and what it saw before it.
+    """
+    by_condition = lambda x: lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(True), lambda: then(False))
+    x = num.upcast(x, num.compute_dtype(x.dtype))
+    return lax.platform_dependent(x, cpu=by_condition, default=lambda _: then(False))
+
+
+def nan_where(x: Array, axes: tuple[int, ...]) -> Array:
+    """NaN where the values along axes, of size 1 here, hold a NaN, 0 elsewhere; float32.
+
+    A sum of NaN and zeros takes XLA:CPU three times as long to compile as `any`. `any` is a pass of its own on a TPU,
+    where a sum is part of the product before it.
+    """
+    return lax.platform_dependent(
+        x, cpu=functools.partial(_any_nan, axes), default=functools.partial(_sum_of_nan, axes)
+    )
+
+
+def _any_nan(axes: tuple[int, ...], x: Array) -> Array:
+    return num.select(jnp.any(x != x, axes, keepdims=True), np.float32(np.nan), np.float32(0))
+
+
+def _sum_of_nan(axes: tuple[int, ...], x: Array) -> Array:
+    return jnp.sum(num.select(x == x, np.float32(0), np.float32(np.nan)), axes, keepdims=True)
+
+
+def computed_once(f: Callable, x: Array, *others: Array) -> Any:
+    """`f(x, *others)` of one number each a channel, computed once for each channel.
+
+    XLA:CPU fuses the arithmetic of a channel into the element-wise pass that uses it, and so does it again for every
+    element: divisions and all, twice the time of the pass. The result of a conditional stands alone. The branches
+    are the same; the condition is a sum, of which XLA:CPU makes fewer kernels than of `any`. A scalar needs none.
+    """
+    if not jnp.ndim(x):
+        return f(x, *others)
+    branched = lambda x, *others: lax.cond(jnp.sum(x) < 0, f, f, x, *others)
+    return lax.platform_dependent(x, *others, cpu=branched, default=f)
+
+
+def loaded(g: Array) -> Array:
+    """`g`, to be masked by a select: the identity.
+
+    Of a select of a plain load XLA:CPU makes a masked load, which takes twice the time. The guard costs nothing
+    elsewhere, so that it stands on every platform.
+    """
+    return num.guard(g)
