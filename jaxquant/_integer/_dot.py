@@ -13,7 +13,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
-from .._platform._dots import bfloat16_dot, integer_dot
+from .._platform._dots import bfloat16_dot, float_dot, integer_dot
 from .._qarray import QArray, changed, checked_qarray, groups_of, moved, permutation, scales_of
 from .._sharding import shard_like, vary_together
 from .._spec import QuantSpec
@@ -55,17 +55,7 @@ class Dot(ContractionOp):
 
     def real(self, a: Array, b: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
-        free = self._free(a.ndim, 0)
-        if self.batch != ((), ()) or len(free) < 2 or any(axis is not None for axis in jax.typeof(a).sharding.spec):
-            return lax.dot_general(a, b, (self.contracted, self.batch), preferred_element_type=jnp.float32)
-        # As a matrix of rows: XLA:CPU takes up to twice the time for an activation of three axes.
-        rows = [a.shape[i] for i in free]
-        a = lax.reshape(
-            lax.transpose(a, (*free, *self.contracted[0])), [math.prod(rows), *(a.shape[i] for i in self.contracted[0])]
-        )
-        inner = tuple(range(1, a.ndim))
-        y = lax.dot_general(a, b, ((inner, self.contracted[1]), ((), ())), preferred_element_type=jnp.float32)
-        return lax.reshape(y, [*rows, *y.shape[1:]])
+        return float_dot(a, b, (self.contracted, self.batch))
 
     def exact(self, a: QArray, b: QArray) -> Array:
         """The scaled integer contraction, block by block where a scale changes along it."""
