@@ -39,20 +39,22 @@ def quantize_straight_through(
     frame, noise = frame_of(spec, is_fitted=qparams is None), noise_for(x, spec, key)
     values = lax.stop_gradient(x)
 
-    flags_if = lambda finite: nan_flags(values, contracted, finite)
+    quantized = lambda grid, finite: (levels_of(values, grid, noise), nan_flags(values, contracted, finite))
 
     def of_range(x_min, x_max, finite):
         grid = grid_of_range(x_min, x_max, frame)
-        return grid.trained, flags_if(finite)
+        return *quantized(grid.effective(), finite), grid.trained
 
+    # Quantized on both sides of a CPU's condition, so that the integers stand alone: else it would compute anew for
+    # them what the values are made of, the scaled product before them, and from them what the backward pass reads.
     if qparams is None:
-        trained, flags = range_of(values, spec, of_range)
+        integers, flags, trained = range_of(values, spec, of_range)
         grid = grid_of(trained, frame)
         effective = grid.effective()
     else:
-        grid, flags = as_trained(grid_of(qparams, frame)), if_finite(values, flags_if)
+        grid = as_trained(grid_of(qparams, frame))
         effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
-    integers = levels_of(values, effective, noise)
+        integers, flags = if_finite(values, lambda finite: quantized(effective, finite))
     real = _straight_through(*vary_together(x, grid.trained, frame, noise))
     return real, qarray_of(integers, effective, x.dtype), flags
 
