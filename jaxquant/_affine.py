@@ -233,6 +233,7 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     return _fake_quant(*vary_together(x, grid.trained, frame, noise_for(x, spec, key)))
 
 
+@functools.partial(jax.jit, inline=True)  # traced once for the sides of a condition
 def levels_of(x: Array, grid: Grid, noise: Array | None) -> Array:
     """The levels of real values in the dtype that holds them, of a grid that is effective."""
     x = num.upcast(x, num.compute_dtype(x.dtype))

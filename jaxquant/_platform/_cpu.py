@@ -5,7 +5,6 @@ Each function is the plain program elsewhere, by `lax.platform_dependent`: so is
 platforms, or compiled for one that is not there. All of them give the same bits on every platform.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +33,11 @@ def _barrier(*values: Any) -> Any:
     return lax.optimization_barrier(values)
 
 
-def if_finite(x: Array, then: Callable[[bool], Any]) -> Any:
-    """`then(finite)`, where static `finite` says that all of `x` is known to be; not, that it is not.
+FindNan = Callable[[Array, tuple[int, ...]], Array]
+
+
+def if_finite(x: Array, then: Callable[[FindNan | None], Any]) -> Any:
+    """`then(None)` where all of `x` is known to be finite, `then(find_nan)` where not; `find_nan` is as `nan_where`.
 
     XLA:CPU reduces what it reads, or its absolute value, at the speed of memory, and what else it computes first
     several times slower, through a copy of the array. So `then` is there on both sides of a condition, whether all is
@@ -45,9 +47,9 @@ def if_finite(x: Array, then: Callable[[bool], Any]) -> Any:
     By the sum, because a maximum need not tell: over devices, and on XLA:CPU since jax 0.10 in large arrays, it forgets
     a NaN and what it saw before it.
     """
-    by_condition = lambda x: lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(True), lambda: then(False))
+    by_condition = lambda x: lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(None), lambda: then(_any_nan))
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    return lax.platform_dependent(x, cpu=by_condition, default=lambda _: then(False))
+    return lax.platform_dependent(x, cpu=by_condition, default=lambda _: then(_sum_of_nan))
 
 
 def nan_where(x: Array, axes: tuple[int, ...]) -> Array:
@@ -56,17 +58,16 @@ def nan_where(x: Array, axes: tuple[int, ...]) -> Array:
     A sum of NaN and zeros takes XLA:CPU three times as long to compile as `any`. `any` is a pass of its own on a TPU,
     where a sum is part of the product before it.
     """
-    return lax.platform_dependent(
-        x, cpu=functools.partial(_any_nan, axes), default=functools.partial(_sum_of_nan, axes)
-    )
+    return lax.platform_dependent(x, cpu=lambda x: _any_nan(x, axes), default=lambda x: _sum_of_nan(x, axes))
 
 
-def _any_nan(axes: tuple[int, ...], x: Array) -> Array:
-    return num.select(jnp.any(x != x, axes, keepdims=True), np.float32(np.nan), np.float32(0))
+def _any_nan(x: Array, axes: tuple[int, ...]) -> Array:
+    found = lax.expand_dims(lax.reduce_or(x != x, axes), axes)
+    return num.select(found, np.float32(np.nan), np.float32(0))
 
 
-def _sum_of_nan(axes: tuple[int, ...], x: Array) -> Array:
-    return jnp.sum(num.select(x == x, np.float32(0), np.float32(np.nan)), axes, keepdims=True)
+def _sum_of_nan(x: Array, axes: tuple[int, ...]) -> Array:
+    return lax.expand_dims(lax.reduce_sum(num.select(x == x, np.float32(0), np.float32(np.nan)), axes), axes)
 
 
 def computed_once(f: Callable, x: Array, *others: Array) -> Any:

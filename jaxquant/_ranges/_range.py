@@ -65,11 +65,11 @@ def finite_or(x: Array, otherwise: float) -> Array:
 
 
 def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
-    """`then(x_min, x_max, finite)` of the finite values of each group, of as few reductions as the spec needs.
+    """`then(x_min, x_max, find_nan)` of the finite values of each group, of as few reductions as the spec needs.
 
     Of a signed symmetric spec `x_max` is the largest absolute value, and `x_min` is None.
 
-    The values are masked only where some may have to be: not, on some platforms, if all are `finite`, which is static,
+    The values are masked where some may have to be: not, on some platforms, if all are finite, and `find_nan` is None,
     as in `if_finite`. What `then` makes of them stands alone there.
     """
     shape = qparams_shape(spec, x.shape)
@@ -78,9 +78,9 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
     extremes = lambda x, mask: [reduce_groups(functools.partial(end, mask=mask), x, shape) for end in ends]
     plain = extremes(x, lambda v, _: v)
 
-    def of(finite):
-        ends = [_to_float32(end) for end in (plain if finite else extremes(x, finite_or))]
-        return then(None, ends[0], finite) if len(ends) == 1 else then(*ends, finite)
+    def of(find_nan):
+        ends = [_to_float32(end) for end in (extremes(x, finite_or) if find_nan else plain)]
+        return then(None, ends[0], find_nan) if len(ends) == 1 else then(*ends, find_nan)
 
     return if_finite(x, of)
 
@@ -145,19 +145,25 @@ def grid_of_range(x_min: Array | None, x_max: Array, frame: Frame) -> Grid:
 
     No `x_min` is the range of the largest absolute value `x_max`.
     """
+    scale, zero_point = _of_range(x_min, x_max, frame)
+    return Grid(scale, zero_point, frame)
+
+
+@functools.partial(jax.jit, inline=True)  # traced once for the sides of a condition
+def _of_range(x_min: Array | None, x_max: Array, frame: Frame) -> tuple[Array, Array | None]:
     spec, qmin, qmax = frame.spec, frame.qmin, frame.qmax
     if x_min is None:
         (x_max,) = unknown(x_max)
         largest = lax.min(x_max, LARGEST)
-        return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, frame)
+        return spec.scales.of_largest(largest, qmax, spec.scale_rule), None
     low, high = unknown(x_min, x_max)
     low, high = lax.min(lax.max(low, -LARGEST), _ZERO), lax.min(lax.max(high, _ZERO), LARGEST)
     if spec.symmetric:
         largest = lax.max(-low, high) if spec.signed else high
-        return Grid(spec.scales.of_largest(largest, qmax, spec.scale_rule), None, frame)
+        return spec.scales.of_largest(largest, qmax, spec.scale_rule), None
     scale = quotient(high - low, qmax - qmin, 1)
     zero_point = qmin - num.round_half_even(num.divide(low, scale))
-    return Grid(scale, lax.min(lax.max(zero_point, qmin), qmax), frame)
+    return scale, lax.min(lax.max(zero_point, qmin), qmax)
 
 
 @jax.jit

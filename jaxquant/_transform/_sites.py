@@ -356,7 +356,7 @@ def _of_weight(parameter: QuantizedParam) -> tuple[Array, QArray, Array | None]:
 def _of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array, QArray, Array]:
     """The same of a value that is quantized where it is named, which may hold a NaN."""
     assert value.real is not None
-    return value.real, qarray(value), nan_flags(lax.stop_gradient(value.real), contracted, False)
+    return value.real, qarray(value), nan_flags(lax.stop_gradient(value.real), contracted)
 
 
 _contracted = jax.jit(contract, static_argnums=0)  # traced, and differentiated, once for each shape
