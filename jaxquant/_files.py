@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _checks as checks
+from ._integer._operands import with_own_sums
 from ._pack import pack, unpack
 from ._paths import named_in_errors, unboxed, with_paths
 from ._qarray import QArray, checked_qarray, frozen_from_json, frozen_to_json, scales_of
@@ -223,6 +224,8 @@ def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
             said["order"] = list(leaf.order)
         if leaf.stored.dtype != leaf.spec.dtype:
             said["stored"] = str(leaf.stored.dtype)
+        if leaf.summed is not None:  # along which axes; they are made again of the values
+            said["sums"] = _summed_axes(leaf)
         with named_in_errors(name):
             checked_qarray("the QArray", leaf)
             if leaf.spec.bits <= 4:
@@ -312,7 +315,8 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
     if "stored" in described:
         parts["values"] = parts["values"].astype({"int4": jnp.int4, "uint4": jnp.uint4}[described["stored"]])
     frozen = frozen_from_json(described.get("frozen"))
-    return checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype, order=order, frozen=frozen))
+    q = checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype, order=order, frozen=frozen))
+    return with_own_sums(q, described["sums"]) if "sums" in described else q
 
 
 def _digest(said: dict, arrays: dict[str, np.ndarray]) -> str:
@@ -345,10 +349,16 @@ def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
 
 
 def _lying_like(like: Any, leaf: Any) -> Any:
-    """A leaf with the order and the dtype in memory of another."""
+    """A leaf with the order and the dtype in memory of another, and with sums if that has some."""
     if not isinstance(leaf, QArray):
         return leaf
-    return dataclasses.replace(leaf, values=leaf.values.astype(like.stored.dtype), order=like.order)
+    q = dataclasses.replace(leaf, values=leaf.values.astype(like.stored.dtype), order=like.order)
+    return q if like.summed is None else with_own_sums(q, _summed_axes(like))
+
+
+def _summed_axes(q: QArray) -> list[int]:
+    """The axes along which a QArray has sums."""
+    return [axis for axis, n in enumerate(q.sums.shape) if n == 1]
 
 
 def _signature(leaf: Any) -> str:

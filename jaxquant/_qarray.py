@@ -16,6 +16,7 @@ from . import _checks as checks
 from . import _groups as grouping
 from . import _numerics as num
 from ._granularity import PerChannel, PerTensor, granularity_of
+from ._sharding import is_inside_shard_map
 from ._spec import QuantSpec, spec_from_json, spec_to_json
 
 
@@ -65,8 +66,11 @@ class QArray(checks.NotAnArray):
         that serves it otherwise raises. None where something else made it.
       stored: the values as they lie, which is the leaf of the pytree: in `order`, and as int4 or uint4, two in a byte,
         where `q.freeze` leaves weights of 4 bits and fewer whose inputs are in float.
+      sums: None; or where `q.freeze` made it for inputs with a zero point, int32: sums of the values, of unsigned ones
+        less 128, along the axes where it has size 1. Contractions along these read them, and else compute their own.
+      summed: how many values each of the sums is of, static; None where there are none.
 
-    Other integers with the same qparams: `dataclasses.replace(q, values=...)`.
+    Other integers with the same qparams: `dataclasses.replace(q, values=...)`, which has no sums.
 
     A stack (L, ...) is scanned and vmapped along its first axis like any pytree, if its granularity keeps that axis:
     PerChannel((0, -1)). `q.T`, `q.reshape(...)` and `q[i]`, of the first axis, are QArrays, too, with
@@ -90,6 +94,8 @@ class QArray(checks.NotAnArray):
     tensor_scale: Any
     frozen: Frozen | None
     stored: Array = dataclasses.field(init=False, repr=False)
+    sums: Any = dataclasses.field(init=False, repr=False)
+    summed: int | None = dataclasses.field(init=False, repr=False)
 
     def __init__(
         self, values: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any,
@@ -97,7 +103,7 @@ class QArray(checks.NotAnArray):
     ):  # fmt: skip
         stored = _transposed(values, lambda ndim: permutation(order, ndim)) if order else values
         arrays = {"stored": stored, "scale": scale, "zero_point": zero_point, "tensor_scale": tensor_scale}
-        vars(self).update(arrays, spec=spec, dtype=dtype, order=order, frozen=frozen)
+        vars(self).update(arrays, spec=spec, dtype=dtype, order=order, frozen=frozen, sums=None, summed=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -154,7 +160,8 @@ class QArray(checks.NotAnArray):
         if self.order and len(self.order) == self.ndim:
             return self._moved(at(self.values), of_groups)
         part = changed(self, stored=at(self.stored))  # of a stack, whose elements lie as before
-        return changed(self._moved(part.values, of_groups), stored=part.stored, order=self.order)
+        q = self._moved(part.values, of_groups)
+        return changed(q, stored=part.stored, order=self.order, sums=q.sums, summed=q.summed)
 
     def _moved(self, values: Array, f: Callable[[Array], Array]) -> "QArray":
         """The QArray of values that were moved, with the granularity that its scales then have."""
@@ -171,10 +178,24 @@ class QArray(checks.NotAnArray):
 
 
 def changed(q: QArray, scales: Scales | None = None, **fields: Any) -> QArray:
-    """`q` with other scales or fields, as its values lie: `stored` instead of `values`, and any leaves."""
-    new = object.__new__(QArray)
-    vars(new).update(vars(q), **(scales._asdict() if scales else {}), **fields)
+    """`q` with other scales or fields, as its values lie: `stored` instead of `values`, and any leaves.
+
+    With other values it has no sums but those among the fields.
+    """
+    new, of_values = object.__new__(QArray), {"sums": None, "summed": None} if "stored" in fields else {}
+    vars(new).update(vars(q) | of_values | (scales._asdict() if scales else {}) | fields)
     return new
+
+
+def sums_of(q: QArray) -> Array | None:
+    """The sums that came with `q`, unless it is a part of what they are sums of, such as a shard."""
+    return None if q.summed is None or q.sums.size * q.summed != q.size else q.sums
+
+
+def with_sums(q: QArray, sums: Array | None, summed: int | None) -> QArray:
+    """`q` with sums of so many values each; without, if it has more or fewer values for them."""
+    new = changed(q, sums=sums, summed=summed)
+    return changed(q, sums=None, summed=None) if sums_of(new) is None else new
 
 
 def scales_of(q: QArray) -> Scales:
@@ -188,9 +209,10 @@ def groups_of(q: QArray) -> tuple[int, ...]:
 
 
 def moved(q: QArray, values: Any, f: Callable[[Array], Array]) -> QArray:
-    """`q` with its values elsewhere, and its scales by `f`, which says what becomes of values for groups."""
-    of_groups = lambda v: f(grouping.of_rank(v, q.ndim)) if v.ndim else v
-    return changed(q, scales_of(q).map(of_groups), stored=values, order=None)
+    """`q` with its values elsewhere, and its scales and sums by `f`, which says what becomes of values for groups."""
+    of_groups, sums = lambda v: f(grouping.of_rank(v, q.ndim)) if v.ndim else v, sums_of(q)
+    new = changed(q, scales_of(q).map(of_groups), stored=values, order=None)
+    return new if sums is None else with_sums(new, f(sums), q.summed)
 
 
 class _Static(NamedTuple):
@@ -200,6 +222,7 @@ class _Static(NamedTuple):
     dtype: Any
     order: tuple[int, ...] | None
     frozen: Frozen | None
+    summed: int | None
 
 
 def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], _Static]:
@@ -207,15 +230,17 @@ def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], _Static]:
     arrays = {"stored" if q.order else "values": q.stored, **scales_of(q)._asdict()}
     if not q.spec.has_tensor_scale:  # by the spec, not by what is there: trees of other leaves have the same structure
         del arrays["tensor_scale"]
+    if q.summed is not None:
+        arrays["sums"] = q.sums
     keyed = [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()]
-    return keyed, _Static(q.spec, q.dtype, q.order, q.frozen)
+    return keyed, _Static(q.spec, q.dtype, q.order, q.frozen, q.summed)
 
 
 def _of_arrays(static: _Static, arrays: Any) -> QArray:
-    stored, scale, zero_point, *of_tensor = arrays
-    new = object.__new__(QArray)
-    scales = Scales(scale, zero_point, of_tensor[0] if of_tensor else None)
-    vars(new).update(static._asdict(), stored=stored, **scales._asdict())
+    stored, scale, zero_point, *more = arrays
+    new, sums = object.__new__(QArray), None if static.summed is None else more.pop()
+    scales = Scales(scale, zero_point, more[0] if more else None)
+    vars(new).update(static._asdict(), stored=stored, sums=sums, **scales._asdict())
     return new
 
 
@@ -260,14 +285,16 @@ def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
 
 def _static_to_bytes(static: _Static) -> bytes:
     said = {"spec": spec_to_json(static.spec), "dtype": str(jnp.dtype(static.dtype)), "order": static.order}
-    return json.dumps(said | {"frozen": static.frozen and frozen_to_json(static.frozen)}).encode()
+    frozen = static.frozen and frozen_to_json(static.frozen)
+    return json.dumps(said | {"frozen": frozen, "summed": static.summed}).encode()
 
 
 def _static_from_bytes(data: bytes) -> _Static:
     said = json.loads(data)
     order = said.get("order")
     frozen = frozen_from_json(said.get("frozen"))
-    return _Static(spec_from_json(said["spec"]), jnp.dtype(said["dtype"]), order and tuple(order), frozen)
+    spec, dtype = spec_from_json(said["spec"]), jnp.dtype(said["dtype"])
+    return _Static(spec, dtype, order and tuple(order), frozen, said.get("summed"))
 
 
 # So that an exported program can take and return QArrays.
@@ -296,7 +323,24 @@ def checked_qarray(name: str, q: Any) -> QArray:
             f"{q.zero_point.shape}{of_tensor}, which do not fit {q.spec}. A stack of QArrays made by vmap or scan is "
             "used under vmap or scan; one used whole keeps the axis of the stack: PerChannel((0, -1))."
         )
+    check_sums(name, q)
     return q
+
+
+def check_sums(name: str, q: QArray) -> None:
+    """Raises for sums of another shape than the values have them for; those of shards are no sums of a shard."""
+    if q.summed is None or is_inside_shard_map():
+        return
+    shape = getattr(q.sums, "shape", None)
+    fits = (
+        shape is not None and len(shape) == q.ndim and all(n in (1, of) for n, of in zip(shape, q.shape, strict=True))
+    )
+    if not fits or sums_of(q) is None:
+        raise ValueError(
+            f"`{name}` has sums of shape {shape}, each of {q.summed} values, which do not fit values of shape "
+            f"{q.shape}. Take a part by v[i] or v.reshape(...) and other values by dataclasses.replace(v, values=...), "
+            "not by jax.tree.map; or freeze the float parameters again."
+        )
 
 
 def check_dtypes(name: str, q: QArray) -> None:
@@ -305,6 +349,8 @@ def check_dtypes(name: str, q: QArray) -> None:
     expected = {"values": [q.spec.dtype, *packed], "scale": [q.spec.scale_dtype], "zero_point": [q.spec.dtype]}
     if q.spec.has_tensor_scale:
         expected["tensor_scale"] = ["float32"]
+    if q.summed is not None:
+        expected["sums"] = ["int32"]
     for part, dtypes in expected.items():
         dtype = getattr(q.stored if part == "values" else getattr(q, part), "dtype", None)
         if dtype is not None and dtype not in dtypes:

@@ -22,7 +22,7 @@ from ._contract import ContractionOp, contraction, scaled, with_real_values, wit
 from ._conv_gradient import Transposed
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen
-from ._operands import centred, codes, largest_magnitude, plain, rounded
+from ._operands import centred, codes, largest_magnitude, plain, rounded, sums_along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,12 @@ class Conv(ContractionOp):
             x, op = self._padded(x, broadcast_groups(a_zero, a.shape))
         acc = op.real(x, w, jnp.int32)
         place = lambda side, v, q: None if v is None else self._in_output(side, v, q)
-        columns = lambda: lax.expand_dims(integer_sums(w, self.dimensions.rhs_spec[1:]), self.dimensions.rhs_spec[1:])
+
+        def columns() -> Array:
+            _, *summed = self.dimensions.rhs_spec
+            sums = sums_along(b, summed)
+            return lax.expand_dims(integer_sums(w, summed), summed) if sums is None else sums
+
         of_a = place(0, a_zero, a), lambda: self._in_output(1, columns(), b)
         of_b = place(1, b_zero, b), lambda: op.real(x, jnp.ones_like(w), jnp.int32)
         return without_zeros(acc, length, of_a, of_b)

@@ -6,7 +6,6 @@ is a few int8 arrays; the contraction of each with each of the other operand is 
 which fits 64 bits, is rounded once.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from jax import Array, lax
 from .. import _numerics as num
 from .._granularity import PerTensor
 from .._groups import broadcast_groups
-from .._qarray import QArray
+from .._qarray import QArray, changed
 from .._spec import QuantSpec
 from ._lowering import is_at_most
 from ._operands import centred, largest_magnitude, with_flags
@@ -40,7 +39,7 @@ def _is_cut(*specs: QuantSpec) -> bool:
 
 
 def _in_float32(q: QArray) -> QArray:
-    return q if q.scale.dtype == jnp.float32 else dataclasses.replace(q, scale=q.scale.astype(jnp.float32))
+    return q if q.scale.dtype == jnp.float32 else changed(q, scale=q.scale.astype(jnp.float32))
 
 
 def _digits(q: QArray, axes: Sequence[int]) -> list[QArray]:

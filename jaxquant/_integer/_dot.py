@@ -21,7 +21,7 @@ from ._axes import arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_ou
 from ._contract import ContractionOp, contraction, scaled, with_real_values, without_zeros
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
-from ._operands import centred, codes, largest_magnitude, plain, rounded
+from ._operands import centred, codes, largest_magnitude, plain, rounded, sums_along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +161,14 @@ class Dot(ContractionOp):
         taken = {*self.contracted[side], *self.batch[side]}
         return [i for i in range(ndim) if i not in taken]
 
+    def _sums_with(self, side: int, q: QArray) -> Array | None:
+        """The sums that came with an operand, along its axes that the output has, in the order of that."""
+        contracted, kept = self.contracted[side], (*self.batch[side], *self._free(q.ndim, side))
+        sums = sums_along(q, contracted)
+        if sums is None:
+            return None
+        return lax.squeeze(lax.transpose(sums, (*kept, *contracted)), range(len(kept), q.ndim))
+
     def _in_output(self, side: int, v: Array, operands: Sequence[QArray]) -> Array:
         """A value for each group of an operand, as it broadcasts in the output."""
         *names, output = dot_axes(self.contracted, self.batch, [q.ndim for q in operands])
@@ -198,18 +206,24 @@ class Dot(ContractionOp):
         wide = max(a.spec.bits, b.spec.bits) > 8
         (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
         (ca, _), (ba, _) = self.contracted, self.batch
-        acc, *sums = integer_dot(x, w, (self.contracted, self.batch), a_zero is not None)
+        came_a, came_b = (self._sums_with(side, q) for side, q in enumerate((a, b)))
+        acc, *sums = integer_dot(x, w, (self.contracted, self.batch), a_zero is not None and came_b is None)
         outer, kept = len(ba), len(ba) + len(self._free(a.ndim, 0))
 
-        def sums_of_a() -> Array:
+        def own_sums_of_a() -> Array:
             sizes = lambda axes: [a.shape[i] for i in axes]
             columns = jnp.ones_like(x, shape=[*sizes(ba), *sizes(ca), 4])
             at = tuple(range(outer, outer + len(ca))), tuple(range(outer))
             (sums,) = integer_dot(x, columns, ((ca, at[0]), (ba, at[1])))
-            return lax.reshape(sums[..., 0], [*acc.shape[:kept], *[1] * (acc.ndim - kept)])
+            return sums[..., 0]
+
+        def sums_of_a() -> Array:
+            sums = own_sums_of_a() if came_a is None else came_a
+            return lax.reshape(sums, [*acc.shape[:kept], *[1] * (acc.ndim - kept)])
 
         def sums_of_b() -> Array:
-            return lax.reshape(sums[0], [*acc.shape[:outer], *[1] * (kept - outer), *acc.shape[kept:]])
+            of_columns = sums[0] if came_b is None else came_b
+            return lax.reshape(of_columns, [*acc.shape[:outer], *[1] * (kept - outer), *acc.shape[kept:]])
 
         place = lambda side, v: None if v is None else self._in_output(side, v, (a, b))
         of_a, of_b = (place(0, a_zero), sums_of_b), (place(1, b_zero), sums_of_a)

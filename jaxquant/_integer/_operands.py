@@ -2,6 +2,8 @@
 """Operands of contractions: as an integer unit takes them, with NaN flags, and gradients on a grid."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jax import Array, lax
 
 from .._granularity import PerTensor
 from .._groups import apart, broadcast_groups
-from .._qarray import QArray
+from .._qarray import QArray, changed, sums_of
 from .._ranges._range import finite_or
 from .._spec import QuantSpec
 from .._straight_through import quantize_straight_through
@@ -58,6 +60,27 @@ def codes(q: QArray, wide: bool) -> Codes:
     if q.spec.signed:
         return Codes(q.values, None if q.spec.symmetric else zero)
     return Codes(lax.bitcast_convert_type(q.values ^ jnp.uint8(128), jnp.int8), zero - 128)
+
+
+def takes_sums(spec: QuantSpec, other: QuantSpec) -> bool:
+    """Whether a product of integers of `spec` with those of `other` subtracts sums of the former.
+
+    Where the latter have a zero point and both are taken as they are: not centred, in digits, or in blocks.
+    """
+    whole = lambda of: of.bits <= 8 and not (of.format or of.has_tensor_scale or of.granularity.sizes)
+    return whole(spec) and whole(other) and not (other.signed and other.symmetric)
+
+
+def with_own_sums(q: QArray, axes: Sequence[int]) -> QArray:
+    """`q` with the sums of its codes along some axes."""
+    sums = jnp.sum(codes(q, False).values, tuple(axes), dtype=jnp.int32, keepdims=True)
+    return changed(q, sums=sums, summed=math.prod(q.shape[i] for i in axes))
+
+
+def sums_along(q: QArray, axes: Sequence[int]) -> Array | None:
+    """The sums of the codes of `q` along these axes, of size 1 there, if it came with them."""
+    sums, shape = sums_of(q), tuple(1 if i in axes else n for i, n in enumerate(q.shape))
+    return sums if sums is not None and sums.shape == shape else None
 
 
 def with_flags(scale: Array, flags: Array) -> Array:

@@ -32,7 +32,7 @@ from ._program import (
     while_parts,
     while_programs,
 )
-from ._quantized_param import QuantizedParam, ordered, sharded, stacked
+from ._quantized_param import QuantizedParam, ordered, sharded, stacked, without_sums
 from ._walk import Place, Walk
 
 
@@ -279,7 +279,8 @@ def _evaluate_cond(replace: Replacements, step: Step) -> Sequence[Any]:
     def branch(f: Callable) -> Callable:
         def all_seen(qparams, key, *args):
             outs, observed = f(qparams, key, *args)
-            outs = [ordered(v) if isinstance(v, QuantizedParam) else v for v in outs]  # all branches alike
+            # All branches alike: a part may have lost the sums that the whole came with.
+            outs = [without_sums(ordered(v)) if isinstance(v, QuantizedParam) else v for v in outs]
             return outs, {k: replace.inputs.merge(v, observed[k]) if k in observed else v for k, v in nothing.items()}
 
         return all_seen

@@ -19,11 +19,11 @@ from jax.extend.core import JaxprEqn
 
 from .. import _checks as checks
 from .. import _groups as grouping
-from .._qarray import Scales, changed, scales_of
+from .._qarray import Scales, changed, scales_of, sums_of
 from .._sharding import vary_together
 from ._origin import JOINED, PICKED, Origin, computed
 from ._program import avals, param
-from ._quantized_param import QuantizedParam, dequantized, ordered
+from ._quantized_param import QuantizedParam, dequantized, ordered, with_sums_of
 
 
 class Move(NamedTuple):
@@ -77,8 +77,13 @@ def _moved(groups: _OfGroups | None, eqn: JaxprEqn, ins: Sequence[Any]) -> list[
     of_values = of_groups = lambda v: _results(eqn, v, *rest)
     if groups is not None:
         parameter, of_groups = ordered(parameter), lambda v: groups(eqn, v, avals(eqn.invars)[0].shape, rest)
-    results = parameter.map(of_values, of_groups)
-    part = lambda i: results.map(operator.itemgetter(i), operator.itemgetter(i))
+    results, sums = parameter.map(of_values, of_groups), sums_of(parameter.quantized)
+    of_results = [] if sums is None else of_groups(sums)  # once for all of them
+
+    def part(i: int) -> QuantizedParam:
+        part = results.map(operator.itemgetter(i), operator.itemgetter(i))
+        return with_sums_of(part, parameter, lambda _: of_results[i])
+
     return [part(i) for i in range(len(eqn.outvars))]
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _groups as grouping
 from .._affine import real_values
-from .._qarray import QArray, changed, scales_of
+from .._qarray import QArray, changed, scales_of, sums_of, with_sums
 
 _Cast = tuple[Any, tuple[tuple[str, Any], ...]]  # a primitive and its parameters
 
@@ -44,7 +44,10 @@ class QuantizedParam:
     is_value: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def map(self, of_values: Callable[[Any], Any], of_groups: Callable[[Any], Any]) -> "QuantizedParam":
-        """The parameter with other values, of each array of its shape, and of each that has a value for a group."""
+        """The parameter with other values, of each array of its shape, and of each that has a value for a group.
+
+        Without the sums that came with it, of which `with_sums_of` says whether they are those of the values still.
+        """
         q = self.quantized
         quantized = changed(q, scales_of(q).map(of_groups), stored=_mapped(of_values, q.stored))
         moved = dataclasses.replace(self, quantized=quantized, nan_flags=_mapped(of_groups, self.nan_flags))
@@ -63,12 +66,27 @@ def _mapped(f: Callable[[Any], Any], v: Any) -> Any:
     return None if v is None else f(v)
 
 
+def with_sums_of(
+    parameter: QuantizedParam, other: QuantizedParam, f: Callable[[Array], Array] = lambda v: v
+) -> QuantizedParam:
+    """The parameter with the sums of another one by `f`, which says what has become of values for groups."""
+    q, sums = other.quantized, sums_of(other.quantized)
+    if sums is None:
+        return parameter
+    return dataclasses.replace(parameter, quantized=with_sums(parameter.quantized, f(sums), q.summed))
+
+
+def without_sums(parameter: QuantizedParam) -> QuantizedParam:
+    """The parameter without the sums that came with it."""
+    return dataclasses.replace(parameter, quantized=with_sums(parameter.quantized, None, None))
+
+
 def ordered(parameter: QuantizedParam) -> QuantizedParam:
     """The parameter with its integers as its values are, in order and dtype: what moves them counts on it."""
     q = parameter.quantized
     if q.stored is None:
         return parameter
-    return dataclasses.replace(parameter, quantized=changed(q, stored=q.values, order=None))
+    return with_sums_of(dataclasses.replace(parameter, quantized=changed(q, stored=q.values, order=None)), parameter)
 
 
 def stacked(parameter: QuantizedParam, n: int) -> QuantizedParam:
@@ -76,7 +94,8 @@ def stacked(parameter: QuantizedParam, n: int) -> QuantizedParam:
     order = parameter.quantized.order
     if order and len(order) == parameter.quantized.ndim:
         parameter = ordered(parameter)
-    return parameter.map(lambda v: v, lambda v: grouping.apart(v, 0, n))
+    of_groups = lambda v: grouping.apart(v, 0, n)
+    return with_sums_of(parameter.map(lambda v: v, of_groups), parameter, of_groups)
 
 
 def sharded(
@@ -96,8 +115,10 @@ def sharded(
         return v
 
     of_groups = lambda v: P(*(s if n > 1 else None for n, s in zip(v.shape, spec, strict=True)))
-    parameter = ordered(parameter).map(lambda v: v, fitting)
-    return parameter, parameter.map(lambda _: spec, of_groups)
+    parameter = ordered(parameter)
+    # Sums are whole on each device along what is summed, and those of a part there are taken by nothing: `sums_of`.
+    fitted = with_sums_of(parameter.map(lambda v: v, fitting), parameter)
+    return fitted, jax.tree.map(lambda v: spec if v.shape == shape else of_groups(v), fitted)
 
 
 def dequantized(parameter: QuantizedParam) -> Array:

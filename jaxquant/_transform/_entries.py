@@ -11,6 +11,7 @@ import jax
 
 from .. import _checks as checks
 from .._affine import qparams_of_shape
+from .._integer._operands import takes_sums
 from .._jaxpr._program import Location
 from .._jaxpr._walk import Contraction
 from .._paths import named_in_errors
@@ -36,6 +37,8 @@ class Entry(NamedTuple):
       reads: of a parameter, what else reads it, in float.
       order: of a parameter's last axes in memory, once it is frozen, as in QArray; None where it is read in float.
       is_multiplied: of a parameter, whether a product of integers reads it.
+      summed: of a parameter, the axes along which products of integers take its sums; None where none does, or where
+        its ops differ.
       is_dynamic: whether its range is always taken from the values at hand: the batch is in the shape of its scale.
       location: of the first op that uses it.
       stack: the scans over parameters around an input, and their lengths: each turn has a scale of its own.
@@ -53,6 +56,7 @@ class Entry(NamedTuple):
     reads: tuple[str, ...] = ()
     order: tuple[int, ...] | None = None
     is_multiplied: bool = False
+    summed: frozenset[int] | None = None
     is_dynamic: bool = False
     location: Location = ()
     stack: tuple[tuple[Location, int], ...] = ()
@@ -126,8 +130,22 @@ def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -
     order = _at_rest(contraction, side, spec, rule, leaf.shape)
     return Entry(
         key, spec, leaf.shape, leaf.dtype, True, rule, (name,), summed, order=order,
-        is_multiplied=rule.activation is not None,
+        is_multiplied=rule.activation is not None, summed=_summed(decision, side, leaf.shape),
     )  # fmt: skip
+
+
+def _summed(decision: Decision, side: int, shape: tuple[int, ...]) -> frozenset[int] | None:
+    """The axes of a parameter of this shape along which an op takes sums of it, if it takes all that lies along them.
+
+    What is concatenated has sums of its own, and loses those of its parts.
+    """
+    (_, operand, contracted, _, spec, *_), other = decision.operands[side], decision.operands[1 - side].spec
+    if spec is None or other is None or not takes_sums(spec, other) or len(operand.origin.parts) > 1:
+        return None
+    summed = along(operand, contracted)
+    kept = along(operand, [i for i in range(len(operand.shape)) if i not in contracted])
+    is_whole = math.prod(operand.shape[i] for i in contracted) == math.prod(shape[a] for a in summed)
+    return frozenset(summed) if summed and is_whole and kept.isdisjoint(summed) else None
 
 
 def _merged(old: Entry, new: Entry) -> Entry:
@@ -147,8 +165,9 @@ def _merged(old: Entry, new: Entry) -> Entry:
     # Of ops that sum along other axes a flag is for all that share a scale.
     contracted = old.contracted if old.contracted == new.contracted else shared_axes(old.spec, old.shape)
     order = old.order if old.order == new.order else None
+    summed = old.summed if old.summed == new.summed else None
     is_multiplied = old.is_multiplied or new.is_multiplied
-    return old._replace(sites=sites, contracted=contracted, order=order, is_multiplied=is_multiplied)
+    return old._replace(sites=sites, contracted=contracted, order=order, is_multiplied=is_multiplied, summed=summed)
 
 
 def read_entry(path: str, rule: Rule, leaf: Any) -> Entry:

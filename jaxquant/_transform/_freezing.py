@@ -14,8 +14,9 @@ import numpy as np
 from jax import Array
 
 from .._affine import is_quantized_with, quantize
+from .._integer._operands import with_own_sums
 from .._paths import is_qarray, named_in_errors, with_paths
-from .._qarray import Frozen, QArray, check_dtypes
+from .._qarray import Frozen, QArray, check_dtypes, check_sums
 from .._qparams import QParams
 from .._scale_formats import TINY
 from .._sharding import is_inside_shard_map
@@ -43,7 +44,8 @@ def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QP
         values = values.astype(jnp.int4 if spec.signed else jnp.uint4)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
     frozen = Frozen(q.shape, qparams.get(entry.key) is not None, has_static_inputs, entry.rule.activation)
-    return dataclasses.replace(q, values=values, order=entry.order, frozen=frozen)
+    q = dataclasses.replace(q, values=values, order=entry.order, frozen=frozen)
+    return q if entry.summed is None else with_own_sums(q, sorted(entry.summed))
 
 
 def _refuse_nan(leaf: Array) -> None:
@@ -86,6 +88,7 @@ def refuse_changed(params: Any) -> None:
                     f"the parameter has shape {q.shape}, and was frozen with shape {q.frozen.shape}. Take the params "
                     "of this function; a part of one by v[i] or v.reshape(...), not by jax.tree.map."
                 )
+            check_sums("params", q)
 
 
 def refuse_lost_ranges(arrays: Sequence[Any], params: Any, qparams: Any) -> None:
