@@ -15,6 +15,7 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
 from .._platform._dots import integer_sums
+from .._platform._gpu import convolution
 from .._qarray import QArray, checked_qarray
 from .._spec import QuantSpec
 from ._axes import in_output
@@ -55,17 +56,39 @@ class Conv(ContractionOp):
     def why_one_scale(self) -> str:
         return "" if self.batch_groups == 1 else f"in groups of examples (batch_group_count={self.batch_groups})"
 
-    def real(self, a: Array, b: Array, dtype: Any = jnp.float32, precision: Any = None) -> Array:
+    def real(self, a: Array, b: Array, dtype: Any = jnp.float32) -> Array:
         """The float formulation, which has the gradient of the op."""
+        a, conv = self._with_narrow_padding(a, b)
+        return lax.conv_general_dilated(a, b, **conv._params, preferred_element_type=dtype)
+
+    def _with_narrow_padding(self, a: Array, b: Array) -> tuple[Array, "Conv"]:
+        """`a` padded, where the padding is negative or wider than the window, and the convolution that is left to do.
+
+        XLA:CPU reads outside of an input with negative low padding (openxla/xla 48713), which is what padding wider
+        than the window becomes in a gradient.
+        """
         windows = ((b.shape[i] - 1) * d for i, d in zip(self.dimensions.rhs_spec[2:], self.b_dilation, strict=True))
-        conv = self
-        if any(not 0 <= p <= window for pads, window in zip(self.padding, windows, strict=True) for p in pads):
-            # XLA:CPU reads outside of an input with negative low padding (openxla/xla 48713), which is what padding
-            # wider than the window becomes in a gradient.
-            a, conv = self._padded(a, jnp.zeros((), a.dtype))
-        windows = conv.strides, conv.padding, conv.a_dilation, conv.b_dilation
-        groups = conv.feature_groups, conv.batch_groups
-        return lax.conv_general_dilated(a, b, *windows, conv.dimensions, *groups, precision, dtype)
+        if all(0 <= p <= window for pads, window in zip(self.padding, windows, strict=True) for p in pads):
+            return a, self
+        return self._padded(a, jnp.zeros((), a.dtype))
+
+    @property
+    def _params(self) -> dict[str, Any]:
+        """The parameters of the primitive."""
+        return {
+            "window_strides": self.strides,
+            "padding": self.padding,
+            "lhs_dilation": self.a_dilation,
+            "rhs_dilation": self.b_dilation,
+            "dimension_numbers": self.dimensions,
+            "feature_group_count": self.feature_groups,
+            "batch_group_count": self.batch_groups,
+        }
+
+    def _of_integers(self, x: Array, w: Array) -> Array:
+        """The convolution of integers, exact in int32; of integers in float32 where this holds the sums."""
+        x, conv = self._with_narrow_padding(x, w)
+        return convolution(x, w, conv._params)
 
     def exact(self, a: QArray, b: QArray) -> Array:
         """The scaled integer convolution."""
@@ -132,7 +155,7 @@ class Conv(ContractionOp):
         """Chunks of input features that are exact in float32, added in int32."""
         total, largest = 0, largest_magnitude(a.spec) * largest_magnitude(b.spec)
         for x, w in self._chunks(centred(a, jnp.float32), centred(b, jnp.float32), largest):
-            total = total + self.real(x, w, precision=lax.Precision.HIGHEST).astype(jnp.int32)
+            total = total + self._of_integers(x, w).astype(jnp.int32)
         return jnp.asarray(total)
 
     def _chunks(self, x: Array, w: Array, largest: int) -> Iterator[tuple[Array, Array]]:
@@ -164,7 +187,7 @@ class Conv(ContractionOp):
         op = self
         if a_zero is not None:  # what pads is real 0, the zero point, not the code 0
             x, op = self._padded(x, broadcast_groups(a_zero, a.shape))
-        acc = op.real(x, w, jnp.int32)
+        acc = op._of_integers(x, w)
         place = lambda side, v, q: None if v is None else self._in_output(side, v, q)
 
         def columns() -> Array:
@@ -173,7 +196,7 @@ class Conv(ContractionOp):
             return lax.expand_dims(integer_sums(w, summed), summed) if sums is None else sums
 
         of_a = place(0, a_zero, a), lambda: self._in_output(1, columns(), b)
-        of_b = place(1, b_zero, b), lambda: op.real(x, jnp.ones_like(w), jnp.int32)
+        of_b = place(1, b_zero, b), lambda: op._of_integers(x, jnp.ones_like(w))
         return without_zeros(acc, length, of_a, of_b)
 
     def _padded(self, x: Array, zero: Array) -> tuple[Array, "Conv"]:

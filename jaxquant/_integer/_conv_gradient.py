@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._platform._gpu import convolution
+
 
 class Transposed(NamedTuple):
     """The program that is the gradient of a convolution with respect to one operand: moves, and one convolution."""
@@ -47,7 +49,11 @@ class Transposed(NamedTuple):
             arrays = [env[i] for i in eqn.invars if not is_literal(i)]
             of = arrays[0].dtype if arrays else dtype
             ins = [jnp.asarray(i.val, of) if is_literal(i) else env[i] for i in eqn.invars]  # zeros that pad
-            is_conv = eqn.primitive.name == "conv_general_dilated"
-            params = {**eqn.params, "preferred_element_type": np.dtype(dtype)} if is_conv else eqn.params
+            is_conv, params = eqn.primitive.name == "conv_general_dilated", eqn.params
+            if is_conv and dtype == jnp.int32:
+                env[eqn.outvars[0]] = convolution(ins[0], ins[1], params)
+                continue
+            if is_conv:
+                params = {**params, "preferred_element_type": np.dtype(dtype)}
             env[eqn.outvars[0]] = eqn.primitive.bind(*ins, **params)
         return env[self.jaxpr.outvars[0]].astype(dtype)
