@@ -166,7 +166,8 @@ def _highest_bit(v: Any) -> Array:
 SCALE_FORMATS = {  # by the dtype that holds the scales
     "float32": ScaleFormat(),
     "float16": Rounded(Float("float16", 16, 10, -14, 65504.0)),
-    "bfloat16": Rounded(Float("bfloat16", 16, 7, -126, float(jnp.finfo(jnp.bfloat16).max))),
+    # Below 2 ** -119 in steps of TINY: smaller steps are no normal numbers of float32, which nearest() needs.
+    "bfloat16": Rounded(Float("bfloat16", 16, 7, -119, float(jnp.finfo(jnp.bfloat16).max))),
     "float8_e8m0fnu": PowersOfTwo(),
     "float8_e4m3fn": RoundedOfTensor(FLOATS["float8_e4m3fn"]),
 }

@@ -17,6 +17,7 @@ from test_formats import ALONG, DTYPES, cast, drawn, dtype_of, rounded
 import jaxquant as jq
 from jaxquant import (
     PerBlock,
+    PerChannel,
     PerTensor,
     QParams,
     QuantSpec,
@@ -125,6 +126,19 @@ def test_scales_of_half_precision_are_rounded_to_nearest():
         assert got.dtype == dtype
         want = np.maximum(exact, 2**-24 if dtype == "float16" else 0).astype(dtype_of(dtype))  # never 0
         assert_same_bits(np.asarray(got).view(np.uint16), want.view(np.uint16), dtype)
+
+
+ENDS = {"bfloat16": {0: 2.0**-126, 129 * 2.0**-126: 129 * 2.0**-126, 3.4e38: 255 * 2.0**120}}
+
+
+@bits
+@pytest.mark.parametrize("dtype", ENDS)
+def test_scales_of_half_precision_end_where_the_dtype_does(dtype):
+    spec = QuantSpec(bits=2, granularity=PerChannel(0), scale_dtype=dtype)
+    scale, held = (F(list(v))[:, None] for v in (ENDS[dtype], ENDS[dtype].values()))
+    qparams, x = QParams(scale, np.zeros_like(scale)), held * F([-1, 0, 1]) + F(0)
+    assert_same_bits(jq.fake_quant(x, spec, qparams), x)
+    assert_same_bits(jq.dequantize(jq.quantize(x, spec, qparams)), x)
 
 
 EVERY = list(itertools.product(SPECS, ROUNDINGS))
