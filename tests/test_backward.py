@@ -495,6 +495,17 @@ def test_a_sum_of_a_gradient_that_may_not_fit_int32_is_refused():
         of((2**31 - 1) // (127 * 255) + 1)
 
 
+def test_a_sum_of_a_gradient_of_a_convolution_is_as_long_as_its_output():
+    """Of half as many windows as the image has elements."""
+    f = lambda p, x: lax.conv_general_dilated(x, p["w"], (1, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, F)
+    of_rule = gradients(f, [Rule("w", QuantSpec(), QuantSpec(), gradient=QuantSpec())])
+    of = lambda n: jax.eval_shape(of_rule, struct(1, 1, 1, 1), struct(1, 1, 2 * n, 1), struct(1, 1, n, 1))
+    of((2**31 - 1) // 127**2)
+    with pytest.raises(ValueError, match="does not fit int32"):
+        of((2**31 - 1) // 127**2 + 1)
+
+
 ORDERS = ["tk,nk->tn", "kt,kn->nt", "btk,kn->tbn", "tbk,kn->btn", "btk,khd->bthd", "bthd,hdk->tbk", "kbt,nk->bnt"]
 ORDERS += ["tk,k->t", "k,kn->n", "bkt,khd->bhtd", "btk,kn->btn", "tk,kn->nt"]
 

@@ -786,7 +786,7 @@ def test_a_histogram_leaves_out_half_on_each_side_a_thousandth_by_default(left_o
 
 def test_a_range_of_an_empty_histogram_is_neutral():
     spec = QuantSpec(granularity=PerChannel(-1))
-    for shape in (0, 3), (4, 3), (4, 0):
+    for shape in (0, 3), (1, 3), (4, 3), (4, 0):
         assert_same_bits(histogram(np.full(shape, np.nan, F), spec).counts, np.zeros((1, shape[1], 16384), np.uint32))
     empty = Histogram(np.zeros((1, 17, 16384), np.uint32))
     same(range_from_histogram(empty), Range(*(np.full((1, 17), v) for v in NEUTRAL)))

@@ -128,7 +128,8 @@ def test_scales_of_half_precision_are_rounded_to_nearest():
         assert_same_bits(np.asarray(got).view(np.uint16), want.view(np.uint16), dtype)
 
 
-ENDS = {"bfloat16": {0: 2.0**-126, 129 * 2.0**-126: 129 * 2.0**-126, 3.4e38: 255 * 2.0**120}}
+ENDS = {"float16": {0: 2.0**-24, 65520: 65504}}
+ENDS["bfloat16"] = {0: 2.0**-126, 129 * 2.0**-126: 129 * 2.0**-126, 3.4e38: 255 * 2.0**120}
 
 
 @bits

@@ -252,8 +252,16 @@ def test_traced_and_vars_ranges_are_not_checked():
     assert np.isnan(VARS(X, 1.0, 1.0)).all()
     assert np.isnan(VARS(X, NAN, 1.0)).all()
     assert_same_bits(VARS(X, 1.0, -1.0), jax.jit(VARS)(X, 1.0, -1.0))
-    reversed_ = jax.eval_shape(lambda x, a, b: QDQ2(x, a, b, range_given=True), X, 1.0, -1.0)
-    assert reversed_.shape == X.shape
+    of = lambda low, high: QDQ2(X, low, high, range_given=True)
+    for f, traced in (of, (1.0, -1.0)), (lambda low: of(low, -1.0), (1.0,)), (lambda high: of(1.0, high), (-1.0,)):
+        assert jax.eval_shape(f, *traced).shape == X.shape
+
+
+def test_subnormal_ends_of_a_range_are_zeros():
+    for ends, read in ((1e-40, 0.5), (0.0, 0.5)), ((-0.5, -1e-40), (-0.5, 0.0)):
+        assert_same_bits(ARGS(X, *ends), ARGS(X, *read))
+    with pytest.raises(ValueError, match="min < max"):
+        ARGS(X, 0.0, 1e-40)
 
 
 @pytest.mark.parametrize(
