@@ -27,6 +27,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "affine",
     "formats",
     "learned_scales",
+    "devices",
     "accelerator",
 )
 
@@ -37,6 +38,9 @@ def here(name: str, parts: list[str], quick: bool) -> dict[str, Any]:
         benchmark = importlib.import_module(f"benchmarks.{name}")
     except ModuleNotFoundError as error:
         print(f"Skipped: {name} needs {error.name}, which `pip install '.[benchmarks]'` brings.")
+        return {}
+    if why := benchmark.missing() if hasattr(benchmark, "missing") else "":
+        print(f"Skipped: {name} {why}.")
         return {}
     if unknown := set(parts) - {*benchmark.PARTS, *["record"] * (name == "accelerator")}:
         sys.exit(f"{name} has no part {', '.join(sorted(unknown))}, but {', '.join(benchmark.PARTS)}.")

@@ -133,7 +133,7 @@ def measured(name: str, benchmark: ModuleType, chosen: list[str], quick: bool) -
         print(*new, sep="\n", flush=True)
         lines.extend(new)
 
-    tell(f"Measured on: {about}.")
+    tell(f"{getattr(benchmark, 'HOW', 'Measured on')}: {about}.")
     for part in (benchmark.PARTS[name] for name in chosen or benchmark.PARTS):
         if part.columns != columns:
             columns = part.columns

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles for TPUs and GPUs that are not there, and reads what XLA says of the programs.
+
+TPUs need `pip install 'jax[tpu]'`, GPUs `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt` of the version of
+jaxlib, and no NVIDIA library. What is read is XLA's estimate, or the text of a program: never a measurement.
+"""
+
+import functools
+import importlib.util
+import mmap
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+GPUS = {"h100": "NVIDIA H100 80GB HBM3", "a100": "NVIDIA A100-SXM4-80GB", "b200": "NVIDIA B200"}
+# They are read once, when JAX looks for its platforms.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks no cloud which TPU this machine has
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")  # several processes compile at once
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the plugin alone, without NVIDIA's libraries
+
+
+def missing(target: str) -> str:
+    """What is to be installed before it compiles for a target, or nothing."""
+    found = lambda name: importlib.util.find_spec(name.partition(".")[0]) and importlib.util.find_spec(name)
+    if target in TPUS:
+        return "" if found("libtpu") else "needs libtpu, which `pip install 'jax[tpu]'` brings"
+    if found("jax_plugins.xla_cuda12"):
+        return ""
+    return "needs `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt`, of the version of jaxlib"
+
+
+@functools.cache
+def device(target: str) -> Any:
+    """A device that is not there: of TPUS or of GPUS."""
+    if why := missing(target):
+        raise ModuleNotFoundError(f"{target} {why}")
+    if target in TPUS:
+        return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices[0]
+    return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=_config(target)).devices[0]
+
+
+def _config(target: str) -> str:
+    """The description of a GPU, one of those that the plugin's library holds as text."""
+    (folder,) = importlib.util.find_spec("jax_plugins.xla_cuda12").submodule_search_locations
+    wanted = f'device_description_str: "{GPUS[target]}"'.encode()
+    with (
+        open(pathlib.Path(folder) / "xla_cuda_plugin.so", "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library,
+    ):
+        start = -1
+        while (start := library.find(b"gpu_device_info {", start + 1)) >= 0:
+            text = library[start : library.find(b"\0", start)]
+            if wanted in text:
+                return text.decode()
+    raise LookupError(f"The CUDA plugin has no description of {GPUS[target]}.")
+
+
+class Line(NamedTuple):
+    """An instruction of an optimized program: the dtype of its result, what it does, and all of its text."""
+
+    dtype: str
+    op: str
+    text: str
+
+    def named(self, *attributes: str) -> list[str]:
+        """The computations that an attribute names."""
+        found = re.search(rf"\b(?:{'|'.join(attributes)})=(?:\{{([^}}]*)\}}|%?([\w.\-]+))", self.text)
+        return re.findall(r"[\w.\-]+", found[1] or found[2]) if found else []
+
+
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(")
+_NO_KERNEL = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id"}
+_PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
+
+
+class Program:
+    """A compiled program: `lowered`, its StableHLO before XLA's optimizations, `optimized`, its HLO after them.
+
+    The path that runs is the entry, with the body of a loop once and of a condition the branch that is taken where it
+    is true: in jaxquant that of finite values.
+    """
+
+    def __init__(self, lowered: jax.stages.Lowered):
+        self.lowered = lowered.as_text()
+        compiled = lowered.compile()
+        self.optimized, self._costs = compiled.as_text(), compiled.cost_analysis()
+        self.computations, self.entry = {}, ""
+        for text in self.optimized.splitlines():
+            if begins := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", text):
+                name, lines = begins[2], {}
+                self.computations[name] = lines
+                self.entry = name if begins[1] else self.entry
+            elif line := _LINE.match(text):
+                lines[line[1]] = Line(line[2].partition("[")[0], line[3], text)
+
+    @property
+    def bytes(self) -> float:
+        """The bytes that the kernels read and write, of a TPU, as XLA counts them; both branches of a condition."""
+        costs = self._costs[0] if isinstance(self._costs, list) else self._costs
+        return costs["bytes accessed"]
+
+    @property
+    def cycles(self) -> int:
+        """XLA's estimate of the cycles of a TPU on the path that runs."""
+        return sum(
+            int(n) for line in self._path(self.entry) for n in re.findall(r'"estimated_cycles":"(\d+)"', line.text)
+        )
+
+    @property
+    def kernels(self) -> int:
+        """The kernels that a GPU is given on the path that runs, copies included."""
+        return sum(line.op not in _NO_KERNEL for line in self._path(self.entry))
+
+    @property
+    def conditionals(self) -> int:
+        return sum(line.op == "conditional" for lines in self.computations.values() for line in lines.values())
+
+    @property
+    def products(self) -> list[tuple[str, str, str]]:
+        """The dtypes of the operands and of the result of each matrix product and convolution."""
+        return [
+            (*(lines[name].dtype for name in _operands(line)[:2]), line.dtype.strip("("))
+            for lines in self.computations.values()
+            for line in lines.values()
+            if line.op in _PRODUCTS or "__cublas$" in line.text or "__cudnn$" in line.text
+        ]
+
+    def written(self, *ops: str) -> int:
+        """How many times the StableHLO holds ops, without `stablehlo.`."""
+        return sum(len(re.findall(rf"\bstablehlo\.{op}\b", self.lowered)) for op in ops)
+
+    def _path(self, name: str) -> list[Line]:
+        path = []
+        for line in self.computations[name].values():
+            if line.op == "conditional":
+                branches = line.named("branch_computations") or line.named("true_computation")
+                path += self._path(branches[-1])
+            elif line.op in ("while", "call"):
+                path += self._path(line.named("body", "to_apply")[0])
+            else:
+                path.append(line)
+        return path
+
+
+def _operands(line: Line) -> list[str]:
+    inside = line.text.partition(f" {line.op}(")[2].partition(")")[0]
+    return re.findall(r"%([\w.\-]+)", inside)
+
+
+def compiled(f: Callable, args: Any, target: str) -> Program:
+    """`f(*args)` for a device that is not there; `args` are arrays or what has their shapes and dtypes."""
+    where = jax.sharding.SingleDeviceSharding(device(target))
+    like = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=where)
+    return Program(jax.jit(f).lower(*jax.tree.map(like, args)))

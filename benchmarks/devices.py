@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What XLA makes of jaxquant, of programs by hand and of others on TPUs and GPUs that are not there: its estimates.
+
+Cycles and bytes are XLA's own estimates for a TPU, kernels and conditionals are counted in the program of a GPU, which
+is not tuned without one. Nothing is run, and nothing is measured.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxquant import PerChannel, PerToken, QuantSpec, Rule, activation_spec, float8_spec, quantize_fn, weight_spec
+
+from . import aot, by_hand
+from .accelerator import Failed, attempt, in_bfloat16, transformer
+from .runner import Part
+
+jax.config.update("jax_platforms", "cpu")  # for the arrays of this process, whatever else there is
+
+SYMMETRIC = Rule("**", weight_spec(8), activation_spec(8, symmetric=True))
+AFFINE = Rule("**", weight_spec(8), activation_spec(8))
+FLOAT8 = Rule("**", float8_spec(granularity=PerChannel(None)), float8_spec())
+PER_TOKEN = Rule("**", weight_spec(8), activation_spec(8, symmetric=True, granularity=PerToken()))
+FOUR_BITS = Rule("**", weight_spec(4), activation_spec(8, symmetric=True))
+SERVED = {
+    "static": SYMMETRIC,
+    "dynamic": SYMMETRIC,
+    "per token": PER_TOKEN,
+    "static affine": AFFINE,
+    "dynamic affine": AFFINE,
+    "weight-only": ("**", weight_spec(8)),
+    "static, 4-bit weights": FOUR_BITS,
+    "weight-only, 4 bits in blocks": ("**", weight_spec(4, block_size=32)),
+    "static, float8": FLOAT8,
+}
+TRAINED = {
+    "int8": SYMMETRIC,
+    "int8 per token": PER_TOKEN,
+    "int8, affine": AFFINE,
+    "int8, gradient bfloat16": dataclasses.replace(SYMMETRIC, gradient="bfloat16"),
+    "int8, gradient int8": dataclasses.replace(SYMMETRIC, gradient=QuantSpec()),
+    "int8, static": SYMMETRIC,
+    "weight-only": ("**", weight_spec(8)),
+    "4-bit weights": FOUR_BITS,
+    "float8": FLOAT8,
+}
+Case = tuple[Callable, tuple]  # a function, and the shapes of its arguments
+
+
+class Model(NamedTuple):
+    """A function of (params, x), the shapes of its params, and those of x by the number of rows."""
+
+    apply: Callable
+    params: Any
+    shape: Callable[[int], tuple[int, ...]]
+
+    def inputs(self, rows: int, dtype: str) -> tuple[Any, Any]:
+        like = lambda shape: jax.ShapeDtypeStruct(shape, dtype)
+        return jax.tree.map(like, self.params, is_leaf=lambda v: isinstance(v, tuple)), like(self.shape(rows))
+
+
+def mlp(params: Sequence[Array], x: Array) -> Array:
+    for w in params:
+        x = jax.nn.relu(x @ w)
+    return x
+
+
+def mlp_of(layers: int, width: int) -> Model:
+    return Model(mlp, [(width, width)] * layers, lambda rows: (rows, width))
+
+
+def transformer_of(layers: int, width: int) -> Model:
+    square = dict.fromkeys(("q", "k", "v", "out"), (width, width))
+    block = square | {"up": (width, 4 * width), "down": (4 * width, width)}
+    params = {"blocks": [block] * layers, "head": (width, 10)}
+    tokens = lambda rows: min(rows, 128)
+    return Model(transformer, params, lambda rows: (rows // tokens(rows), tokens(rows), width))
+
+
+MODELS = {"MLP": mlp_of(4, 2048), "transformer": transformer_of(2, 1024)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplied:
+    """A weight whose products `x @ w` are a function of x."""
+
+    by: Callable[[Array], Array]
+
+    def __rmatmul__(self, x: Array) -> Array:
+        return self.by(x)
+
+
+# ---- Served: frozen weights.
+
+
+def served(kind: str, model: Model, rows: int, dtype: str) -> Case:
+    """A function that serves, as of SERVED."""
+    params, x = model.inputs(rows, dtype)
+    q = quantize_fn(model.apply, [SERVED[kind]])
+    if not kind.startswith("static"):
+        return q, (jax.eval_shape(q.freeze, params, x), x)
+    qparams = jax.eval_shape(q.init_qparams, params, x)
+    frozen = jax.eval_shape(lambda p, x, s: q.freeze(p, x, qparams=s), params, x, qparams)
+    return lambda p, x, s: q(p, x, qparams=s), (frozen, x, qparams)
+
+
+def served_by_hand(kind: str, model: Model, rows: int, dtype: str) -> Case:
+    params, x = model.inputs(rows, dtype)
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    affine = kind.endswith("affine")
+
+    def frozen(w: Any) -> by_hand.Weight:
+        scale, sums = (jax.ShapeDtypeStruct((1, w.shape[1]), t) for t in (jnp.float32, jnp.int32))
+        return by_hand.Weight(jax.ShapeDtypeStruct(w.shape, jnp.int8), scale, sums if affine else None)
+
+    def run(weights, grids, x):
+        by = lambda w, grid: Multiplied(lambda x: by_hand.served(kind, x, w, grid))
+        is_weight = lambda v: isinstance(v, by_hand.Weight)
+        return model.apply(jax.tree.map(by, weights, grids, is_leaf=is_weight), x)
+
+    grids = jax.tree.map(lambda w: (number, number if affine else None), params)
+    return run, (jax.tree.map(frozen, params), grids, x)
+
+
+def served_by_qwix(kind: str, model: Model, rows: int, dtype: str) -> Case:
+    """By its own quantization and products; static is a range written into the program."""
+    import qwix
+
+    params, x = model.inputs(rows, dtype)
+    how = {
+        "static": lambda x: qwix.quantize(x, jnp.int8, calibration_method="fixed,-4,4"),
+        "dynamic": lambda x: qwix.quantize(x, jnp.int8),
+        "per token": lambda x: qwix.quantize(x, jnp.int8, channelwise_axes=range(x.ndim - 1)),
+        "static affine": lambda x: qwix.quantize(x, jnp.int8, calibration_method="fixed,-3,4"),
+        "dynamic affine": lambda x: qwix.quantize(x, jnp.int8, calibration_method="minmax"),
+        "weight-only": lambda x: x,
+    }[kind]
+    frozen = jax.tree.map(
+        lambda w: jax.eval_shape(lambda w: qwix.quantize(w, jnp.int8, channelwise_axes=[1]), w), params
+    )
+
+    def run(weights, x):
+        by = lambda w: Multiplied(lambda x: qwix.dot_general(how(x), w, _last_with_first(x)))
+        is_weight = lambda v: isinstance(v, qwix.QArray)
+        return model.apply(jax.tree.map(by, weights, is_leaf=is_weight), x)
+
+    return run, (frozen, x)
+
+
+def _last_with_first(x: Array) -> Any:
+    return ((x.ndim - 1,), (0,)), ((), ())
+
+
+# ---- Trained: a step of SGD from float32 params.
+
+
+def step_of(apply: Callable, dtype: str) -> Callable:
+    if dtype == "bfloat16":
+        apply = in_bfloat16(apply)
+
+    def step(params, x, *qparams):
+        gradient = jax.grad(lambda params: (apply(params, x, *qparams) ** 2).mean())(params)
+        return jax.tree.map(lambda v, g: v - 0.01 * g, params, gradient)
+
+    return step
+
+
+def trained(kind: str, model: Model, rows: int, dtype: str) -> Case:
+    """A training step, as of TRAINED; "float" is the model's own."""
+    params, x = model.inputs(rows, "float32")
+    if kind == "float":
+        return step_of(model.apply, dtype), (params, x)
+    q = quantize_fn(model.apply, [TRAINED[kind]])
+    if not kind.endswith("static"):
+        return step_of(q, dtype), (params, x)
+    qparams = jax.eval_shape(q.init_qparams, params, x)
+
+    def step(params, x, qparams):
+        return step_of(lambda params, x: q(params, x, qparams=qparams), dtype)(params, x)
+
+    return step, (params, x, qparams)
+
+
+def trained_by(product: Callable[[Array, Array], Array], model: Model, rows: int, dtype: str) -> Case:
+    """A training step whose products `x @ w` with a weight are another's."""
+
+    def apply(params, x):
+        by = lambda w: Multiplied(lambda x: product(x, w))
+        return model.apply(jax.tree.map(by, params), x)
+
+    return step_of(apply, dtype), model.inputs(rows, "float32")
+
+
+def trained_by_hand(kind: str, model: Model, rows: int, dtype: str) -> Case:
+    grid = {"int8": "dynamic", "int8 per token": "per token", "int8, affine": "dynamic affine"}[kind]
+    return trained_by(lambda x, w: by_hand.trained(x, w, grid), model, rows, dtype)
+
+
+def trained_by_aqt(kind: str, model: Model, rows: int, dtype: str) -> Case:
+    """Rounded to the nearest."""
+    import aqt.jax.v2.config as aqt
+
+    bits = 8 if kind == "int8, gradient int8" else None
+    config = aqt.config_v4(fwd_bits=8, dlhs_bits=bits, drhs_bits=bits)
+    aqt.set_stochastic_rounding(config, False, False, "jax.uniform")
+    return trained_by(lambda x, w: config(x, w, _last_with_first(x)), model, rows, dtype)
+
+
+def trained_by_qwix(kind: str, model: Model, rows: int, dtype: str) -> Case:
+    """By its provider, which takes the products of a flax module."""
+    import flax.linen as nn
+    import qwix
+
+    class Products(nn.Module):
+        @nn.compact
+        def __call__(self, params, x):
+            by = lambda w: Multiplied(lambda x: jax.lax.dot_general(x, w, _last_with_first(x)))
+            return model.apply(jax.tree.map(by, params), x)
+
+    gradient = {"bwd_qtype": "int8"} if kind == "int8, gradient int8" else {}
+    rule = qwix.QtRule(weight_qtype="int8", act_qtype="int8", **gradient)
+    module = qwix.quantize_model(Products(), qwix.QtProvider([rule]))
+    return step_of(lambda params, x: module.apply({}, params, x), dtype), model.inputs(rows, "float32")
+
+
+# ---- The tables.
+
+CONTENDERS = {
+    "jaxquant": (served, tuple(SERVED)),
+    "by hand": (served_by_hand, ("static", "dynamic", "per token", "static affine", "dynamic affine", "weight-only")),
+    "qwix": (served_by_qwix, ("static", "dynamic", "per token", "dynamic affine", "weight-only")),
+}
+TRAINERS = {
+    "jaxquant": (trained, tuple(TRAINED)),
+    "by hand": (trained_by_hand, ("int8", "int8 per token", "int8, affine")),
+    "qwix": (trained_by_qwix, ("int8", "int8, gradient int8")),
+    "AQT": (trained_by_aqt, ("int8", "int8, gradient int8")),
+}
+ROWS = 8, 128, 1024
+GOALS = {
+    "static": (0.70, 0.95, 0.70), "dynamic": (0.80, 1.3, 1.0), "per token": (0.60, 1.1, 1.0),
+    "static affine": (1.0, 1.2, 0.78), "dynamic affine": (1.1, 1.5, 1.2), "weight-only": (1.5, 1.4, 1.0),
+}  # fmt: skip
+STEP_GOALS = {
+    "int8": 1.10, "int8, affine": 1.25, "int8, gradient bfloat16": 1.10, "int8, gradient int8": 1.15,
+}  # fmt: skip
+
+
+class Found(NamedTuple):
+    """What is read of a program: of a TPU cycles and bytes, of a GPU kernels and conditionals."""
+
+    first: float
+    second: float
+
+
+def program(make: Callable[[], Case], target: str) -> Found | Failed:
+    def read() -> Found:
+        compiled = aot.compiled(*make(), target)
+        return (
+            Found(compiled.cycles, compiled.bytes)
+            if target in aot.TPUS
+            else Found(compiled.kernels, compiled.conditionals)
+        )
+
+    return attempt(read)
+
+
+POOL = ThreadPoolExecutor(os.cpu_count())
+Programs = dict[str, list[Future]]  # by target, one for each number of rows
+
+
+def programs(make: Callable[[int], Case], tpu_rows: Sequence[int], gpu_rows: Sequence[int]) -> Programs:
+    """Starts to compile a function for every target."""
+    begun = lambda target, all_rows: [POOL.submit(program, functools.partial(make, n), target) for n in all_rows]
+    return {target: begun(target, tpu_rows) for target in aot.TPUS} | {"h100": begun("h100", gpu_rows)}
+
+
+def _ratio(got: Any, base: Any, field: str) -> float | None:
+    return None if isinstance(got, Failed) or isinstance(base, Failed) else getattr(got, field) / getattr(base, field)
+
+
+def estimates(got: Programs, base: Programs, goals: Sequence[float] | None) -> tuple:
+    """The cells of a function: cycles and bytes to those of the base, the goals for v5e, kernels and conditionals."""
+    results = {target: [future.result() for future in futures] for target, futures in got.items()}
+    bases = {target: [future.result() for future in futures] for target, futures in base.items()}
+    of = lambda target, field: [_ratio(*pair, field) for pair in zip(results[target], bases[target], strict=True)]
+    told = lambda ratios: " / ".join("fails" if r is None else f"{r:.2f}" for r in ratios)
+    cells = [told(of(target, field)) for field in ("first", "second") for target in aot.TPUS]
+    verdict = ""
+    if goals:
+        met = [r is not None and round(r, 2) <= goal for r, goal in zip(of("v5e", "first"), goals, strict=True)]
+        verdict = f"{' / '.join(f'{goal:g}' for goal in goals)}: "
+        verdict += "met" if all(met) else " / ".join("met" if m else "missed" for m in met)
+    on_gpu = ", ".join("fails" if isinstance(r, Failed) else f"{r.first} and {r.second}" for r in results["h100"])
+    return cells[0], verdict, *cells[1:], on_gpu
+
+
+def begun(contenders: dict[str, tuple], few: tuple[str, ...], begin: Callable) -> list[tuple[str, str, Programs]]:
+    """Each contender's label, its kind, and its programs, as `begin(make, kind)` starts to compile them."""
+    return [
+        (f"{who}, {kind}", kind, begin(make, kind))
+        for who, (make, kinds) in contenders.items()
+        for kind in kinds
+        if kind in few or not few
+    ]
+
+
+def case_of(make: Callable, kind: str, model: Model, dtype: str, rows: int) -> Case:
+    return make(kind, model, rows, dtype)
+
+
+def serving_rows(rounds: int, *cases: tuple[str, str, tuple[str, ...]]) -> Iterator[tuple]:
+    for name, dtype, few in cases:
+        model = MODELS[name]
+        base = programs(lambda rows, m=model: (m.apply, m.inputs(rows, "bfloat16")), ROWS, ROWS[1:2])
+        each = lambda make, kind, m=model, d=dtype: programs(
+            functools.partial(case_of, make, kind, m, d), ROWS, ROWS[1:2]
+        )
+        found = begun(CONTENDERS, few, each)
+        yield f"{name}: bfloat16", *estimates(base, base, None)
+        for label, kind, got in found:
+            goals = GOALS.get(kind) if (name, label) == ("MLP", f"jaxquant, {kind}") else None
+            yield f"{name}, {dtype} x: {label}", *estimates(got, base, goals)
+
+
+def step_rows(rounds: int, *cases: tuple[str, str, tuple[str, ...]]) -> Iterator[tuple]:
+    for name, dtype, few in cases:
+        yield from steps(f"{name}, {dtype}", MODELS[name], dtype, few)
+
+
+def steps(name: str, model: Model, dtype: str, few: tuple[str, ...]) -> Iterator[tuple]:
+    each = lambda make, kind: programs(functools.partial(case_of, make, kind, model, dtype), (4096,), (4096,))
+    base = each(trained, "float")
+    found = begun(TRAINERS, few, each)
+    yield f"{name} step: float", *estimates(base, base, None)
+    for label, kind, got in found:
+        goal = STEP_GOALS.get(kind) if label.startswith("jaxquant") else None
+        yield f"{name} step: {label}", *estimates(got, base, goal and (goal,))
+
+
+def width_rows(rounds: int, *widths: int) -> Iterator[tuple]:
+    """What the steps of the MLP take that is wider."""
+    for width in widths:
+        yield from steps(f"MLP of 4 x {width}^2, float32", mlp_of(4, width), "float32", ("int8", "int8, gradient int8"))
+
+
+def missing() -> str:
+    return "; ".join(filter(None, (aot.missing(target) for target in ("v5e", "h100"))))
+
+
+HOW = "Estimated by XLA for devices that are not there, not measured, on"
+PACKAGES = "libtpu", "jax-cuda12-plugin", "qwix", "aqtp", "flax"
+COLUMNS = (
+    "", "cycles, v5e", "goal on v5e", "cycles, v6e", "bytes, v5e", "bytes, v6e", "kernels and conditionals, H100",
+)  # fmt: skip
+FEW, FEW_STEPS = ("static", "dynamic", "per token", "weight-only"), tuple(STEP_GOALS)
+CASES = ("MLP", "float32"), ("MLP", "bfloat16"), ("transformer", "float32"), ("transformer", "bfloat16")
+every = lambda few: tuple((*case, few if i else ()) for i, case in enumerate(CASES))
+PARTS = {
+    "serving": Part(COLUMNS, serving_rows, 1, every(FEW)),
+    "steps": Part(COLUMNS, step_rows, 1, every(FEW_STEPS)),
+    "width": Part(COLUMNS, width_rows, 1, (4096, 8192)),
+}

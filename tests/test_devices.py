@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What XLA makes of jaxquant on TPUs and GPUs that are not there, beside programs by hand of the same bits.
+
+Run by the lane `devices` of .ci/run, which has the compilers. Cycles are XLA's estimates, not measured.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import differing
+
+from benchmarks import aot, by_hand, devices, exactness
+from jaxquant import quantize_fn
+
+pytestmark = [pytest.mark.slow, pytest.mark.bits]
+TARGETS = "v5e", "h100"
+MISSING = "; ".join(filter(None, map(aot.missing, TARGETS)))
+compiles = pytest.mark.skipif(bool(MISSING), reason=MISSING or "nothing is missing")
+on_each = pytest.mark.parametrize("target", TARGETS)
+
+KINDS = devices.CONTENDERS["by hand"][1]
+IN_INTEGERS = tuple(kind for kind in devices.SERVED if "weight-only" not in kind)
+STEPS = tuple(kind for kind in devices.TRAINED if kind.startswith("int8"))
+CPU_TRICKS = "optimization_barrier", "pad", "concatenate"
+S8 = "s8", "s8", "s32"
+
+MODELS = {"MLP": devices.MODELS["MLP"], "two layers": devices.mlp_of(2, 2048), "small": devices.mlp_of(2, 256)}
+
+
+@functools.cache
+def program(make, kind, model, rows, dtype, target):
+    return aot.compiled(*make(kind, MODELS[model], rows, dtype), target)
+
+
+# ---- The programs by hand.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_by_hand_has_the_same_bits(kind):
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=(48, 48)), jnp.float32) for _ in range(2)]
+    x = rng.normal(size=(16, 48)).astype(np.float32)
+    x[3, 5], x[4, 6], x[7, 7] = np.nan, np.inf, -np.inf
+    q = quantize_fn(devices.mlp, [devices.SERVED[kind]])
+    qparams = jax.jit(q.init_qparams)(params, x[:2]) if kind.startswith("static") else None
+    frozen = q.freeze(params, x, qparams=qparams)
+    want = jax.jit(q)(frozen, x, qparams=qparams)
+    of = lambda s: None if s is None else (s.scale, s.zero_point if kind.endswith("affine") else None)
+    grids = [of(qparams[f"{i}:input"]) if qparams else None for i in range(2)]
+
+    def run(frozen, grids, x):
+        for w, grid in zip(frozen, grids, strict=True):
+            weight = by_hand.Weight(w.values, w.scale, jnp.sum(w.values, 0, dtype=jnp.int32)[None])
+            x = jax.nn.relu(by_hand.served(kind, x, weight, grid))
+        return x
+
+    got = jax.jit(run)(frozen, grids, x)
+    assert differing(got, want) == 0
+    assert jnp.isnan(got[3]).all()
+
+
+@pytest.mark.parametrize(("kind", "grid"), [("int8", "dynamic"), ("int8, affine", "dynamic affine")])
+def test_what_is_trained_by_hand_has_the_same_bits(kind, grid):
+    """Of integers with scales of 1, of which no sum is rounded."""
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.integers(-100, 101, shape).astype(np.float32) for shape in ((8, 16), (16, 12), (8, 12)))
+    w[0], x[0, 0], x[0, 1] = 127, 127, -127 if kind == "int8" else -128
+    q = quantize_fn(lambda w, x: x @ w, [devices.TRAINED[kind]])
+    value, vjp = jax.vjp(jax.jit(q), w, x)
+    want = value, *vjp(jnp.asarray(g))
+    value, vjp = jax.vjp(jax.jit(lambda w, x: by_hand.trained(x, w, grid)), w, x)
+    assert [differing(*pair) for pair in zip((value, *vjp(jnp.asarray(g))), want, strict=True)] == [0, 0, 0]
+
+
+# ---- Everything compiles, and the products are of integers.
+
+
+@compiles
+@on_each
+@pytest.mark.parametrize("case", list(exactness.cases()), ids=lambda case: case.name)
+def test_every_case_compiles_without_a_condition(target, case):
+    compiled = aot.compiled(case.f, case.inputs, target)
+    assert compiled.conditionals == 0
+    op = case.name.split(",")[0]
+    if case.name.endswith("int8") and op in ("dot_general", "conv_general_dilated", "quantize_fn of an MLP"):
+        # A convolution of cuDNN adds up integers in float32, exactly where the bound of the sum allows it.
+        also = {("s8", "s8", "f32")} if (op, target) == ("conv_general_dilated", "h100") else set()
+        assert compiled.products
+        assert set(compiled.products) <= {S8} | also
+
+
+def check_nothing_of_the_cpu(compiled):
+    assert compiled.conditionals == 0
+    assert {op: compiled.written(op) for op in CPU_TRICKS} == dict.fromkeys(CPU_TRICKS, 0)
+
+
+@compiles
+@on_each
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("kind", devices.SERVED)
+def test_nothing_that_the_cpu_wants_is_in_what_serves(kind, rows, target):
+    """One row, of which XLA:CPU gets four; float8 is cut into two digits of int8, as docs/formats.md says."""
+    compiled = program(devices.served, kind, "small", rows, "float32", target)
+    check_nothing_of_the_cpu(compiled)
+    if kind in IN_INTEGERS:
+        assert set(compiled.products) <= {S8}
+        assert compiled.products or rows == 1  # of one row a GPU may have no matrix product
+
+
+@compiles
+@on_each
+@pytest.mark.parametrize("kind", STEPS)
+def test_nothing_that_the_cpu_wants_is_in_a_step(kind, target):
+    compiled = program(devices.trained, kind, "small", 128, "float32", target)
+    check_nothing_of_the_cpu(compiled)
+    assert compiled.products.count(S8) >= (5 if kind == "int8, gradient int8" else 2)
+
+
+# ---- Beside the programs by hand.
+
+
+@compiles
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", devices.ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_serves_takes_the_cycles_of_that_by_hand(kind, rows, dtype):
+    ours, theirs = (program(make, kind, "MLP", rows, dtype, "v5e") for make in (devices.served, devices.served_by_hand))
+    assert ours.cycles <= 1.1 * theirs.cycles
+
+
+@compiles
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_serves_has_the_kernels_of_that_by_hand_and_one_a_site(kind):
+    ours, theirs = (
+        program(make, kind, "MLP", 128, "float32", "h100") for make in (devices.served, devices.served_by_hand)
+    )
+    assert ours.kernels <= theirs.kernels + len(MODELS["MLP"].params)
+
+
+@compiles
+@pytest.mark.parametrize("kind", devices.TRAINERS["by hand"][1])
+def test_a_step_takes_the_cycles_of_that_by_hand(kind):
+    ours, theirs = (
+        program(make, kind, "two layers", 4096, "float32", "v5e") for make in (devices.trained, devices.trained_by_hand)
+    )
+    assert ours.cycles <= 1.1 * theirs.cycles
+
+
+@compiles
+def test_gradients_in_bfloat16_cost_what_those_of_float_do():
+    """Whose products are of bfloat16 on a TPU, by the default of JAX."""
+    default, low = (
+        program(devices.trained, kind, "two layers", 4096, "float32", "v5e")
+        for kind in ("int8", "int8, gradient bfloat16")
+    )
+    assert low.cycles <= 1.05 * default.cycles
+
+
+@compiles
+def test_estimates_are_read_along_the_path_that_runs():
+    """The branch that is taken where it is true, and both of them where conditionals are counted."""
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    often = lambda x: x @ x @ x @ x @ x
+    true, false, either = (
+        aot.compiled(f, (x,), "v5e") for f in (often, jnp.sin, lambda x: jax.lax.cond(x[0, 0] < 1, often, jnp.sin, x))
+    )
+    assert (true.conditionals, either.conditionals) == (0, 1)
+    assert false.cycles < true.cycles <= either.cycles < true.cycles + false.cycles
+    barred = aot.compiled(lambda x: jax.lax.optimization_barrier(x) + 1, (x,), "v5e")
+    assert barred.written("optimization_barrier") == 1
