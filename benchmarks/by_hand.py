@@ -52,17 +52,18 @@ def codes(x: Array, grid: Grid) -> Array:
 
 
 def product(x: Array, w: Weight, grid: Grid) -> Array:
-    """`x @ w` for x of any number of axes, in its dtype."""
-    real, (scale, zero_point) = x.astype(jnp.float32), grid
-    y = lax.dot_general(codes(real, grid), w.values, _of(x), preferred_element_type=jnp.int32)
+    """`x @ w` of rows, in their dtype."""
+    scale, zero_point = grid
+    y = lax.dot(codes(x.astype(jnp.float32), grid), w.values, preferred_element_type=jnp.int32)
     if zero_point is not None:
         y = y - zero_point.astype(jnp.int32) * w.sums
     nan = jnp.sum(jnp.where(x == x, np.float32(0), np.float32(np.nan)), -1, keepdims=True)
     return (y.astype(jnp.float32) * ((scale + nan) * w.scale)).astype(x.dtype)
 
 
-def _of(x: Array) -> tuple:
-    return ((x.ndim - 1,), (0,)), ((), ())
+def in_rows(f: Callable[[Array], Array], x: Array) -> Array:
+    """`f` of x as a matrix, whose result has the leading axes of x."""
+    return f(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
 def weight_only(x: Array, w: Weight) -> Array:
@@ -81,14 +82,14 @@ def served(kind: str, x: Array, w: Weight, given: Grid) -> Array:
     """A product with a frozen weight, of a kind of GRIDS, or with the grid that is given."""
     if kind == "weight-only":
         return weight_only(x, w)
-    return product(x, w, GRIDS[kind](x.astype(jnp.float32)) if kind in GRIDS else given)
+    return in_rows(lambda x: product(x, w, GRIDS[kind](x.astype(jnp.float32)) if kind in GRIDS else given), x)
 
 
 # ---- Training: both operands quantized in the step, the gradient of the products at the quantized values.
 
 
 def trained(x: Array, w: Array, kind: str = "dynamic") -> Array:
-    return _trained(kind, x, w)
+    return in_rows(lambda x: _trained(kind, x, w), x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -97,22 +98,22 @@ def _trained(kind: str, x: Array, w: Array) -> Array:
 
 
 def _forward(kind: str, x: Array, w: Array) -> tuple[Array, tuple]:
-    grid, (step, _) = GRIDS[kind](x.astype(jnp.float32)), symmetric(w, 0)
-    values = codes(w, (step, None))
+    real, weight = x.astype(jnp.float32), w.astype(jnp.float32)
+    grid, (step, _) = GRIDS[kind](real), symmetric(weight, 0)
+    values = codes(weight, (step, None))
     sums = None
     if grid[1] is not None:  # a product with a tile of ones: a reduction takes a TPU ten times as long
         ones = jnp.ones((8, w.shape[0]), jnp.int8)
         sums = lax.dot(ones, values, preferred_element_type=jnp.int32)[:1]
     frozen = Weight(values, step, sums)
-    return product(x, frozen, grid), (codes(x.astype(jnp.float32), grid), grid, frozen)
+    return product(x, frozen, grid), (codes(real, grid), grid, frozen)
 
 
 def _backward(kind: str, residuals: tuple, g: Array) -> tuple[Array, Array]:
     x, (scale, zero_point), w = residuals
     centred = x.astype(jnp.float32) - (0 if zero_point is None else zero_point)
-    rows = (centred * scale).reshape(-1, x.shape[-1])
     to_x = g @ (w.values.astype(jnp.float32) * w.scale).T.astype(g.dtype)
-    return to_x, rows.T @ g.astype(jnp.float32).reshape(-1, g.shape[-1])
+    return to_x, ((centred * scale).T @ g.astype(jnp.float32)).astype(g.dtype)
 
 
 _trained.defvjp(_forward, _backward)

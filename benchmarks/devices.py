@@ -263,11 +263,8 @@ class Found(NamedTuple):
 def program(make: Callable[[], Case], target: str) -> Found | Failed:
     def read() -> Found:
         compiled = aot.compiled(*make(), target)
-        return (
-            Found(compiled.cycles, compiled.bytes)
-            if target in aot.TPUS
-            else Found(compiled.kernels, compiled.conditionals)
-        )
+        fields = ("cycles", "bytes") if target in aot.TPUS else ("kernels", "conditionals")
+        return Found(*(getattr(compiled, field) for field in fields))
 
     return attempt(read)
 
@@ -276,10 +273,12 @@ POOL = ThreadPoolExecutor(os.cpu_count())
 Programs = dict[str, list[Future]]  # by target, one for each number of rows
 
 
-def programs(make: Callable[[int], Case], tpu_rows: Sequence[int], gpu_rows: Sequence[int]) -> Programs:
-    """Starts to compile a function for every target."""
-    begun = lambda target, all_rows: [POOL.submit(program, functools.partial(make, n), target) for n in all_rows]
-    return {target: begun(target, tpu_rows) for target in aot.TPUS} | {"h100": begun("h100", gpu_rows)}
+def programs(make: Callable[[int], Case], rows: dict[str, Sequence[int]]) -> Programs:
+    """Starts to compile a function for some targets, each with its numbers of rows."""
+    return {
+        target: [POOL.submit(program, functools.partial(make, n), target) for n in numbers]
+        for target, numbers in rows.items()
+    }
 
 
 def _ratio(got: Any, base: Any, field: str) -> float | None:
@@ -288,8 +287,10 @@ def _ratio(got: Any, base: Any, field: str) -> float | None:
 
 def estimates(got: Programs, base: Programs, goals: Sequence[float] | None) -> tuple:
     """The cells of a function: cycles and bytes to those of the base, the goals for v5e, kernels and conditionals."""
-    results = {target: [future.result() for future in futures] for target, futures in got.items()}
-    bases = {target: [future.result() for future in futures] for target, futures in base.items()}
+    results, bases = (
+        {target: [future.result() for future in each.get(target, ())] for target in (*aot.TPUS, "h100")}
+        for each in (got, base)
+    )
     of = lambda target, field: [_ratio(*pair, field) for pair in zip(results[target], bases[target], strict=True)]
     told = lambda ratios: " / ".join("fails" if r is None else f"{r:.2f}" for r in ratios)
     cells = [told(of(target, field)) for field in ("first", "second") for target in aot.TPUS]
@@ -302,10 +303,12 @@ def estimates(got: Programs, base: Programs, goals: Sequence[float] | None) -> t
     return cells[0], verdict, *cells[1:], on_gpu
 
 
-def begun(contenders: dict[str, tuple], few: tuple[str, ...], begin: Callable) -> list[tuple[str, str, Programs]]:
-    """Each contender's label, its kind, and its programs, as `begin(make, kind)` starts to compile them."""
+def begun(
+    contenders: dict[str, tuple], few: tuple[str, ...], model: Model, dtype: str, rows: dict[str, Sequence[int]]
+) -> list[tuple[str, str, Programs]]:
+    """Each contender's label, its kind, and its programs, which are being compiled."""
     return [
-        (f"{who}, {kind}", kind, begin(make, kind))
+        (f"{who}, {kind}", kind, programs(functools.partial(case_of, make, kind, model, dtype), rows))
         for who, (make, kinds) in contenders.items()
         for kind in kinds
         if kind in few or not few
@@ -317,13 +320,11 @@ def case_of(make: Callable, kind: str, model: Model, dtype: str, rows: int) -> C
 
 
 def serving_rows(rounds: int, *cases: tuple[str, str, tuple[str, ...]]) -> Iterator[tuple]:
+    rows = dict.fromkeys(aot.TPUS, ROWS) | {"h100": ROWS[1:2]}
     for name, dtype, few in cases:
         model = MODELS[name]
-        base = programs(lambda rows, m=model: (m.apply, m.inputs(rows, "bfloat16")), ROWS, ROWS[1:2])
-        each = lambda make, kind, m=model, d=dtype: programs(
-            functools.partial(case_of, make, kind, m, d), ROWS, ROWS[1:2]
-        )
-        found = begun(CONTENDERS, few, each)
+        base = programs(lambda n, m=model: (m.apply, m.inputs(n, "bfloat16")), rows)
+        found = begun(CONTENDERS, few, model, dtype, rows)
         yield f"{name}: bfloat16", *estimates(base, base, None)
         for label, kind, got in found:
             goals = GOALS.get(kind) if (name, label) == ("MLP", f"jaxquant, {kind}") else None
@@ -332,13 +333,13 @@ def serving_rows(rounds: int, *cases: tuple[str, str, tuple[str, ...]]) -> Itera
 
 def step_rows(rounds: int, *cases: tuple[str, str, tuple[str, ...]]) -> Iterator[tuple]:
     for name, dtype, few in cases:
-        yield from steps(f"{name}, {dtype}", MODELS[name], dtype, few)
+        yield from steps(f"{name}, {dtype}", MODELS[name], dtype, few, (*aot.TPUS, "h100"))
 
 
-def steps(name: str, model: Model, dtype: str, few: tuple[str, ...]) -> Iterator[tuple]:
-    each = lambda make, kind: programs(functools.partial(case_of, make, kind, model, dtype), (4096,), (4096,))
-    base = each(trained, "float")
-    found = begun(TRAINERS, few, each)
+def steps(name: str, model: Model, dtype: str, few: tuple[str, ...], targets: Sequence[str]) -> Iterator[tuple]:
+    rows = dict.fromkeys(targets, (4096,))
+    base = programs(functools.partial(trained, "float", model, dtype=dtype), rows)
+    found = begun(TRAINERS, few, model, dtype, rows)
     yield f"{name} step: float", *estimates(base, base, None)
     for label, kind, got in found:
         goal = STEP_GOALS.get(kind) if label.startswith("jaxquant") else None
@@ -346,9 +347,10 @@ def steps(name: str, model: Model, dtype: str, few: tuple[str, ...]) -> Iterator
 
 
 def width_rows(rounds: int, *widths: int) -> Iterator[tuple]:
-    """What the steps of the MLP take that is wider."""
+    """What the steps of a wider MLP take."""
+    few = "int8", "int8, gradient int8"
     for width in widths:
-        yield from steps(f"MLP of 4 x {width}^2, float32", mlp_of(4, width), "float32", ("int8", "int8, gradient int8"))
+        yield from steps(f"MLP of 4 x {width}^2, float32", mlp_of(4, width), "float32", few, ("v5e",))
 
 
 def missing() -> str:
@@ -360,11 +362,12 @@ PACKAGES = "libtpu", "jax-cuda12-plugin", "qwix", "aqtp", "flax"
 COLUMNS = (
     "", "cycles, v5e", "goal on v5e", "cycles, v6e", "bytes, v5e", "bytes, v6e", "kernels and conditionals, H100",
 )  # fmt: skip
+# All kinds for the first, the usual ones for the others.
 FEW, FEW_STEPS = ("static", "dynamic", "per token", "weight-only"), tuple(STEP_GOALS)
 CASES = ("MLP", "float32"), ("MLP", "bfloat16"), ("transformer", "float32"), ("transformer", "bfloat16")
-every = lambda few: tuple((*case, few if i else ()) for i, case in enumerate(CASES))
+every = lambda few, cases: tuple((*case, few if i else ()) for i, case in enumerate(cases))
 PARTS = {
-    "serving": Part(COLUMNS, serving_rows, 1, every(FEW)),
-    "steps": Part(COLUMNS, step_rows, 1, every(FEW_STEPS)),
+    "serving": Part(COLUMNS, serving_rows, 1, every(FEW, CASES)),
+    "steps": Part(COLUMNS, step_rows, 1, every(FEW_STEPS, CASES[:3])),
     "width": Part(COLUMNS, width_rows, 1, (4096, 8192)),
 }

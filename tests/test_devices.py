@@ -137,6 +137,7 @@ def test_what_serves_has_the_kernels_of_that_by_hand_and_one_a_site(kind):
     ours, theirs = (
         program(make, kind, "MLP", 128, "float32", "h100") for make in (devices.served, devices.served_by_hand)
     )
+    check_nothing_of_the_cpu(ours)  # of small programs XLA makes selects where there are conditions
     assert ours.kernels <= theirs.kernels + len(MODELS["MLP"].params)
 
 
@@ -171,3 +172,41 @@ def test_estimates_are_read_along_the_path_that_runs():
     assert false.cycles < true.cycles <= either.cycles < true.cycles + false.cycles
     barred = aot.compiled(lambda x: jax.lax.optimization_barrier(x) + 1, (x,), "v5e")
     assert barred.written("optimization_barrier") == 1
+
+
+@compiles
+def test_the_benchmark_runs_in_small(monkeypatch):
+    monkeypatch.setattr(devices, "MODELS", {"MLP": devices.mlp_of(1, 256)})
+    monkeypatch.setattr(devices, "ROWS", (8, 16, 24))
+    for contenders in ("CONTENDERS", "TRAINERS"):  # the others need the extra `judges`
+        own = {name: v for name, v in getattr(devices, contenders).items() if name in ("jaxquant", "by hand")}
+        monkeypatch.setattr(devices, contenders, own)
+    found = [
+        *devices.serving_rows(1, ("MLP", "float32", ("static",))),
+        *devices.step_rows(1, ("MLP", "bfloat16", ("int8",))),
+    ]
+    assert [row[0] for row in found] == [
+        "MLP: bfloat16",
+        "MLP, float32 x: jaxquant, static",
+        "MLP, float32 x: by hand, static",
+        "MLP, bfloat16 step: float",
+        "MLP, bfloat16 step: jaxquant, int8",
+        "MLP, bfloat16 step: by hand, int8",
+    ]
+    assert {len(row) for row in found} == {len(devices.COLUMNS)}
+    assert not any("fails" in cell for row in found for cell in row), found
+    assert all(row[-1].endswith("and 0") for row in found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_transformer_can_be_served_and_trained(dtype):
+    model = devices.transformer_of(1, 64)
+    makers = [(devices.served, kind) for kind in devices.SERVED]
+    makers += [(devices.served_by_hand, kind) for kind in KINDS]
+    for make, kind in makers:
+        f, args = make(kind, model, 128, dtype)
+        assert jax.eval_shape(f, *args).dtype == dtype
+    for make, kinds in (devices.TRAINERS["jaxquant"], devices.TRAINERS["by hand"]):
+        for kind in kinds:
+            f, args = make(kind, model, 128, dtype)
+            assert jax.tree.structure(jax.eval_shape(f, *args)) == jax.tree.structure(args[0])
