@@ -88,8 +88,9 @@ def test_every_case_compiles_without_a_condition(target, case):
     if case.name.endswith("int8") and op in ("dot_general", "conv_general_dilated", "quantize_fn of an MLP"):
         # A convolution of cuDNN adds up integers in float32, exactly where the bound of the sum allows it.
         also = {("s8", "s8", "f32")} if (op, target) == ("conv_general_dilated", "h100") else set()
-        assert compiled.products
         assert set(compiled.products) <= {S8} | also
+        # Of one row XLA makes no matrix product: it multiplies and adds up, on both, by hand too.
+        assert compiled.products or "one row" in case.name
 
 
 def check_nothing_of_the_cpu(compiled):
@@ -107,7 +108,7 @@ def test_nothing_that_the_cpu_wants_is_in_what_serves(kind, rows, target):
     check_nothing_of_the_cpu(compiled)
     if kind in IN_INTEGERS:
         assert set(compiled.products) <= {S8}
-        assert compiled.products or rows == 1  # of one row a GPU may have no matrix product
+        assert compiled.products or rows == 1
 
 
 @compiles
