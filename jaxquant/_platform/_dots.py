@@ -19,7 +19,8 @@ Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequen
 def integer_dot(x: Array, w: Array, numbers: Numbers, with_sums: bool = False) -> tuple[Array, ...]:
     """`lax.dot_general` of integers in int32; with the sums of w along its contracted axes where they are asked for."""
     plain = functools.partial(_dot_beside_sums, numbers, with_sums)
-    if is_explicit(x) or is_explicit(w):  # where reshaped rows would not have the sharding of the others
+    # On an explicit mesh reshaped rows would not have the sharding of the others.
+    if is_explicit(x) or is_explicit(w) or not (with_sums or _is_reshaped(x, numbers)):
         return plain(x, w)
     return lax.platform_dependent(x, w, cpu=functools.partial(_dot_of_rows, numbers, with_sums), default=plain)
 
@@ -54,6 +55,14 @@ def _dot_beside_sums(numbers: Numbers, with_sums: bool, x: Array, w: Array) -> t
     (_, contracted), (_, batch) = numbers
     product = _product(x, w, numbers)
     return (product, integer_sums(w, contracted, batch)) if with_sums else (product,)
+
+
+def _is_reshaped(x: Array, numbers: Numbers) -> bool:
+    """Whether a CPU wants x otherwise than as it is: four rows or more, in order."""
+    (contracted, _), (batch, _) = numbers
+    free = [i for i in range(x.ndim) if i not in (*contracted, *batch)]
+    in_order = (*batch, *free, *contracted) == tuple(range(x.ndim))
+    return len(free) != 1 or not in_order or not isinstance(x.shape[free[0]], int) or x.shape[free[0]] < 4
 
 
 def _dot_of_rows(numbers: Numbers, with_sums: bool, x: Array, w: Array) -> tuple[Array, ...]:
