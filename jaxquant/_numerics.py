@@ -77,7 +77,7 @@ def downcast(y: Array, dtype: jnp.dtype) -> Array:
     if y.dtype == dtype:
         return y
     largest = jnp.asarray(jnp.finfo(dtype).max, y.dtype)
-    return clip(y, -largest, largest).astype(dtype)
+    return lax.min(lax.max(y, -largest), largest).astype(dtype)
 
 
 def divide(a: Array, b: Array | float) -> Array:

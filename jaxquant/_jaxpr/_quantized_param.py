@@ -2,6 +2,7 @@
 """A quantized parameter on its way to the ops that use it: it travels with its scales."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -121,14 +122,14 @@ def sharded(
     return fitted, jax.tree.map(lambda v: spec if v.shape == shape else of_groups(v), fitted)
 
 
-def dequantized(parameter: QuantizedParam) -> Array:
-    """The real values of its integers, before any cast."""
-    return _dequantized(qarray(parameter), parameter.nan_flags)
+def dequantized(parameter: QuantizedParam, guarded: bool = True) -> Array:
+    """The real values of its integers, before any cast; unguarded for what a contraction alone reads."""
+    return _dequantized(qarray(parameter), parameter.nan_flags, guarded)
 
 
-@jax.jit
-def _dequantized(q: QArray, nan_flags: Array | None) -> Array:
-    value = real_values(q, q.dtype)
+@functools.partial(jax.jit, static_argnames="guarded")
+def _dequantized(q: QArray, nan_flags: Array | None, guarded: bool) -> Array:
+    value = real_values(q, q.dtype, guarded or bool(q.spec.format))  # floats have a -0, of which the guard makes 0
     return value if nan_flags is None else value + grouping.broadcast_groups(nan_flags, value.shape).astype(value.dtype)
 
 

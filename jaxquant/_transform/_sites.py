@@ -173,7 +173,8 @@ class SiteEvaluator(NamedTuple):
                     key = self._key(choice.spec, scope.key, (decision.contraction.location, side))
                     qparams = scope.qparams.get(choice.keys[0])
                     operands[side] = _fake_quantized(values[side], choice.spec, qparams, key)
-        return from_integers(lambda *values: eqn.primitive.bind(*values, **eqn.params), operands, _value)
+        unguarded = functools.partial(_value, guarded=False)
+        return from_integers(lambda *values: eqn.primitive.bind(*values, **eqn.params), operands, unguarded)
 
     def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
         operands = list(values)
@@ -341,9 +342,9 @@ def _checked(v: Any) -> QuantizedParam:
     )
 
 
-def _value(parameter: QuantizedParam) -> Array:
+def _value(parameter: QuantizedParam, guarded: bool = True) -> Array:
     """The real values of a quantized parameter, with the gradient of its quantizer."""
-    value = parameter.cast(dequantized(parameter))
+    value = parameter.cast(dequantized(parameter, guarded))
     return value if parameter.real is None else with_gradient_of(parameter.real, value)
 
 
