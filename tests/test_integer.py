@@ -561,6 +561,17 @@ def test_transposed_and_in_an_outer_product_on_an_explicit_mesh():
     assert [y.sharding.spec[0] for y in got] == ["data", "data"]
 
 
+@pytest.mark.parametrize("kind", ["symmetric", "affine"])
+def test_rows_are_split_along_any_axis_of_an_explicit_mesh(kind):
+    rng, on = np.random.default_rng(17), mesh("Explicit")
+    a, b = array(rng, (3, 8, 16), TYPES[kind]), array(rng, (16, 5), TYPES["symmetric"])
+    rows = dataclasses.replace(a, values=jax.device_put(a.values, NamedSharding(on, P(None, "data", None))))
+    with jax.set_mesh(on):
+        got = jax.jit(lambda a, b: dot_general(a, b, (((2,), (0,)), ((), ()))))(rows, b)
+    assert_same_bits(got, (centred(a) @ centred(b)).astype(np.float32) * (a.scale * b.scale))
+    assert got.sharding.spec == P(None, "data", None)
+
+
 @pytest.mark.parametrize("qparams", [None, QParams(np.float32(0.5), np.float32(0))], ids=["dynamic", "static"])
 def test_flags_of_nan_on_an_explicit_mesh(qparams):
     x, on = np.ones((8, 4), np.float32), mesh("Explicit")
