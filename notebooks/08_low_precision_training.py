@@ -362,7 +362,7 @@ of_float = adapted.pop("float32")
 assert of_float["kept"] == of_float["base"]
 for name, of in adapted.items():
     assert of["dtypes"] <= {"int4", "int8", "float8_e4m3fn"}, (name, of)
-    assert of["kept"] <= of["base"] < 0.27 * of_float["base"], (name, of)
+    assert of["kept"] <= of["base"] < 0.28 * of_float["base"], (name, of)  # with scales, and with sums of columns
     assert of["after"] < of["before"] - 0.2, (name, of)
     assert abs(of["after"] - of_float["after"]) < 0.02, (name, of)
 print("all claims hold")

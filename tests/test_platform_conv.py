@@ -36,8 +36,8 @@ def drawn(seed, kind, n):
     )
     (examples, inner, outer), empty = rng.integers(1, 5, 3), rng.integers(0, 40)
     examples, inner, outer = (0 if empty == i else int(v) for i, v in enumerate((examples, inner, outer)))
-    size = (0, *size[1:]) if empty == 3 and n else size
-    window = (0, *window[1:]) if empty == 4 and n else window
+    if empty == 3 and n:  # without negative padding, which JAX refuses then, as it does empty windows
+        size, padding = (0, *size[1:]), tuple((max(low, 0), max(high, 0)) for low, high in padding)
     orders = lax.ConvDimensionNumbers(*(tuple(map(int, rng.permutation(n + 2))) for _ in range(3)))
     shape = lambda sizes, order: [sizes[order.index(i)] for i in range(n + 2)]
     x = shape(
