@@ -162,7 +162,7 @@ class Dot(ContractionOp):
         return [i for i in range(ndim) if i not in taken]
 
     def _sums_with(self, side: int, q: QArray) -> Array | None:
-        """The sums that came with an operand, along its axes that the output has, in the order of that."""
+        """The sums that came with an operand, in the shape and the order of the axes that the output has."""
         contracted, kept = self.contracted[side], (*self.batch[side], *self._free(q.ndim, side))
         sums = sums_along(q, contracted)
         if sums is None:
@@ -200,7 +200,7 @@ class Dot(ContractionOp):
         return jnp.asarray(total)
 
     def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
-        if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector as the row of few, not as a column
+        if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector is a row, which a CPU pads
             turned = dataclasses.replace(self, contracted=self.contracted[::-1], batch=self.batch[::-1])
             return turned._in_integers(b, a, length)
         wide = max(a.spec.bits, b.spec.bits) > 8

@@ -80,11 +80,11 @@ def _moved(groups: _OfGroups | None, eqn: JaxprEqn, ins: Sequence[Any]) -> list[
     results, sums = parameter.map(of_values, of_groups), sums_of(parameter.quantized)
     of_results = [] if sums is None else of_groups(sums)  # once for all of them
 
-    def part(i: int) -> QuantizedParam:
+    def result(i: int) -> QuantizedParam:
         part = results.map(operator.itemgetter(i), operator.itemgetter(i))
         return with_sums_of(part, parameter, lambda _: of_results[i])
 
-    return [part(i) for i in range(len(eqn.outvars))]
+    return [result(i) for i in range(len(eqn.outvars))]
 
 
 def _results(eqn: JaxprEqn, *ins: Any, **changes: Any) -> list[Any]:
