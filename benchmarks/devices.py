@@ -235,7 +235,7 @@ def trained_by_qwix(kind: str, model: Model, rows: int, dtype: str) -> Case:
 CONTENDERS = {
     "jaxquant": (served, tuple(SERVED)),
     "by hand": (served_by_hand, ("static", "dynamic", "per token", "static affine", "dynamic affine", "weight-only")),
-    "qwix": (served_by_qwix, ("static", "dynamic", "per token", "dynamic affine", "weight-only")),
+    "qwix": (served_by_qwix, ("static", "dynamic", "per token", "static affine", "dynamic affine", "weight-only")),
 }
 TRAINERS = {
     "jaxquant": (trained, tuple(TRAINED)),
