@@ -19,6 +19,7 @@ class Integers:
     signed: bool
     narrow: bool
     unit = last_step = 1.0  # as in Float
+    has_signed_zero = False
 
     @property
     def qmin(self) -> int:
@@ -66,6 +67,7 @@ class Float:
     qmax: float
     stored: str | None = None
     has_nan: bool = True
+    has_signed_zero = True
 
     @property
     def qmin(self) -> float:

@@ -15,6 +15,7 @@ from . import _checks as checks
 from . import _numerics as num
 from ._groups import broadcast_groups
 from ._platform._cpu import computed_once, unknown
+from ._platform._division import divide, divide_to_level
 from ._qparams import QParams
 from ._scale_formats import TINY
 from ._spec import QuantSpec
@@ -102,8 +103,10 @@ class Grid(NamedTuple):
     def level(self, x: Array, noise: Array | None = None) -> Array:
         """The level of each real value, not yet clipped."""
         spec = self.frame.spec
-        (x,) = unknown(x)
-        level = spec.levels.nearest(num.divide(x, self.step), spec.rounding, noise)
+        rounds_at_ties = spec.rounding in ("half_even", "half_away") and spec.levels.bits <= 10
+        signed_zero = spec.levels.has_signed_zero
+        quotient = divide_to_level(x, self.step, signed_zero) if rounds_at_ties else divide(unknown(x)[0], self.step)
+        level = spec.levels.nearest(quotient, spec.rounding, noise)
         return level if self.zero_point is None else level + self.zero_point
 
     def value(self, level: Array) -> Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic that every quantizer shares: rounding, guards, exact division, clipping.
+"""The arithmetic that every quantizer shares: rounding, guards, clipping.
 
 "Exact" means the bits of IEEE arithmetic evaluated one operation at a time, as NumPy and TensorFlow's CPU
 kernels do. XLA keeps real-number identities rather than those bits: it turns divisions into multiplications by a
@@ -80,17 +80,6 @@ def downcast(y: Array, dtype: jnp.dtype) -> Array:
     return lax.min(lax.max(y, -largest), largest).astype(dtype)
 
 
-def divide(a: Array, b: Array | float) -> Array:
-    """Correctly rounded `a / b` with `b` broadcast against `a`.
-
-    XLA rewrites a division by a constant, or by a broadcast value, as a multiplication by the reciprocal, and
-    `a / (b / c)` as `(a * c) / b`. A divisor selected element by element is none of these. The select hangs on `a`
-    because a condition on `b` alone would be as constant, or as broadcast, as `b` is.
-    """
-    otherwise = jnp.nan if is_explicit(a) else a  # NaN too, without another constant; where all of one sharding is
-    return a / select(a == a, b if isinstance(b, float | int) else b.astype(a.dtype), otherwise)
-
-
 def clip(x: Array, low: Array | float, high: Array | float) -> Array:
     """Clips `x` to `[low, high]` by selects: NaN stays NaN and a tie with a bound keeps the zero sign of `x`.
 
@@ -125,25 +114,6 @@ def round_stochastic(v: Array, noise: Array) -> Array:
 
 
 ROUND = {"half_even": round_half_even, "half_up": round_half_up, "half_away": round_half_away}
-
-
-def rounding_error(x: Array, steps: Array, scale: Array) -> Array:
-    """`steps - x / scale`, rounded once, for the integer or narrow float `steps` next to the quotient.
-
-    The rounded quotient would lose the digits of the error that it does not hold, seven of 24 at 127. So what is left
-    of x is computed first, exactly: with a scale from 1 to 2, and cut into parts of which the product with `steps` is
-    a float, so that no contraction changes it either. In float64, whose scales are of float32, each product is.
-    """
-    of = jnp.finfo(x.dtype)
-    unit = power_of_two(-jnp.minimum(floor_log2(scale), of.maxexp - 2), x.dtype)
-    left, scale = x * unit, scale * unit
-    if x.dtype == jnp.float64:
-        return -divide(left - steps * scale, scale)
-    rest = scale
-    for _ in range(3):  # of 8 digits each
-        part = lax.bitcast_convert_type(lax.bitcast_convert_type(rest, jnp.int32) & -(2**16), jnp.float32)
-        left, rest = left - steps * part, rest - part
-    return -divide(left, scale)
 
 
 def product_of_scales(scale: Array, tensor_scale: Array | None) -> Array:

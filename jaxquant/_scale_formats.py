@@ -12,6 +12,7 @@ from . import _numerics as num
 from ._formats import FLOATS, Float
 from ._granularity import PerTensor
 from ._platform._cpu import computed_once
+from ._platform._division import divide
 
 TINY = np.float32(jnp.finfo(jnp.float32).tiny)
 
@@ -128,8 +129,8 @@ class RoundedOfTensor(Rounded):
     def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
         largest = jnp.max(num.select(scale == scale, scale, 0), initial=0.0)
         # No step is below TINY.
-        of_tensor = lax.max(num.divide(largest, self.float.qmax), np.float32(TINY / self.float.unit))
-        return computed_once(lambda scale: self._nearest(num.divide(scale, of_tensor)), scale), of_tensor
+        of_tensor = lax.max(divide(largest, self.float.qmax), np.float32(TINY / self.float.unit))
+        return computed_once(lambda scale: self._nearest(divide(scale, of_tensor)), scale), of_tensor
 
     def neighbours(self, scale: Array) -> list[Array]:
         # But of the largest, of which the scale of the tensor is derived.
@@ -139,8 +140,8 @@ class RoundedOfTensor(Rounded):
 def quotient(width: Array, steps: Any, of_zero: Any) -> Array:
     """The scale with which so many steps cover a width; of a width of 0 another one."""
     positive = width > 0
-    # Exact as `num.divide` is: the divisor is selected element by element. Not 0, which has no gradient.
-    scale = width / num.select(positive, steps, np.float32(1))
+    # The divisor is selected element by element, as in `divide`. Not 0, which has no gradient.
+    scale = divide(width, num.select(positive, steps, np.float32(1)))
     return num.select(positive, lax.max(scale, TINY), of_zero)
 
 
@@ -153,7 +154,7 @@ def _power_above(scale: Array) -> Array:
 
 def _power_below(largest: Array, last: Any) -> Array:
     """2 ** (floor(log2(largest)) - floor(log2(last))): OCP's scale for values up to `largest` and a level `last`."""
-    below = lax.max(_highest_bit(largest) / _highest_bit(last), np.float32(2.0**-126))
+    below = lax.max(divide(_highest_bit(largest), _highest_bit(last)), np.float32(2.0**-126))
     return num.select(largest == largest, below, jnp.nan)
 
 

@@ -22,7 +22,7 @@ def _same(*values: Any) -> Any:
 def unknown(*values: Array) -> tuple[Array, ...]:
     """The values, of which the compiler does not know that they are constants.
 
-    Of a constant `x` XLA:CPU folds the select on which the divisor of `num.divide` hangs, and multiplies by the
+    Of a constant `x` XLA:CPU folds the select on which the divisor of `undisturbed` hangs, and multiplies by the
     reciprocal. On TPUs and GPUs it leaves the division; there a barrier would keep the quantizer out of the epilogue of
     the product before it.
     """

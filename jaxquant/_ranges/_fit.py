@@ -16,6 +16,7 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._grid import Frame, Grid, frame_of
 from .._groups import broadcast_groups, reduce_groups
+from .._platform._division import divide
 from .._qparams import QParams
 from .._scale_formats import TINY
 from .._spec import QuantSpec, checked_spec, qparams_shape
@@ -40,8 +41,8 @@ def _lsq(x: Array, frame: Frame, _: float) -> QParams:
     steps = qmax - zero_point if frame.spec.symmetric else jnp.maximum(qmax - zero_point, zero_point - qmin)
     x = num.upcast(x, num.compute_dtype(x.dtype))
     # In units of the min-max scale, so that no sum overflows.
-    v = jnp.abs(num.divide(x, broadcast_groups(scale.astype(x.dtype), x.shape)))
-    fitted = num.guard(num.divide(2 * _mean(v, scale.shape).astype(jnp.float32), jnp.sqrt(steps)) * scale)
+    v = jnp.abs(divide(x, broadcast_groups(scale.astype(x.dtype), x.shape)))
+    fitted = num.guard(divide(2 * _mean(v, scale.shape).astype(jnp.float32), jnp.sqrt(steps)) * scale)
     fitted = jnp.where(fitted < jnp.inf, fitted, LARGEST)
     return QParams(jnp.where(fitted < TINY, scale, fitted), zero_point)
 
@@ -124,7 +125,7 @@ def _nearby_scale(x: Array, frame: Frame) -> QParams:
         grid = Grid(scale, None, frame, start.tensor_scale).over(x)
         wrong = jnp.where(jnp.abs(x) < jnp.inf, grid.value(grid.level(x)) - x, 0)
         unit = broadcast_groups(start.step.astype(x.dtype), x.shape)  # so that no square overflows or vanishes
-        return reduce_groups(jnp.sum, num.divide(wrong, unit) ** 2, scale.shape)
+        return reduce_groups(jnp.sum, divide(wrong, unit) ** 2, scale.shape)
 
     best, lowest = start.scale, error(start.scale)
     for scale in spec.scales.neighbours(start.scale):
@@ -141,7 +142,7 @@ def _mse(x: Array, frame: Frame, _: float) -> QParams:
     nearest = dataclasses.replace(frame, spec=dataclasses.replace(spec, rounding="half_even"))  # whatever the spec is
     # In units of the min-max scale, so that no square overflows or vanishes.
     x = num.upcast(x, num.compute_dtype(x.dtype)).astype(jnp.float32)
-    v = num.divide(x, broadcast_groups(start.scale, x.shape))
+    v = divide(x, broadcast_groups(start.scale, x.shape))
     size = math.prod(x.shape) // max(math.prod(start.scale.shape), 1)
 
     def search(best: _Trial, grid_of: Callable, candidates: Any) -> _Trial:

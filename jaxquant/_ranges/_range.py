@@ -18,6 +18,7 @@ from .. import _numerics as num
 from .._grid import Frame, Grid, frame_of
 from .._groups import reduce_groups
 from .._platform._cpu import if_finite, unknown
+from .._platform._division import divide
 from .._qparams import QParams
 from .._scale_formats import quotient
 from .._sharding import replicated
@@ -162,7 +163,7 @@ def _of_range(x_min: Array | None, x_max: Array, frame: Frame) -> tuple[Array, A
         largest = lax.max(-low, high) if spec.signed else high
         return spec.scales.of_largest(largest, qmax, spec.scale_rule), None
     scale = quotient(high - low, qmax - qmin, 1)
-    zero_point = qmin - num.round_half_even(num.divide(low, scale))
+    zero_point = qmin - num.round_half_even(divide(low, scale))
     return scale, lax.min(lax.max(zero_point, qmin), qmax)
 
 

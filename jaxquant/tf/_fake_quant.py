@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._platform._division import divide
 from .._sharding import shard_like, vary_together
 from ._checks import ignored_name, ordered
 from ._nudge import Nudged, along_axis, masked_product, nudge, per_channel
@@ -42,7 +43,7 @@ def _nudged(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> t
 def _fake_quant(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float, divides: bool) -> Array:
     nudged, unset = _nudged(x, x_min, x_max, qmin, qmax)
     shifted = num.clip(num.upcast(x, x_min.dtype), nudged.x_min, nudged.x_max) - nudged.x_min
-    level = num.divide(shifted, nudged.scale) if divides else num.guard(shifted * nudged.inverse)
+    level = divide(shifted, nudged.scale) if divides else num.guard(shifted * nudged.inverse)
     y = num.round_half_up(level - nudged.zero) * nudged.scale
     return num.guard(jnp.where(unset, 0, y)).astype(x.dtype)
 

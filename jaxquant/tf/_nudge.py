@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .. import _numerics as num
 from .._platform._cpu import computed_once, loaded
+from .._platform._division import divide
 from .._sharding import shard_like
 
 
@@ -37,6 +38,11 @@ class Nudged(NamedTuple):
     zero: Array
 
 
+def divide_number(a: float, b: Array) -> Array:
+    """`a / b` of a number, as `divide`."""
+    return divide(jnp.full_like(b, a), b)
+
+
 def nudge(x_min: Array, x_max: Array, qmin: float, qmax: float) -> Nudged:
     """Moves the real range of one tensor, two scalars, onto the levels `qmin .. qmax`, static integers.
 
@@ -47,9 +53,9 @@ def nudge(x_min: Array, x_max: Array, qmin: float, qmax: float) -> Nudged:
     x_min, x_max = lax.optimization_barrier((x_min, x_max))
     steps = qmax - qmin
     width = x_max - x_min
-    scale = num.divide(width, steps)
-    inverse = steps / width
-    zero_point = qmin - num.divide(x_min, scale)
+    scale = divide(width, steps)
+    inverse = divide_number(steps, width)
+    zero_point = qmin - divide(x_min, scale)
     ends = (jnp.asarray(end, scale.dtype) for end in (qmin, qmax))
     zero_point = num.clip(num.round_half_away(zero_point), *ends)
     zero_point = jnp.where(zero_point == zero_point, zero_point, 0)
@@ -67,8 +73,8 @@ def largest_scale(x_min: Array, x_max: Array, qmin: float, qmax: float) -> tuple
     finite number.
     """
     unbounded = jnp.finfo(x_min.dtype).max
-    of_min = jnp.where(qmin * x_min > 0, qmin / x_min, unbounded)
-    of_max = jnp.where(qmax * x_max > 0, qmax / x_max, unbounded)
+    of_min = jnp.where(qmin * x_min > 0, divide_number(qmin, x_min), unbounded)
+    of_max = jnp.where(qmax * x_max > 0, divide_number(qmax, x_max), unbounded)
     by_min = of_min < of_max
     return num.guard(jnp.where(by_min, of_min, of_max)), by_min
 

@@ -11,8 +11,9 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._platform._division import divide
 from ._checks import ignored_name, ordered, shape_of_range
-from ._nudge import along_axis, largest_scale, per_channel
+from ._nudge import along_axis, divide_number, largest_scale, per_channel
 
 _NAMES = ("int8", "uint8", "int16", "uint16", "int32")
 _DTYPES = {prefix + name: np.dtype(name) for prefix in ("", "q") for name in _NAMES}
@@ -52,7 +53,7 @@ def _wide_quotient(a: float, b: Array) -> Array:
     the quotient is then right to 2e-7.
     """
     wide = jax.dtypes.canonicalize_dtype(jnp.float64)
-    return num.guard((a / b.astype(wide)).astype(b.dtype))
+    return num.guard(divide_number(a, b.astype(wide)).astype(b.dtype))
 
 
 class _Adjusted(NamedTuple):
@@ -83,7 +84,7 @@ def _adjust(x_min: Array, x_max: Array, coding: _Coding, ensure_minimum_range: f
     if coding.mode == "SCALED":
         qmin = coding.lowest + coding.narrow_range
         scale, _ = largest_scale(low, high, qmin, coding.highest)
-        return _Adjusted(qmin / scale, coding.highest / scale, scale, jnp.zeros_like(scale))
+        return _Adjusted(divide_number(qmin, scale), divide_number(coding.highest, scale), scale, jnp.zeros_like(scale))
     scale = _wide_quotient(coding.highest - coding.lowest, high - low)
     if coding.mode == "MIN_COMBINED":
         return _Adjusted(low, high, scale, jnp.zeros_like(scale))
@@ -113,22 +114,22 @@ def _quantize(
 
 
 def _min_combined(q: Array, x_min: Array, x_max: Array, coding: _Coding) -> Array:
-    scale = num.divide(x_max - x_min, float(np.float32(coding.highest) - np.float32(coding.lowest)))
+    scale = divide(x_max - x_min, float(np.float32(coding.highest) - np.float32(coding.lowest)))
     return num.guard((q - coding.lowest) * scale) + x_min
 
 
 def _min_first(q: Array, x_min: Array, x_max: Array, coding: _Coding) -> Array:
     wide = jax.dtypes.canonicalize_dtype(jnp.float64)
-    scale = num.divide((x_max - x_min).astype(wide), coding.highest - coding.lowest).astype(x_min.dtype)
-    rounded = num.guard(num.round_half_away(num.divide(x_min, scale)) * scale)
+    scale = divide((x_max - x_min).astype(wide), coding.highest - coding.lowest).astype(x_min.dtype)
+    rounded = num.guard(num.round_half_away(divide(x_min, scale)) * scale)
     rounded = jnp.where(x_max == x_min, x_min, rounded)
     return (rounded - num.guard(coding.lowest * scale)) + num.guard(q * scale)
 
 
 def _scaled(q: Array, x_min: Array, x_max: Array, coding: _Coding) -> Array:
-    scale = num.divide(x_max, coding.highest)
+    scale = divide(x_max, coding.highest)
     if coding.lowest < 0:
-        scale = _larger(num.divide(x_min, coding.lowest + coding.narrow_range), scale)
+        scale = _larger(divide(x_min, coding.lowest + coding.narrow_range), scale)
     return num.guard(q * scale)
 
 

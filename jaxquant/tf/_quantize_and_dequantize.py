@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._platform._division import divide
 from .._sharding import shard_like, vary_together
 from ._checks import ignored_name, ordered, shape_of_range
 from ._nudge import along_axis, largest_scale, masked_product, per_channel
@@ -35,7 +36,7 @@ def _adjust(x_min: Array, x_max: Array, qmin: float, qmax: float) -> _Adjusted:
     """The largest scale that maps the range of one tensor into the levels, and the range that it then represents."""
     x_min, x_max = lax.optimization_barrier((x_min, x_max))  # see _nudge.nudge
     scale, by_min = largest_scale(x_min, x_max, qmin, qmax)
-    inverse = jnp.where(by_min, num.divide(x_min, qmin), num.divide(x_max, qmax))
+    inverse = jnp.where(by_min, divide(x_min, qmin), divide(x_max, qmax))
     return _Adjusted(scale, inverse, jnp.where(by_min, x_min, qmin * inverse), jnp.where(by_min, qmax * inverse, x_max))
 
 
