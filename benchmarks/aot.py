@@ -158,4 +158,4 @@ def compiled(f: Callable, args: Any, target: str) -> Program:
     """`f(*args)` for a device that is not there; `args` are arrays or what has their shapes and dtypes."""
     where = jax.sharding.SingleDeviceSharding(device(target))
     like = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=where)
-    return Program(jax.jit(f).lower(*jax.tree.map(like, args)))
+    return Program(jax.jit(f, keep_unused=True).lower(*jax.tree.map(like, args)))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What XLA makes of jaxquant on TPUs and GPUs that are not there, beside programs by hand of the same bits.
+"""What XLA makes of jaxquant on TPUs and GPUs that are not there: its bits, and beside programs by hand its cost.
 
 Run by the lane `devices` of .ci/run, which has the compilers. Cycles are XLA's estimates, not measured.
 """
 
 import functools
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,7 @@ IN_INTEGERS = tuple(kind for kind in devices.SERVED if "weight-only" not in kind
 STEPS = tuple(kind for kind in devices.TRAINED if kind.startswith("int8"))
 CPU_TRICKS = "optimization_barrier", "pad", "concatenate"
 S8 = "s8", "s8", "s32"
+WORST = {"": {}, ", quotients off by 3": {"off_by": 3}, ", contracted": {"off_by": 3, "contracted": True, "seed": 1}}
 
 MODELS = {"MLP": devices.MODELS["MLP"], "two layers": devices.mlp_of(2, 2048), "small": devices.mlp_of(2, 256)}
 
@@ -81,7 +83,7 @@ def test_what_is_trained_by_hand_has_the_same_bits(kind, grid):
 @compiles
 @on_each
 @pytest.mark.parametrize("case", list(exactness.cases()), ids=lambda case: case.name)
-def test_every_case_compiles_without_a_condition(target, case):
+def test_every_case_compiles_without_a_condition_and_has_the_bits_of_the_cpu(target, case, compared):
     compiled = aot.compiled(case.f, case.inputs, target)
     assert compiled.conditionals == 0
     op = case.name.split(",")[0]
@@ -91,6 +93,23 @@ def test_every_case_compiles_without_a_condition(target, case):
         assert set(compiled.products) <= {S8} | also
         # Of one row XLA makes no matrix product: it multiplies and adds up, on both, by hand too.
         assert compiled.products or "one row" in case.name
+    inputs = [np.asarray(v) for v in jax.tree.leaves(case.inputs)]
+    names, is_subnormal = sorted(jax.eval_shape(case.f, *case.inputs)), case.name.endswith("subnormal")
+    kind = "" if case.exact and not is_subnormal else ", subnormal" if is_subnormal else ", sums of floats"
+    for how, worst in WORST.items():
+        try:
+            values = hlo.Machine(compiled.optimized, **worst)(*inputs)
+        except NotImplementedError as error:
+            compared(f"{target}, not evaluated", f"{case.name}: {error}", 0, 0)
+            assert not case.exact
+            continue
+        differ = {}
+        for name, value in zip(names, values if isinstance(values, tuple) else (values,), strict=True):
+            wanted = exactness.recorded().values[f"{case.name}: {name}"]
+            difference = exactness.difference(np.array(value, order="C"), wanted)
+            compared(f"{target}{kind}", f"{op}{how}", difference.values, difference.differ)
+            differ[name] = difference.differ
+        assert kind or differ == dict.fromkeys(names, 0)
 
 
 def check_nothing_of_the_cpu(compiled):
