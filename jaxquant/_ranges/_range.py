@@ -76,26 +76,27 @@ def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
     shape = qparams_shape(spec, x.shape)
     x = num.upcast(x, num.compute_dtype(x.dtype))
     ends = (_largest,) if spec.symmetric and spec.signed else (_lowest, _highest)
-    extremes = lambda x, mask: [reduce_groups(functools.partial(end, mask=mask), x, shape) for end in ends]
-    plain = extremes(x, lambda v, _: v)
+    extremes = lambda masked: [reduce_groups(functools.partial(end, masked), x, shape) for end in ends]
+    plain = extremes(False)
 
     def of(find_nan):
-        ends = [_to_float32(end) for end in (extremes(x, finite_or) if find_nan else plain)]
+        ends = [_to_float32(end) for end in (extremes(True) if find_nan else plain)]
         return then(None, ends[0], find_nan) if len(ends) == 1 else then(*ends, find_nan)
 
     return if_finite(x, of)
 
 
-def _lowest(x: Array, axes: Sequence[int], mask: Callable) -> Array:
-    return lax.reduce_min(mask(x, jnp.inf), axes)
+def _lowest(masked: bool, x: Array, axes: Sequence[int]) -> Array:
+    # Masked by a maximum too: over devices it travels with the other end's.
+    return -_highest(masked, -x, axes) if masked else lax.reduce_min(x, axes)
 
 
-def _highest(x: Array, axes: Sequence[int], mask: Callable) -> Array:
-    return lax.reduce_max(mask(x, -jnp.inf), axes)
+def _highest(masked: bool, x: Array, axes: Sequence[int]) -> Array:
+    return lax.reduce_max(finite_or(x, -jnp.inf) if masked else x, axes)
 
 
-def _largest(x: Array, axes: Sequence[int], mask: Callable) -> Array:
-    return _highest(jnp.abs(x), axes, mask)
+def _largest(masked: bool, x: Array, axes: Sequence[int]) -> Array:
+    return _highest(masked, jnp.abs(x), axes)
 
 
 def _to_float32(end: Array) -> Array:
