@@ -5,6 +5,7 @@ TPUs need `pip install 'jax[tpu]'`, GPUs `pip install --no-deps jax-cuda12-plugi
 jaxlib, and no NVIDIA library. What is read is XLA's estimate, or the text of a program: never a measurement.
 """
 
+import collections
 import functools
 import importlib.util
 import mmap
@@ -15,7 +16,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import topologies
+from jax.sharding import Mesh, SingleDeviceSharding
 
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 GPUS = {"h100": "NVIDIA H100 80GB HBM3", "a100": "NVIDIA A100-SXM4-80GB", "b200": "NVIDIA B200"}
@@ -37,13 +40,18 @@ def missing(target: str) -> str:
 
 
 @functools.cache
-def device(target: str) -> Any:
-    """A device that is not there: of TPUS or of GPUS."""
+def devices(target: str) -> list[Any]:
+    """Devices that are not there: four of TPUS, or one of GPUS."""
     if why := missing(target):
         raise ModuleNotFoundError(f"{target} {why}")
     if target in TPUS:
-        return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices[0]
-    return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=_config(target)).devices[0]
+        return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices
+    return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=_config(target)).devices
+
+
+def mesh(target: str, **sizes: int) -> Mesh:
+    """A mesh of devices that are not there, by the names and sizes of its axes."""
+    return Mesh(np.array(devices(target)).reshape([*sizes.values()]), [*sizes])
 
 
 def _config(target: str) -> str:
@@ -77,6 +85,7 @@ class Line(NamedTuple):
 
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(")
 _NO_KERNEL = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id"}
+_COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
 _PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
 
 
@@ -123,6 +132,18 @@ class Program:
         return sum(line.op == "conditional" for lines in self.computations.values() for line in lines.values())
 
     @property
+    def collectives(self) -> collections.Counter[str]:
+        """How many of each kind the program has. One that runs beside others in parts, a chain, counts once."""
+        found, chains = collections.Counter(), set()
+        for line in (line for lines in self.computations.values() for line in lines.values()):
+            if (kind := line.op.removesuffix("-start")) in _COLLECTIVES:
+                if chain := re.search(r'chain_id="(\d+)"', line.text):
+                    chains.add((kind, chain[1]))
+                else:
+                    found[kind] += 1
+        return found + collections.Counter(kind for kind, _ in chains)
+
+    @property
     def products(self) -> list[tuple[str, str, str]]:
         """The dtypes of the operands and of the result of each matrix product and convolution."""
         return [
@@ -154,8 +175,13 @@ def _operands(line: Line) -> list[str]:
     return re.findall(r"%([\w.\-]+)", inside)
 
 
-def compiled(f: Callable, args: Any, target: str) -> Program:
-    """`f(*args)` for a device that is not there; `args` are arrays or what has their shapes and dtypes."""
-    where = jax.sharding.SingleDeviceSharding(device(target))
-    like = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=where)
-    return Program(jax.jit(f, keep_unused=True).lower(*jax.tree.map(like, args)))
+def compiled(f: Callable, args: Any, target: str, out_shardings: Any = None) -> Program:
+    """`f(*args)` for devices that are not there.
+
+    `args` are arrays, or what has their shapes and dtypes, and shardings if they are on a mesh of these devices.
+    """
+    alone = SingleDeviceSharding(devices(target)[0])
+    is_placed = lambda v: isinstance(v, jax.ShapeDtypeStruct) and v.sharding
+    like = lambda v: v if is_placed(v) else jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=alone)
+    jitted = jax.jit(f, keep_unused=True, out_shardings=out_shardings)
+    return Program(jitted.lower(*jax.tree.map(like, args)))

@@ -7,6 +7,7 @@ is not tuned without one. Nothing is run, and nothing is measured.
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,12 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant import PerChannel, PerToken, QuantSpec, Rule, activation_spec, float8_spec, quantize_fn, weight_spec
 
 from . import aot, by_hand
 from .accelerator import Failed, attempt, in_bfloat16, transformer
-from .runner import Part
+from .runner import Part, verdict
 
 jax.config.update("jax_platforms", "cpu")  # for the arrays of this process, whatever else there is
 
@@ -55,11 +57,15 @@ Case = tuple[Callable, tuple]  # a function, and the shapes of its arguments
 
 
 class Model(NamedTuple):
-    """A function of (params, x), the shapes of its params, and those of x by the number of rows."""
+    """A function of (params, x), the shapes of its params, and those of x by the number of rows.
+
+    `split` says which axis of each weight is split over devices that share a layer: the columns, then the rows.
+    """
 
     apply: Callable
     params: Any
     shape: Callable[[int], tuple[int, ...]]
+    split: Any
 
     def inputs(self, rows: int, dtype: str) -> tuple[Any, Any]:
         like = lambda shape: jax.ShapeDtypeStruct(shape, dtype)
@@ -73,15 +79,16 @@ def mlp(params: Sequence[Array], x: Array) -> Array:
 
 
 def mlp_of(layers: int, width: int) -> Model:
-    return Model(mlp, [(width, width)] * layers, lambda rows: (rows, width))
+    return Model(mlp, [(width, width)] * layers, lambda rows: (rows, width), [1 - i % 2 for i in range(layers)])
 
 
 def transformer_of(layers: int, width: int) -> Model:
     square = dict.fromkeys(("q", "k", "v", "out"), (width, width))
     block = square | {"up": (width, 4 * width), "down": (4 * width, width)}
     params = {"blocks": [block] * layers, "head": (width, 10)}
+    split = {"blocks": [{name: int(name not in ("out", "down")) for name in block}] * layers, "head": 0}
     tokens = lambda rows: min(rows, 128)
-    return Model(transformer, params, lambda rows: (rows // tokens(rows), tokens(rows), width))
+    return Model(transformer, params, lambda rows: (rows // tokens(rows), tokens(rows), width), split)
 
 
 MODELS = {"MLP": mlp_of(4, 2048), "transformer": transformer_of(2, 1024)}
@@ -353,6 +360,62 @@ def width_rows(rounds: int, *widths: int) -> Iterator[tuple]:
         yield from steps(f"MLP of 4 x {width}^2, float32", mlp_of(4, width), "float32", few, ("v5e",))
 
 
+# ---- Over devices.
+
+MESHES = {"data": (4, 1), "tensor": (1, 4), "data and tensor": (2, 2), "FSDP": (4, 1)}  # by the layout of the weights
+SHARDED_GOALS = {"data": 1.15, "FSDP": 1.15, "tensor": 1.35}  # of the int8 step, to the float one
+SHARDED_STEPS = "int8", "int8, affine", "int8, gradient int8"
+SHARDED_SERVED = "static", "dynamic", "static affine"
+
+
+def on_mesh(case: Case, model: Model, layout: str, is_step: bool) -> aot.Program:
+    """A step or a served function on four v5e: batches split along "data", weights as the layout says."""
+    data, tensor = MESHES[layout]
+    mesh = aot.mesh("v5e", data=data, tensor=tensor)
+    f, (params, x, *others) = case
+    sharding = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
+    place = lambda v, *axes: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding(*axes))
+
+    def placed(part: Any, split: int) -> Any:
+        """A weight, or what it is frozen to: integers, which lie transposed, and numbers for its columns."""
+        rows_first = ["data", None] if layout == "FSDP" else ["tensor" if axis == split else None for axis in (0, 1)]
+        axes_of = lambda v: rows_first if 1 in v.shape or jnp.issubdtype(v.dtype, jnp.floating) else rows_first[::-1]
+        axes = lambda v: [axis if n > 1 else None for axis, n in zip(axes_of(v), v.shape, strict=True)]
+        return jax.tree.map(lambda v: place(v, *axes(v)), part)
+
+    tree = jax.tree.structure(model.split)
+    params = tree.unflatten(map(placed, tree.flatten_up_to(params), jax.tree.leaves(model.split)))
+    out = jax.tree.map(lambda v: v.sharding, params) if is_step else sharding("data")
+    return aot.compiled(f, (params, place(x, "data"), *jax.tree.map(place, others)), "v5e", out)
+
+
+def sharded_rows(rounds: int, *cases: tuple[str, Model, int, bool]) -> Iterator[tuple]:
+    """Training steps and, of some models, served functions, to the float program on the same mesh."""
+    told = lambda found: ", ".join(f"{n} {kind}" for kind, n in sorted(found.items())) or "none"
+    for (name, model, rows, with_served), layout in itertools.product(cases, MESHES):
+        steps = {f"jaxquant, {kind}": trained(kind, model, rows, "float32") for kind in SHARDED_STEPS}
+        steps |= {"by hand, int8": trained_by_hand("int8", model, rows, "float32")}
+        kinds = SHARDED_SERVED if with_served else ()
+        calls = {f"jaxquant, {kind}": served(kind, model, rows, "float32") for kind in kinds}
+        float_call = model.apply, model.inputs(rows, "bfloat16")
+        for what, base, others in (
+            ("step", trained("float", model, rows, "float32"), steps),
+            ("served", float_call, calls),
+        ):
+            if not others:
+                continue
+            make = lambda case, m=model, at=layout, w=what: attempt(lambda: on_mesh(case, m, at, w == "step"))
+            first, *rest = [POOL.submit(make, case) for case in (base, *others.values())]
+            float_program = first.result()
+            label = f"{name}, {rows:,} rows, {layout}, {what}"
+            yield f"{label}: float", 1.0, "", told(float_program.collectives)
+            for kind, future in zip(others, rest, strict=True):
+                got, goal = future.result(), SHARDED_GOALS.get(layout) if kind == "jaxquant, int8" else None
+                ratio = "fails" if isinstance(got, Failed) else got.cycles / float_program.cycles
+                cells = ("", "") if isinstance(got, Failed) else (verdict(ratio, goal), told(got.collectives))
+                yield f"{label}: {kind}", ratio, *cells
+
+
 def missing() -> str:
     return "; ".join(filter(None, (aot.missing(target) for target in ("v5e", "h100"))))
 
@@ -370,4 +433,14 @@ PARTS = {
     "serving": Part(COLUMNS, serving_rows, 1, every(FEW, CASES)),
     "steps": Part(COLUMNS, step_rows, 1, every(FEW_STEPS, CASES[:3])),
     "width": Part(COLUMNS, width_rows, 1, (4096, 8192)),
+    "sharded": Part(
+        ("on four v5e", "cycles of one, to float", "goal", "collectives"),
+        sharded_rows,
+        1,
+        (
+            ("MLP", MODELS["MLP"], 4096, True),
+            ("transformer", MODELS["transformer"], 4096, True),
+            ("MLP of 4 x 4096^2", mlp_of(4, 4096), 16384, False),
+        ),
+    ),
 }

@@ -182,6 +182,62 @@ def test_gradients_in_bfloat16_cost_what_those_of_float_do():
     assert low.cycles <= 1.05 * default.cycles
 
 
+# ---- Over devices.
+
+SHARDED = devices.mlp_of(2, 512)
+
+
+@functools.cache
+def on_mesh(make, kind, layout):
+    """A step or a served function, of `devices.trained` and others; kind "served" is the float function."""
+    is_step = make in (devices.trained, devices.trained_by_hand)
+    case = (SHARDED.apply, SHARDED.inputs(512, "bfloat16")) if kind == "float" and not is_step else None
+    return devices.on_mesh(case or make(kind, SHARDED, 512, "float32"), SHARDED, layout, is_step)
+
+
+REDUCED = {"data": 2, "tensor": 1, "data and tensor": 3, "FSDP": 2}  # in two layers, those of one range together
+
+
+def check_collectives(ours, plain, by_hand, dynamic):
+    """Those of the float program, and one small all-reduce for each range; of whole operands those by hand."""
+    assert ours.collectives["all-reduce"] <= plain.collectives["all-reduce"] + dynamic
+    other = lambda program: program.collectives.total() - program.collectives["all-reduce"]
+    assert other(ours) <= other(by_hand)
+    assert ours.conditionals == 0
+    assert {op: ours.written(op) for op in CPU_TRICKS} == dict.fromkeys(CPU_TRICKS, 0)
+
+
+@compiles
+@pytest.mark.parametrize("layout", devices.MESHES)
+@pytest.mark.parametrize("kind", ["int8", "int8, affine"])
+def test_a_sharded_step_has_a_small_reduction_for_each_range(kind, layout):
+    """Two layers, with a range of each input that is split and of the weight that is along its rows.
+
+    Of affine inputs such a weight has sums, too, which travel with the partial sums of the product where it has any.
+    """
+    plain, by_hand = on_mesh(devices.trained, "float", layout), on_mesh(devices.trained_by_hand, kind, layout)
+    sums = int((kind, layout) == ("int8, affine", "FSDP"))
+    check_collectives(on_mesh(devices.trained, kind, layout), plain, by_hand, REDUCED[layout] + sums)
+
+
+@compiles
+@pytest.mark.parametrize("layout", devices.MESHES)
+@pytest.mark.parametrize("kind", ["static", "dynamic", "static affine", "dynamic affine"])
+def test_what_serves_sharded_has_a_small_reduction_for_each_range(kind, layout):
+    """Where rows of weights are split, as those of the second layer here, NaN flags take one too."""
+    plain = on_mesh(devices.served, "float", layout)
+    flags = int("tensor" in layout)
+    dynamic = REDUCED[layout] if kind.startswith("dynamic") else 0
+    check_collectives(on_mesh(devices.served, kind, layout), plain, plain, max(flags, dynamic))
+
+
+@compiles
+def test_partial_sums_are_reduced_as_integers_once():
+    program = on_mesh(devices.served, "static", "tensor")
+    reduced = [line for lines in program.computations.values() for line in lines.values() if line.op == "all-reduce"]
+    assert sorted(line.dtype.strip("(") for line in reduced) == ["f32", "s32"]
+
+
 @compiles
 def test_estimates_are_read_along_the_path_that_runs():
     """The branch that is taken where it is true, and both of them where conditionals are counted."""
