@@ -5,6 +5,11 @@ Run by the lane `devices` of .ci/run, which has the compilers. Cycles are XLA's 
 """
 
 import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
 
 import hlo
 import jax
@@ -137,6 +142,42 @@ def test_nothing_that_the_cpu_wants_is_in_a_step(kind, target):
     compiled = program(devices.trained, kind, "small", 128, "float32", target)
     check_nothing_of_the_cpu(compiled)
     assert compiled.products.count(S8) >= (5 if kind == "int8, gradient int8" else 2)
+
+
+def float_instructions(name, folder):
+    """The instructions on float32 that an H100 is given for the functions of FUSED; XLA's flags need a new process."""
+    paths = os.pathsep.join([str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])])
+    flags = {
+        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": paths,
+    }
+    code = f"import test_devices as t; [t.aot.compiled(*make(), 'h100') for make in t.FUSED[{name!r}]]"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | flags, check=True, capture_output=True, timeout=240)
+    texts = [path.read_text() for path in folder.glob("*.ptx")]
+    return {op for text in texts for op in re.findall(r"^\s+((?:fma|mul|add|sub)\.\S*f32)", text, re.MULTILINE)}
+
+
+def beside_a_sum(kind):
+    f, args = devices.served(kind, MODELS["small"], 128, "float32")
+    return lambda *args: f(*args) + 1.5, args
+
+
+FUSED = {
+    "jaxquant": [functools.partial(beside_a_sum, kind) for kind in ("static", "dynamic affine", "weight-only")]
+    + [lambda: devices.trained("int8, affine", MODELS["small"], 128, "float32")],
+    "exp": [lambda: (jnp.exp, (jax.ShapeDtypeStruct((512, 512), jnp.float32),))],
+}
+
+
+@compiles
+@pytest.mark.parametrize("name", FUSED)
+def test_no_product_and_sum_are_contracted_on_a_gpu(name, tmp_path):
+    """Each is rounded to nearest, `.rn`, which ptxas keeps; XLA's own exponential is made of contractions."""
+    found = float_instructions(name, tmp_path)
+    assert found
+    assert all(op.split(".")[1] == "rn" for op in found) == (name != "exp")
+    assert any(op.startswith("fma") for op in found) == (name == "exp")
 
 
 # ---- Beside the programs by hand.
