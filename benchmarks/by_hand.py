@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs written by hand for the arithmetic of jaxquant: what XLA can make of it at best.
 
-The same bits: quotients are correctly rounded, ties to even, ranges are those of finite values, and a row that holds a
-NaN gives NaN. Nothing else is here: no plan, no granularity, no platform. Weights have a scale for each column.
+The same bits on a CPU, where quotients are correctly rounded; elsewhere they are the platform's. Ties go to even,
+ranges are those of finite values, and a row that holds a NaN gives NaN. Nothing else is here: no plan, no
+granularity, no platform. Weights have a scale for each column.
 """
 
 import functools

@@ -22,7 +22,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jaxquant", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("jaxquant")
 
-collect_ignore = ["data"]  # scripts that need TensorFlow
+collect_ignore = ["data", "worker.py"]  # scripts: of TensorFlow, and of processes that a test starts
 
 
 TESTS, MAPPED, MOST = itertools.count(), *map(pathlib.Path, ("/proc/self/maps", "/proc/sys/vm/max_map_count"))

@@ -164,7 +164,6 @@ class Machine:
         self.computations, self.entry = parsed(text)
         self.shapes = {i.name: i.shape for lines in self.computations.values() for i in lines if i.shapes}
         self.off_by, self.contracted, self.rng = off_by, contracted, np.random.default_rng(seed)
-        self.quotients = 0
 
     def __call__(self, *args: np.ndarray) -> Any:
         with np.errstate(all="ignore"):
@@ -257,7 +256,6 @@ def _divide(machine, i, a, b):
     quotient = a / b
     if a.dtype != np.float32 or not machine.off_by:
         return quotient
-    machine.quotients += quotient.size
     moved = machine.rng.integers(-machine.off_by, machine.off_by + 1, quotient.shape, np.int32)
     is_normal = np.isfinite(quotient) & (np.abs(quotient) >= np.finfo(np.float32).tiny)
     return np.where(is_normal, (quotient.view(np.int32) + moved).view(np.float32), quotient)
