@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from . import _checks as checks
 from . import _numerics as num
+from ._custom_vjp import custom_vjp
 from ._grid import Grid, frame_of, grid_of
 from ._groups import broadcast_groups, reduce_groups
 from ._platform._cpu import loaded
@@ -102,13 +103,12 @@ def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None) -> 
     return _passed(shard_like(g, inside), inside)
 
 
-@jax.custom_vjp
+@custom_vjp
 def _fake_quant(x, trained, frame, noise):
     return _round_trip(x, grid_of(trained, frame), noise)
 
 
 def _fake_quant_fwd(x, trained, frame, noise):
-    # The op itself, not its body: else a second derivative would differentiate the bare staircase.
     return _fake_quant(x, trained, frame, noise), (x, trained, frame, noise)
 
 

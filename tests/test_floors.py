@@ -14,7 +14,7 @@ import jaxquant
 
 ROOT = pathlib.Path(jaxquant.__file__).parent
 FLOORS = (  # from the ground up; the files of a folder share a floor, and stand on those before them
-    ("_checks", "_groups", "_sharding", "_table", "_version"),
+    ("_checks", "_custom_vjp", "_groups", "_sharding", "_table", "_version"),
     ("_granularity", "_numerics", "_pack"),
     ("_formats", "_platform/_cpu", "_platform/_division", "_platform/_dots", "_platform/_gpu"),
     ("_scale_formats",),

@@ -19,6 +19,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import real_values
+from .._custom_vjp import custom_vjp
 from .._qarray import QArray, changed, checked_qarray
 from .._spec import QuantSpec
 from .._straight_through import with_gradient_of
@@ -124,7 +125,7 @@ def _differentiated(x: Array, q: QArray) -> Array:
 _differentiated.defvjp(lambda x, q: (_differentiated(x, q), None), lambda _, g: (g, None))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def contract(
     op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, key: Any = None, more: tuple[Array, ...] = ()
 ) -> Array:

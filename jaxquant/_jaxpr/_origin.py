@@ -20,6 +20,7 @@ class Origin(NamedTuple):
         side, PICKED where each element is another part of the parameter, which indices say.
       picked: whether data say which part of the parameter it is.
       computed: the parameters of at least two axes that it was computed from, with no contraction between.
+      products: where the contractions are that it came out of, if it was made of parameters alone.
       gathered: whether it holds its parts in an order that indices say: what a gather makes of a parameter.
       name: what `quant_point` called it, and
       points: where that was, and where it was named before; it may have been moved since.
@@ -34,6 +35,7 @@ class Origin(NamedTuple):
     axes: tuple[frozenset[int], ...] = ()
     picked: bool = False
     computed: frozenset[str] = frozenset()
+    products: frozenset[Location] = frozenset()
     gathered: bool = False
     name: str | None = None
     points: tuple[Location, ...] = ()
@@ -73,13 +75,18 @@ def parameter(path: str, ndim: int) -> Origin:
 
 def computed(origins: Sequence[Origin]) -> Origin:
     """The origin of what is computed from values of these origins."""
-    # Of one axis are biases and the scales of norms, which are no operands.
-    matrices = (o.parts for o in origins if sum(map(bool, o.axes)) >= 2 and not o.gathered)
+    has_data = any(o.data for o in origins)
+    products = frozenset[Location]().union(*(() if has_data else o.products for o in origins))
+    # Of one axis are biases and the scales of norms, which are no operands; and the same for each row of a product are
+    # the biases of several heads.
+    is_bias = lambda o: sum(map(bool, o.axes)) < 2 or (bool(products) and not all(o.axes))
+    matrices = (o.parts for o in origins if not is_bias(o) and not o.gathered)
     return Origin(
         frozenset().union(*(o.params for o in origins)),
-        any(o.data for o in origins),
+        has_data,
         any(o.captured for o in origins),
         computed=frozenset().union(*matrices, *(o.computed for o in origins)),
+        products=products,
     )
 
 

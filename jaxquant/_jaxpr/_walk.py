@@ -139,7 +139,8 @@ class Walk:
         if name in OPS:
             # What meets a parameter in a contraction is data, also where the function closes over it.
             is_data = mixed.data or (bool(mixed.params) and any(o.role == "captured" for o in ins))
-            mixed = mixed._replace(data=is_data, computed=frozenset())
+            products = frozenset() if is_data else mixed.products | {place.location}
+            mixed = mixed._replace(data=is_data, computed=frozenset(), products=products)
         return [mixed] * len(eqn.outvars)
 
     def read(self, origins: Sequence[Origin], by: str) -> None:

@@ -33,7 +33,7 @@ def decide(walk: Walk, matcher: Matcher, strict: bool, static: Set[str], frozen:
     """
     found = ops_of([matcher.with_roles(contraction) for contraction in walk.found()])
     errors.refuse_captured_model(found, matcher)
-    found = [matcher.with_weight(op) for op in found]
+    found = matcher.with_activations([matcher.with_weight(op) for op in found])
     # A named value without a rule is a name for a site, or for nothing.
     ops = with_names([op for op in found if op.kind != "value" or is_wanted(matcher.first(op, 0))])
     decisions = keyed(choose(ops, matcher, strict))

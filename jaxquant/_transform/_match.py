@@ -56,17 +56,20 @@ def ops_of(contractions: Sequence[Contraction]) -> list[MatchedOp]:
     """The contractions with names, without those of constants alone."""
     counts, ops = collections.Counter(), []
     for c in contractions:
-        roles = [operand.origin.role for operand in c.operands]
         # Constants alone, but not those that are named; and the names that a backward pass repeats.
-        if c.gradient == "transpose(" if c.op == NAME else all(role == "captured" for role in roles):
+        is_constant = all(operand.origin.role == "captured" for operand in c.operands)
+        if c.gradient == "transpose(" if c.op == NAME else is_constant:
             continue
-        kind = kind_of(c)
         base = "/".join(filter(None, (c.scope, c.op)))
-        name = f"{base}_{counts[base]}"
+        ops.append(_matched(c, f"{base}_{counts[base]}"))
         counts[base] += 1
-        weight = roles.index(kind) if kind in ("weight", "derived", "captured") else None
-        ops.append(MatchedOp(c, kind, name, weight))
     return ops
+
+
+def _matched(contraction: Contraction, name: str) -> MatchedOp:
+    """A contraction with its kind, and as its weight what has the role that the kind is called by."""
+    kind, roles = kind_of(contraction), [operand.origin.role for operand in contraction.operands]
+    return MatchedOp(contraction, kind, name, roles.index(kind) if kind in roles and kind != "data" else None)
 
 
 def names_of(op: MatchedOp) -> list[str]:
@@ -176,6 +179,22 @@ class Matcher:
             )
         chosen = wanted or [side for side, rule in enumerate(rules) if rule]
         return op._replace(kind="weight", weight=chosen[0]) if chosen else op
+
+    def with_activations(self, ops: Sequence[MatchedOp]) -> list[MatchedOp]:
+        """The ops; what came out of a quantized one is an activation for the others, be it of parameters alone."""
+        is_quantized = lambda op: op.kind == "weight" and is_wanted(self.first(op, op.weight or 0))
+        quantized = {op.contraction.location for op in ops if is_quantized(op)}
+
+        def of(operand: Operand) -> Operand:
+            origin = operand.origin
+            is_activation = not origin.computed and not quantized.isdisjoint(origin.products)
+            return operand._replace(origin=origin._replace(data=True)) if is_activation else operand
+
+        def with_roles(op: MatchedOp) -> MatchedOp:
+            contraction = op.contraction._replace(operands=tuple(map(of, op.contraction.operands)))
+            return op if contraction == op.contraction else _matched(contraction, op.name)
+
+        return list(map(with_roles, ops))
 
 
 def is_for(rule: Rule, contraction: Contraction) -> bool:

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._custom_vjp import custom_vjp
 from .._platform._division import divide
 from .._sharding import shard_like, vary_together
 from ._checks import ignored_name, ordered
@@ -74,13 +75,12 @@ def _gradients(g: Array, x: Array, x_min: Array, x_max: Array, qmin: float, qmax
     return FakeQuantGradients(dx, total(x < nudged.x_min), total(x > nudged.x_max))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(custom_vjp, nondiff_argnums=(3, 4))
 def _args(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> Array:
     return _fake_quant(x, x_min, x_max, qmin, qmax, divides=False)
 
 
 def _args_fwd(x, x_min, x_max, qmin, qmax):
-    # The op itself, not its body: else a second derivative would differentiate the bare staircase.
     return _args(x, x_min, x_max, qmin, qmax), (x, x_min, x_max)
 
 
@@ -91,7 +91,7 @@ def _args_bwd(qmin, qmax, residuals, g):
 _args.defvjp(_args_fwd, _args_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(custom_vjp, nondiff_argnums=(3, 4, 5))
 def _vars(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float, divides: bool) -> Array:
     return _fake_quant(x, x_min, x_max, qmin, qmax, divides)
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._custom_vjp import custom_vjp
 from .._platform._division import divide
 from .._sharding import shard_like, vary_together
 from ._checks import ignored_name, ordered, shape_of_range
@@ -66,13 +67,12 @@ def _gradient(g: Array, x: Array, x_min: Array, x_max: Array, axis: int | None) 
     return masked_product(g, (x_min <= x) & (x <= x_max))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(custom_vjp, nondiff_argnums=(3, 4))
 def _op(x: Array, x_min: Array, x_max: Array, options: _Options, bounded: bool) -> Array:
     return _round_trip(x, x_min, x_max, options)
 
 
 def _op_fwd(x, x_min, x_max, options, bounded):
-    # The op itself, not its body: else a second derivative would differentiate the bare staircase.
     return _op(x, x_min, x_max, options, bounded), (x, x_min, x_max)
 
 
