@@ -276,7 +276,7 @@ print(f"\nThe last of them writes:\n{written}")
 #
 # The bytes are of the files, with embeddings, positions, norms and scales; for float32, of the parameters. The speed is
 # of a forward pass over 16 windows of 64 on the machine that ran this notebook. A model as narrow as this one gains
-# little or nothing from integers on a CPU; [docs/benchmarks.md](../docs/benchmarks.md) has one that gains more.
+# little or nothing from integers on a CPU; [Benchmarks](../docs/benchmarks.md) has one that gains more.
 
 
 # %%

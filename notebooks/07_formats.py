@@ -4,7 +4,7 @@
 # A character transformer is trained in float32 and then quantized to seven formats, weights and inputs alike: after
 # training (**PTQ**), and in the formats of 4 bits, where there is something to win, by quantization-aware training
 # (**QAT**). Each is frozen, saved, loaded, and served with the bits that were trained. What a format costs is the bits
-# of a weight with its share of the scales; [docs/formats.md](../docs/formats.md) explains the formats.
+# of a weight with its share of the scales; [Number formats](../docs/formats.md) explains the formats.
 
 # %%
 # SPDX-License-Identifier: Apache-2.0

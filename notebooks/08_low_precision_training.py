@@ -6,7 +6,7 @@
 # products in float32, bfloat16, int8 and float8. The value of the model is the same function in all of them. How far
 # off are the gradients, layer by layer; what does it do to the loss; what does a step take? Then a trained model is
 # frozen in 4 bits, and low-rank factors are trained beside it (**LoRA**).
-# [docs/low_precision.md](../docs/low_precision.md) says what is rounded where.
+# [Low-precision training](../docs/low_precision.md) says what is rounded where.
 
 # %%
 # SPDX-License-Identifier: Apache-2.0
@@ -280,7 +280,7 @@ for name, layer in dict.fromkeys((name, layer) for name, _, layer in errors):
 # ## The time of a step
 #
 # Of the gradient of the text model, for a batch of 256 characters, against the float model without quantization; the
-# machine is the one that ran the notebook. Integers need rows to pay: [docs/benchmarks.md](../docs/benchmarks.md) has
+# machine is the one that ran the notebook. Integers need rows to pay: [Benchmarks](../docs/benchmarks.md) has
 # larger layers, and more machines.
 
 # %%
