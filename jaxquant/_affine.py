@@ -103,15 +103,6 @@ def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None) -> 
     return _passed(shard_like(g, inside), inside)
 
 
-@custom_vjp
-def _fake_quant(x, trained, frame, noise):
-    return _round_trip(x, grid_of(trained, frame), noise)
-
-
-def _fake_quant_fwd(x, trained, frame, noise):
-    return _fake_quant(x, trained, frame, noise), (x, trained, frame, noise)
-
-
 def fake_quant_bwd(residuals, g):
     """The rule of the gradient: to x, and to the trained numbers as QParams; none to the frame and the noise."""
     x, trained, frame, noise = residuals
@@ -122,7 +113,9 @@ def fake_quant_bwd(residuals, g):
     return shard_like(dx, x), jax.tree.map(shard_like, dtrained, trained), None, None
 
 
-_fake_quant.defvjp(_fake_quant_fwd, fake_quant_bwd)
+@functools.partial(custom_vjp, rule=fake_quant_bwd)
+def _fake_quant(x, trained, frame, noise):
+    return _round_trip(x, grid_of(trained, frame), noise)
 
 
 def noise_for(x: Array, spec: QuantSpec, key: Any) -> Array | None:

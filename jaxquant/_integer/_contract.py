@@ -125,23 +125,6 @@ def _differentiated(x: Array, q: QArray) -> Array:
 _differentiated.defvjp(lambda x, q: (_differentiated(x, q), None), lambda _, g: (g, None))
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(0,))
-def contract(
-    op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, key: Any = None, more: tuple[Array, ...] = ()
-) -> Array:
-    """`op.exact` of the integers of two operands, with the gradients of `op.real` to their real values, twice too.
-
-    Where `op.gradient` says a precision, the gradient has the value of `op.operand_gradient`, and its own derivative is
-    still that of `op.real`; `key` is for what is rounded stochastically. `more` are operands that are not quantized,
-    such as the sizes of groups.
-    """
-    return op.exact(*(flagged(v.integers, v.nan_flags) for v in (a, b)), *more)
-
-
-def _contract_fwd(op, a, b, key, more):
-    return contract(op, a, b, key, more), (a, b, key, more)
-
-
 def _contract_bwd(op, residuals, g):
     *operands, key, more = residuals
     real = [_differentiated(v.real, v.integers) for v in operands]
@@ -154,7 +137,17 @@ def _contract_bwd(op, residuals, g):
     return *(QuantizedOperand(gradient, None, None) for gradient in gradients), None, of_more
 
 
-contract.defvjp(_contract_fwd, _contract_bwd)
+@functools.partial(custom_vjp, rule=_contract_bwd, static=(0,))
+def contract(
+    op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, key: Any = None, more: tuple[Array, ...] = ()
+) -> Array:
+    """`op.exact` of the integers of two operands, with the gradients of `op.real` to their real values, twice too.
+
+    Where `op.gradient` says a precision, the gradient has the value of `op.operand_gradient`, and its own derivative is
+    still that of `op.real`; `key` is for what is rounded stochastically. `more` are operands that are not quantized,
+    such as the sizes of groups.
+    """
+    return op.exact(*(flagged(v.integers, v.nan_flags) for v in (a, b)), *more)
 
 
 @functools.partial(jax.jit, static_argnames="op")

@@ -75,36 +75,22 @@ def _gradients(g: Array, x: Array, x_min: Array, x_max: Array, qmin: float, qmax
     return FakeQuantGradients(dx, total(x < nudged.x_min), total(x > nudged.x_max))
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(3, 4))
-def _args(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> Array:
-    return _fake_quant(x, x_min, x_max, qmin, qmax, divides=False)
-
-
-def _args_fwd(x, x_min, x_max, qmin, qmax):
-    return _args(x, x_min, x_max, qmin, qmax), (x, x_min, x_max)
-
-
 def _args_bwd(qmin, qmax, residuals, g):
     return _input_gradient(g, *residuals, qmin, qmax), None, None
 
 
-_args.defvjp(_args_fwd, _args_bwd)
-
-
-@functools.partial(custom_vjp, nondiff_argnums=(3, 4, 5))
-def _vars(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float, divides: bool) -> Array:
-    return _fake_quant(x, x_min, x_max, qmin, qmax, divides)
-
-
-def _vars_fwd(x, x_min, x_max, qmin, qmax, divides):
-    return _vars(x, x_min, x_max, qmin, qmax, divides), (x, x_min, x_max)
+@functools.partial(custom_vjp, rule=_args_bwd, static=(3, 4))
+def _args(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float) -> Array:
+    return _fake_quant(x, x_min, x_max, qmin, qmax, divides=False)
 
 
 def _vars_bwd(qmin, qmax, divides, residuals, g):
     return tuple(map(shard_like, _gradients(g, *residuals, qmin, qmax), residuals))
 
 
-_vars.defvjp(_vars_fwd, _vars_bwd)
+@functools.partial(custom_vjp, rule=_vars_bwd, static=(3, 4, 5))
+def _vars(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float, divides: bool) -> Array:
+    return _fake_quant(x, x_min, x_max, qmin, qmax, divides)
 
 
 def _constant_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Array]:

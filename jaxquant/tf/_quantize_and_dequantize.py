@@ -67,21 +67,14 @@ def _gradient(g: Array, x: Array, x_min: Array, x_max: Array, axis: int | None) 
     return masked_product(g, (x_min <= x) & (x <= x_max))
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(3, 4))
-def _op(x: Array, x_min: Array, x_max: Array, options: _Options, bounded: bool) -> Array:
-    return _round_trip(x, x_min, x_max, options)
-
-
-def _op_fwd(x, x_min, x_max, options, bounded):
-    return _op(x, x_min, x_max, options, bounded), (x, x_min, x_max)
-
-
 def _op_bwd(options, bounded, residuals, g):
     dx = _gradient(g, *residuals, options.axis) if bounded else g
     return shard_like(dx, residuals[0]), None, None
 
 
-_op.defvjp(_op_fwd, _op_bwd)
+@functools.partial(custom_vjp, rule=_op_bwd, static=(3, 4))
+def _op(x: Array, x_min: Array, x_max: Array, options: _Options, bounded: bool) -> Array:
+    return _round_trip(x, x_min, x_max, options)
 
 
 def _levels(signed: Any, num_bits: Any, narrow: Any) -> tuple[float, float]:
