@@ -8,6 +8,7 @@ jaxlib, and no NVIDIA library. What is read is XLA's estimate, or the text of a 
 import collections
 import functools
 import importlib.util
+import math
 import mmap
 import os
 import pathlib
@@ -86,6 +87,7 @@ class Line(NamedTuple):
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(")
 _NO_KERNEL = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id"}
 _COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
+_NO_ESTIMATE = str(2**63 - 1)
 _PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
 
 
@@ -116,11 +118,10 @@ class Program:
         return costs["bytes accessed"]
 
     @property
-    def cycles(self) -> int:
-        """XLA's estimate of the cycles of a TPU on the path that runs."""
-        return sum(
-            int(n) for line in self._path(self.entry) for n in re.findall(r'"estimated_cycles":"(\d+)"', line.text)
-        )
+    def cycles(self) -> float:
+        """XLA's estimate of the cycles of a TPU on the path that runs; NaN if it has none for an instruction."""
+        found = [n for line in self._path(self.entry) for n in re.findall(r'"estimated_cycles":"(\d+)"', line.text)]
+        return math.nan if _NO_ESTIMATE in found else sum(map(int, found))
 
     @property
     def kernels(self) -> int:

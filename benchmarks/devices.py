@@ -8,6 +8,7 @@ is not tuned without one. Nothing is run, and nothing is measured.
 import dataclasses
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -411,9 +412,12 @@ def sharded_rows(rounds: int, *cases: tuple[str, Model, int, bool]) -> Iterator[
             yield f"{label}: float", 1.0, "", told(float_program.collectives)
             for kind, future in zip(others, rest, strict=True):
                 got, goal = future.result(), SHARDED_GOALS.get(layout) if kind == "jaxquant, int8" else None
-                ratio = "fails" if isinstance(got, Failed) else got.cycles / float_program.cycles
-                cells = ("", "") if isinstance(got, Failed) else (verdict(ratio, goal), told(got.collectives))
-                yield f"{label}: {kind}", ratio, *cells
+                if isinstance(got, Failed):
+                    yield f"{label}: {kind}", "fails", "", ""
+                    continue
+                ratio = got.cycles / float_program.cycles
+                cells = ("no estimate", "") if math.isnan(ratio) else (ratio, verdict(ratio, goal))
+                yield f"{label}: {kind}", *cells, told(got.collectives)
 
 
 def missing() -> str:
