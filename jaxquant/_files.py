@@ -46,9 +46,8 @@ def save(path: Any, tree: Any) -> None:
     Args:
       path: str or path that ends in ".npz", which NumPy reads too, or ".safetensors", which needs the package
         safetensors (the extra of that name). A file there is replaced, at once and whole.
-      tree: any pytree of arrays, QArrays, QParams and Ranges: params, what `quantize_params` returns, what
-        `init_qparams` does, or a dict of both. Arrays must be on this process's devices; with several
-        processes use orbax.
+      tree: any pytree of arrays, QArrays, QParams and Ranges: params, the result of `quantize_params` or of
+        `init_qparams`, or a dict of both. Arrays must be on this process's devices; with several processes use orbax.
 
     Gradient: none; arrays are read.
 
@@ -98,14 +97,14 @@ def save(path: Any, tree: Any) -> None:
 def load(path: Any, like: Any = None) -> Any:
     """Reads what `save` wrote: the same bits, or an error.
 
-    Nothing in the file is executed, and nothing is allocated that the file itself is not as large as. A file that was
-    changed since raises, by its digest, which is no signature and says nothing about who wrote it.
+    Nothing in the file is executed, and nothing larger than the file is allocated. A file that was changed since
+    raises, by its digest. The digest is not a signature, and says nothing about who wrote the file.
 
     Args:
       path: str or path of the file.
       like: a pytree of the structure to return, whose leaves have the shapes, dtypes and specs to expect: arrays,
-        QArrays, QParams, Ranges, or what `jax.eval_shape` gives for them. None returns the tree as it was saved where
-        it was made of dicts, lists, tuples and None; other containers come back as dicts by key.
+        QArrays, QParams, Ranges, or what `jax.eval_shape` gives for them. None returns the tree as it was saved if it
+        was made of dicts, lists, tuples and None; other containers come back as dicts by key.
 
     Returns:
       The pytree, of jax arrays.
@@ -113,9 +112,9 @@ def load(path: Any, like: Any = None) -> Any:
     Gradient: none.
 
     Raises:
-      ValueError: for a file that is no such file, is damaged or of another schema; or whose leaves differ from like,
-        with the paths.
-      FileNotFoundError: for no file.
+      ValueError: for a file that `save` did not write, that is damaged or of another schema; or whose leaves differ
+        from like, with the paths.
+      FileNotFoundError: if there is no file.
       ImportError: for ".safetensors" without that package.
 
     Source: as `save`.
