@@ -152,7 +152,7 @@ def qparams_of_shape(qparams: Any, spec: QuantSpec, expected: tuple[int, ...], n
     if not isinstance(qparams, QParams):
         raise TypeError(
             f"`qparams` must be QParams or None, got {checks.kind(qparams)}. Build them by QParams(scale, zero_point), "
-            "fit_qparams or qparams_from_range; of what to_log2 made, by from_log2."
+            "fit_qparams or qparams_from_range; convert Log2QParams by from_log2."
         )
     _check_made_for(qparams, spec)
     arrays = []
@@ -186,8 +186,8 @@ def _check_made_for(qparams: QParams, spec: QuantSpec) -> None:
         value = checks.unwrapped(value)
         if getattr(value, "dtype", jnp.float32) != jnp.float32:
             raise TypeError(
-                f"`qparams.{name}` must be float32, as init_qparams made it, got {checks.kind(value)}. Cast the other "
-                "parameters alone: qparams stay float32."
+                f"`qparams.{name}` must be float32, as init_qparams made it, got {checks.kind(value)}. Cast only the "
+                "other parameters: qparams stay float32."
             )
 
 

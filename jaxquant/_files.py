@@ -134,7 +134,7 @@ def load(path: Any, like: Any = None) -> Any:
         if header["schema"] not in (3, _SCHEMA):
             raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads 3 and {_SCHEMA}")
         if header["sha256"] != _digest({name: header[name] for name in ("leaves", "tree")}, arrays):
-            raise ValueError("its data are not those that its digest was made of")
+            raise ValueError("its data do not match its digest")
         wide = set.union(set(), *({leaf.get("dtype"), *leaf["dtypes"].values()} for leaf in header["leaves"].values()))
     if wide & _WIDE and not jax.config.read("jax_enable_x64"):
         raise ValueError(
@@ -334,8 +334,8 @@ def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
         raise ValueError(f"`like` must have one leaf for each path, got several at {twice}. Rename a key.")
     if set(expected) != set(leaves):
         raise ValueError(
-            f"`like` must have the paths of the file, got {sorted(set(expected) - set(leaves))} that the file has not "
-            f"and not {sorted(set(leaves) - set(expected))}, which it has. Pass like=None for what is there."
+            f"`like` must have the paths of the file, got {sorted(set(expected) - set(leaves))} that it does not have, "
+            f"and not {sorted(set(leaves) - set(expected))}, which it has. Pass like=None for the whole file."
         )
     for path, leaf in expected.items():
         if _signature(leaf) != _signature(leaves[path]):
@@ -412,7 +412,7 @@ def _array_of(data: bytes) -> np.ndarray:
     header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
     shape, _, dtype = header(stream)
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data) - stream.tell():
-        raise ValueError("an array has another size than its header says")
+        raise ValueError("an array has a different size than its header says")
     return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
 
 

@@ -139,8 +139,8 @@ class PerToken(Granularity):
 
     def scale_shape(self, shape: tuple[int, ...], spec: Any) -> tuple[int, ...]:
         raise ValueError(
-            f"{spec} does not say which axes are contracted: only the op that uses the tensor knows it. Got shape "
-            f"{shape}; name those that are not, such as PerChannel(0) for rows, or PerChannel((0, 1)) for a batch of "
+            f"{spec} does not say which axes are contracted: only the op that uses the tensor knows them. Got shape "
+            f"{shape}; name the other axes, such as PerChannel(0) for rows, or PerChannel((0, 1)) for a batch of "
             "sequences."
         )
 

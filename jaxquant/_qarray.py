@@ -357,6 +357,6 @@ def check_dtypes(name: str, q: QArray) -> None:
         if dtype is not None and dtype not in dtypes:
             raise TypeError(
                 f"`{name}` must have {part} of dtype {dtypes[0]}, as {q.spec} holds them, got {dtype}. A cast of all "
-                "leaves is one of integers, too: cast the arrays beside them alone, by jax.tree.map(f, params, "
+                "leaves also casts integers: cast only the other arrays, by jax.tree.map(f, params, "
                 "is_leaf=lambda v: isinstance(v, QArray))."
             )

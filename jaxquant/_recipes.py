@@ -172,6 +172,6 @@ def _microscaling(name: str, axis: Any, kw: dict[str, Any], **format: Any) -> Qu
 
 def _checked_keywords(function: str, kw: dict[str, Any], own: list[str], instead: str) -> None:
     if instead and "granularity" in kw:
-        raise TypeError(f"`granularity` cannot be passed here: {instead} say it. Build a QuantSpec(...) directly.")
+        raise TypeError(f"`granularity` cannot be passed here: {instead} set it. Build a QuantSpec(...) directly.")
     others = [field.name for field in dataclasses.fields(QuantSpec) if field.name not in own]
     checks.argument_names(function, kw, [*own, *(name for name in others if not (instead and name == "granularity"))])

@@ -369,7 +369,7 @@ class _Costs(NamedTuple):
                 raise
             raise TypeError(
                 f"`loss` is called with all that the function returns, a {type(value).__name__}, and failed: {error} "
-                "Take the part that it is of: loss=lambda value: loss(value[0])."
+                "Take the part that it needs: loss=lambda value: loss(value[0])."
             ) from error
         if not checks.is_array(loss) or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(f"`loss` must return a floating scalar, got {checks.kind(loss)}. Take its mean.")

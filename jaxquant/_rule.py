@@ -23,11 +23,11 @@ _OF_PRODUCTS = (
 _FIELDS_OF_KINDS = {
     "everywhere": (
         ("weight",),
-        '`everywhere` is of parameters, got it with kind={0.kind!r}. Drop it, or use kind="weight".',
+        '`everywhere` is for parameters, got it with kind={0.kind!r}. Drop it, or use kind="weight".',
     ),
     "weight": (
         ("weight", "derived", "captured", "gradient"),
-        '`weight` of a Rule must be None where kind="{0.kind}", got {0.weight}: no operand is one. Pass activation=.',
+        '`weight` of a Rule must be None where kind="{0.kind}", got {0.weight}: none is a weight. Pass activation=.',
     ),
     "op": (KINDS[:-1], _OF_PRODUCTS),
     "gradient": (KINDS[:-1], _OF_PRODUCTS),

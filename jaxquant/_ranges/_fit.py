@@ -198,16 +198,16 @@ def fit_qparams(
 
     - "minmax": `qparams_from_range` of the smallest and the largest value.
     - "percentile": `qparams_from_range` of the range that holds `percentile` percent of the values, with as many cut
-    off below as above; of |x| if symmetric and signed. Its ends are values of x, the outer one where an end falls
-    between two. So in groups of fewer than 1 / (1 - percentile / 100) values it is "minmax".
+      off below as above; of |x| if symmetric and signed. Its ends are values of x, the outer one where an end falls
+      between two. So in groups of fewer than 1 / (1 - percentile / 100) values it is "minmax".
     - "mse": the grid with the least mean squared error. The search starts from shrunken min-max ranges, each followed
-    by the least-squares step of the scale. It is within 1 % of a dense search in groups of up to 256 values, which the
-    tests check. It takes about 190 passes over x, 800 if affine, and more in groups of up to 1,024 values, whose error
-    has many valleys: up to 4,300, affine 10,000, at 8 bits. For scales in float8 it is the best of the "minmax" scale
-    and those beside it, in two or three passes.
+      by the least-squares step of the scale. It is within 1 % of a dense search in groups of up to 256 values, which
+      the tests check. It takes about 190 passes over x, 800 if affine, and more in groups of up to 1,024 values, whose
+      error has many valleys: up to 4,300, affine 10,000, at 8 bits. For scales in float8 it is the best of the "minmax"
+      scale and those beside it, in two or three passes.
     - "lsq": scale = 2 * mean(|x|) / sqrt(qmax), a start from which learned scales train best at 2 and 3 bits, and which
-    is far from the least error at 8. If affine, it takes the zero point of "minmax", and for qmax the steps on the
-    longer side of it.
+      is far from the least error at 8. If affine, it takes the zero point of "minmax", and for qmax the steps on the
+      longer side of it.
 
     Args:
       x: floating array of any shape, real values.

@@ -242,8 +242,8 @@ def for_each(f: Callable, kind: type, function: str, **values: Any) -> Any:
                 raise ValueError(
                     f"`{first}` and `{name}` must have the same keys in {function}, got "
                     f"{sorted(set(one) - set(other), key=str)} in `{first}` alone and "
-                    f"{sorted(set(other) - set(one), key=str)} in `{name}` alone. Add what is neutral for the unseen: "
-                    "Range(inf, -inf), or the histogram of no value."
+                    f"{sorted(set(other) - set(one), key=str)} in `{name}` alone. For an unseen key add the neutral "
+                    "value: Range(inf, -inf), or an empty histogram."
                 )
         return {
             key: for_each(f, kind, f"{function} at {key!r}", **{name: v[key] for name, v in values.items()})
