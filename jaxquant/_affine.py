@@ -145,7 +145,7 @@ def qparams_of_shape(qparams: Any, spec: QuantSpec, expected: tuple[int, ...], n
     if not isinstance(qparams, QParams):
         raise TypeError(
             f"`qparams` must be QParams or None, got {checks.kind(qparams)}. Build them by QParams(scale, zero_point), "
-            "fit_qparams or qparams_from_range; of what to_log2 made, by from_log2."
+            "fit_qparams or qparams_from_range; convert Log2QParams by from_log2."
         )
     _check_made_for(qparams, spec)
     arrays = []
@@ -179,8 +179,8 @@ def _check_made_for(qparams: QParams, spec: QuantSpec) -> None:
         value = checks.unwrapped(value)
         if getattr(value, "dtype", jnp.float32) != jnp.float32:
             raise TypeError(
-                f"`qparams.{name}` must be float32, as init_qparams made it, got {checks.kind(value)}. Cast the other "
-                "parameters alone: qparams stay float32."
+                f"`qparams.{name}` must be float32, as init_qparams made it, got {checks.kind(value)}. Cast only the "
+                "other parameters: qparams stay float32."
             )
 
 
@@ -202,15 +202,15 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
 
         y = (clip(round(x / scale) + zero_point, qmin, qmax) - zero_point) * scale
 
-    bit for bit `dequantize(quantize(x, spec, qparams))`, but that NaN stays NaN. The scale is used as at least
-    2 ** -126 and the zero point rounded into [qmin, qmax], so that an optimizer step cannot leave the grid.
+    This is `dequantize(quantize(x, spec, qparams))` bit for bit, except that NaN stays NaN. The scale is used as at
+    least 2 ** -126 and the zero point rounded into [qmin, qmax], so that an optimizer step cannot leave the grid.
 
     Args:
       x: floating array of any shape, real values. float16 and bfloat16 are computed in float32 and rounded once.
       spec: QuantSpec, static.
       qparams: QParams, traced or not. None fits them to x by min-max. The zero point of a symmetric spec is 0,
         whatever is passed for it.
-      key: PRNG key, for stochastic rounding alone. One key makes the same noise on every shard of `shard_map` and for
+      key: PRNG key, only for stochastic rounding. One key makes the same noise on every shard of `shard_map` and for
         every example under `vmap`: split it there.
       bits: integer, traced or not, at most spec.bits: a schedule of widths without a recompile. Fit the qparams for
         the same bits.
@@ -218,13 +218,13 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     Returns:
       An array of the shape and dtype of `x`.
 
-    Gradient: to x the incoming `g` where the level is not clipped, tested after rounding, and 0 elsewhere and at NaN;
-    scale_rule="half_step" without qparams clips no gradient within half the largest float, although it rounds the ends
-    of the range inwards.
-    To scale the sum of `g * (round(x / scale) - x / scale)`, whose difference is rounded once (stochastic: up to
-    twice), where not clipped and `g * (qmin or qmax - zero_point)` where clipped. To zero_point the sum of
-    `-scale * g` where clipped; 0 if symmetric. Rounding and limits of the qparams are passed straight through; qparams
-    fitted here have no gradient. `jax.jvp` and `jax.hessian` raise.
+    Gradient: with respect to x, the incoming `g` where the level is not clipped, tested after rounding, and 0 elsewhere
+    and at NaN; scale_rule="half_step" without qparams clips no gradient within half the largest float, although it
+    rounds the ends of the range inwards. With respect to scale, the sum of `g * (round(x / scale) - x / scale)` where
+    not clipped, with a difference that is rounded once (stochastic: up to twice), and of `g * (qmin or qmax -
+    zero_point)` where clipped. With respect to zero_point, the sum of `-scale * g` where clipped; 0 if symmetric.
+    Gradients pass straight through the rounding and the limits of the qparams; qparams fitted here have no gradient.
+    `jax.jvp` and `jax.hessian` raise.
 
     Raises:
       TypeError: for an argument of another kind.
@@ -280,10 +280,10 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
       key: PRNG key, for stochastic rounding alone.
 
     Returns:
-      QArray; its scale and zero point are those used, limited as in `fake_quant`. Infinities saturate; NaN becomes
-      qmin, as in ONNX Runtime (but its blocked kernel), because integers have none.
+      QArray, with the scale and zero point that were used, limited as in `fake_quant`. Infinities saturate; NaN becomes
+      qmin, as in ONNX Runtime (except in its blocked kernel), because integers have no NaN.
 
-    Gradient: none to x; quantized values are integers. Train through `fake_quant`.
+    Gradient: none with respect to x, because quantized values are integers. Train through `fake_quant`.
 
     Raises:
       TypeError, ValueError: as `fake_quant`.
@@ -341,7 +341,7 @@ def dequantize(q: QArray) -> Array:
     Returns:
       An array of the shape of `q` and the dtype that was quantized.
 
-    Gradient: with respect to the scale; none to integers.
+    Gradient: with respect to the scale; integers have none.
 
     Raises:
       TypeError: for anything but a QArray.
@@ -366,11 +366,11 @@ def scale_gradient(x: Any, factor: Any) -> Array:
     Returns:
       `x`.
 
-    Gradient: to x, `g * factor`; none to factor.
+    Gradient: with respect to x, `g * factor`; none for factor.
 
     Raises:
       TypeError: for an argument of another kind.
-      ValueError: for a factor that is no scalar.
+      ValueError: for a factor that is not a scalar.
 
     Source: Esser et al., 2020, "Learned Step Size Quantization", section 2.2.
 

@@ -51,7 +51,9 @@ def argument_names(function: str, given: Iterable[str], names: Sequence[str]) ->
         if name not in names:
             synonym = _SYNONYMS.get(name)
             meant = repr(synonym) if synonym in names else nearest(name, names, 1)
-            raise TypeError(f"`{name}` is no argument of {function}, did you mean {meant}? It has {', '.join(names)}.")
+            raise TypeError(
+                f"`{name}` is not an argument of {function}, did you mean {meant}? It has {', '.join(names)}."
+            )
 
 
 def nearest(text: Any, names: Iterable[Any], n: int = 5) -> str:
@@ -80,7 +82,7 @@ def same_keys(
     unknown = [key for key in given if key not in expected and key not in optional]
     if unknown:
         why = f"this call leaves as it is: {left[unknown[0]]}" if unknown[0] in left else ""
-        is_none = f"is no entry with these rules; the nearest: {nearest(unknown[0], expected)}"
+        is_none = f"is not an entry with these rules; the nearest: {nearest(unknown[0], expected)}"
         raise ValueError(f"`{name}` has {unknown[0]!r}, which {why or is_none}. {fix}")
 
 
@@ -89,9 +91,9 @@ class NotAnArray:
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            f"A {type(self).__name__} is integers with a scale, and no array. Params that q.freeze made are for "
-            "q(frozen, ...), not for the function itself; else pass dequantize(v), or v.values for the integers, or "
-            "contract it by jaxquant.dot_general."
+            f"A {type(self).__name__} is integers with a scale, and not an array. Params that q.freeze made are for "
+            "q(frozen, ...), not for the function itself. Otherwise pass dequantize(v), or v.values for the integers, "
+            "or contract it by jaxquant.dot_general."
         )
 
     __matmul__ = __rmatmul__ = __jax_array__ = __array__ = _refuse
@@ -216,7 +218,7 @@ def fraction(name: str, value: Any) -> Array:
     array = real(name, value, jnp.dtype(jnp.float32))
     shape(name, array, (), "one for all ranges")
     if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) <= 1:
-        raise ValueError(f"`{name}` must be in [0, 1], got {value}. Pass the weight of what is there: 0.99.")
+        raise ValueError(f"`{name}` must be in [0, 1], got {value}. Pass the weight of the average so far: 0.99.")
     return array
 
 

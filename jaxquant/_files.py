@@ -46,9 +46,8 @@ def save(path: Any, tree: Any) -> None:
     Args:
       path: str or path that ends in ".npz", which NumPy reads too, or ".safetensors", which needs the package
         safetensors (the extra of that name). A file there is replaced, at once and whole.
-      tree: any pytree of arrays, QArrays, QParams and Ranges: params, what `quantize_params` returns, what
-        `init_qparams` does, or a dict of both. Arrays must be on this process's devices; with several
-        processes use orbax.
+      tree: any pytree of arrays, QArrays, QParams and Ranges: params, the result of `quantize_params` or of
+        `init_qparams`, or a dict of both. Arrays must be on this process's devices; with several processes use orbax.
 
     Gradient: none; arrays are read.
 
@@ -98,14 +97,14 @@ def save(path: Any, tree: Any) -> None:
 def load(path: Any, like: Any = None) -> Any:
     """Reads what `save` wrote: the same bits, or an error.
 
-    Nothing in the file is executed, and nothing is allocated that the file itself is not as large as. A file that was
-    changed since raises, by its digest, which is no signature and says nothing about who wrote it.
+    Nothing in the file is executed, and nothing larger than the file is allocated. A file that was changed since
+    raises, by its digest. The digest is not a signature, and says nothing about who wrote the file.
 
     Args:
       path: str or path of the file.
       like: a pytree of the structure to return, whose leaves have the shapes, dtypes and specs to expect: arrays,
-        QArrays, QParams, Ranges, or what `jax.eval_shape` gives for them. None returns the tree as it was saved where
-        it was made of dicts, lists, tuples and None; other containers come back as dicts by key.
+        QArrays, QParams, Ranges, or what `jax.eval_shape` gives for them. None returns the tree as it was saved if it
+        was made of dicts, lists, tuples and None; other containers come back as dicts by key.
 
     Returns:
       The pytree, of jax arrays.
@@ -113,9 +112,9 @@ def load(path: Any, like: Any = None) -> Any:
     Gradient: none.
 
     Raises:
-      ValueError: for a file that is no such file, is damaged or of another schema; or whose leaves differ from like,
-        with the paths.
-      FileNotFoundError: for no file.
+      ValueError: for a file that `save` did not write, that is damaged or of another schema; or whose leaves differ
+        from like, with the paths.
+      FileNotFoundError: if there is no file.
       ImportError: for ".safetensors" without that package.
 
     Source: as `save`.
@@ -135,7 +134,7 @@ def load(path: Any, like: Any = None) -> Any:
         if header["schema"] not in (3, _SCHEMA):
             raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads 3 and {_SCHEMA}")
         if header["sha256"] != _digest({name: header[name] for name in ("leaves", "tree")}, arrays):
-            raise ValueError("its data are not those that its digest was made of")
+            raise ValueError("its data do not match its digest")
         wide = set.union(set(), *({leaf.get("dtype"), *leaf["dtypes"].values()} for leaf in header["leaves"].values()))
     if wide & _WIDE and not jax.config.read("jax_enable_x64"):
         raise ValueError(
@@ -335,8 +334,8 @@ def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
         raise ValueError(f"`like` must have one leaf for each path, got several at {twice}. Rename a key.")
     if set(expected) != set(leaves):
         raise ValueError(
-            f"`like` must have the paths of the file, got {sorted(set(expected) - set(leaves))} that the file has not "
-            f"and not {sorted(set(leaves) - set(expected))}, which it has. Pass like=None for what is there."
+            f"`like` must have the paths of the file, got {sorted(set(expected) - set(leaves))} that it does not have, "
+            f"and not {sorted(set(leaves) - set(expected))}, which it has. Pass like=None for the whole file."
         )
     for path, leaf in expected.items():
         if _signature(leaf) != _signature(leaves[path]):
@@ -413,7 +412,7 @@ def _array_of(data: bytes) -> np.ndarray:
     header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
     shape, _, dtype = header(stream)
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data) - stream.tell():
-        raise ValueError("an array has another size than its header says")
+        raise ValueError("an array has a different size than its header says")
     return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
 
 

@@ -91,7 +91,7 @@ class PerChannel(Granularity):
       axis: static int or tuple of ints; negatives count from the end. None means the output channels of the op that
         uses the weight, which a function that sees only the tensor cannot know: it raises.
 
-    The qparams of a tensor have its rank, its size on `axis`, and size 1 on every other axis.
+    The qparams have the rank of the tensor, its size on `axis`, and size 1 on every other axis.
     """
 
     axis: int | tuple[int, ...] | None
@@ -133,14 +133,14 @@ class PerChannel(Granularity):
 class PerToken(Granularity):
     """A scale for each row of an activation, shared along the axes that the op contracts: each token, or each image.
 
-    `quantize_fn` knows those axes. A function that sees only the tensor does not, and raises: PerChannel((0, 1)) says
-    it for a batch of sequences (examples, tokens, features).
+    `quantize_fn` knows those axes. A function that sees only the tensor does not, and raises; for a batch of sequences
+    (examples, tokens, features) pass it PerChannel((0, 1)).
     """
 
     def scale_shape(self, shape: tuple[int, ...], spec: Any) -> tuple[int, ...]:
         raise ValueError(
-            f"{spec} does not say which axes are contracted: only the op that uses the tensor knows it. Got shape "
-            f"{shape}; name those that are not, such as PerChannel(0) for rows, or PerChannel((0, 1)) for a batch of "
+            f"{spec} does not say which axes are contracted: only the op that uses the tensor knows them. Got shape "
+            f"{shape}; name the other axes, such as PerChannel(0) for rows, or PerChannel((0, 1)) for a batch of "
             "sequences."
         )
 
@@ -166,7 +166,7 @@ class PerBlock(Granularity):
       size: static int >= 1, or a tuple with one for each axis, such as PerBlock((-2, -1), (128, 128)); each must divide
         the length of its axis.
 
-    The qparams of a tensor have its shape, but with the number of blocks on `axis`.
+    The qparams have the shape of the tensor, with the number of blocks in place of the length of `axis`.
     """
 
     axis: int | tuple[int, ...] | None

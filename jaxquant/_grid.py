@@ -147,7 +147,7 @@ def limits_of(spec: QuantSpec, bits: Any = None) -> tuple[Any, Any]:
     if bits is None:
         return np.float32(spec.qmin), np.float32(spec.qmax)
     if spec.format:
-        raise ValueError(f"`bits` is a schedule of integers, got {bits!r} with {spec}. Leave it None.")
+        raise ValueError(f"`bits` is a schedule for integers, got {bits!r} with {spec}. Leave it None.")
     bits = _bits(spec, bits)
     half = lax.shift_left(jnp.int32(1), bits - 1)
     low, high = (-half, half - 1) if spec.signed else (jnp.zeros_like(half), 2 * half - 1)

@@ -24,7 +24,7 @@ def pack(values: Any, bits: int) -> Array:
     """Values of 2 to 4 bits side by side in bytes, the first in the lowest bits of the first byte.
 
     Args:
-      values: int8 or uint8 array of any shape, such as the values of a QArray; each must fit `bits` bits. Or float4.
+      values: int8, uint8 or float4 array of any shape, such as the values of a QArray; each must fit `bits` bits.
       bits: static int, 2 to 4; 4 for float4.
 
     Returns:
@@ -34,8 +34,8 @@ def pack(values: Any, bits: int) -> Array:
 
     Raises:
       TypeError: for values of another dtype.
-      ValueError: for bits outside 2..4, float4 in others, or concrete values that do not fit. Of traced ones the low
-        bits are kept.
+      ValueError: for bits outside 2..4, float4 with bits other than 4, or concrete values that do not fit. Traced
+        values keep their low bits.
 
     Source: the usual little-endian layout.
 

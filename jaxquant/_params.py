@@ -111,12 +111,12 @@ def match_rules(params: Any, rules: Rules) -> Any:
     """Which parameter is quantized to what: the plan, to be printed.
 
     Paths are the keys from the root joined by "/": "encoder/0/kernel". The attribute `value` that unpacks a parameter
-    of nnx, or a partitioned one of linen, is left out. The first rule that matches decides; what no rule matches stays
-    in float.
+    of nnx, or a partitioned one of linen, is left out. The first rule that matches decides; parameters that no rule
+    matches stay in float.
 
     Args:
       params: any pytree of arrays; shapes and dtypes suffice (`jax.eval_shape`).
-      rules: list or tuple of pairs (pattern, spec) or Rules, static; a tuple of them is hashable. A pair is short for
+      rules: static, list or tuple of pairs (pattern, spec) or Rules; a tuple is hashable. A pair is short for
         Rule(pattern, spec).
 
     Returns:
@@ -127,8 +127,8 @@ def match_rules(params: Any, rules: Rules) -> Any:
     Raises:
       TypeError: for rules of another kind.
       ValueError: for a rule that matches nothing, or nothing that earlier rules left, unless it is optional; and for a
-        parameter chosen that is no floating array, that the spec's axis or blocks do not fit, or whose path another
-        has too.
+        chosen parameter that is not a floating array, that the spec's axis or blocks do not fit, or whose path another
+        parameter has too.
 
     Source: path rules as in the partition rules of large JAX models.
 
@@ -172,22 +172,23 @@ def fake_quant_params(
       params: any pytree, real values: dicts, tuples, dataclasses, flax variables, nnx states, equinox modules, haiku
         params. Leaves without a rule may be anything.
       rules: as in `match_rules`, static.
-      qparams: dict from path to QParams, for every parameter that is quantized, traced or not: `init_qparams`. None
+      qparams: dict from path to QParams for every parameter that is quantized, traced or not, from `init_qparams`. None
         fits each to the parameter by min-max.
-      key: PRNG key, for stochastic rounding alone; each parameter that rounds so gets a key of its own.
+      key: PRNG key, only for stochastic rounding; each parameter that rounds so gets its own key.
       bits: integer, traced or not, at most the bits of every spec: a schedule of widths without a recompile.
-      lsq_gradient: static bool. True multiplies the gradient of each scale and zero point by 1 / sqrt(n * qmax), n
-        values sharing it, so that under SGD qparams learn at the rate of the parameters; Adam divides it out again.
+      lsq_gradient: static bool. True multiplies the gradient of each scale and zero point, which n values share, by 1 /
+        sqrt(n * qmax), so that under SGD qparams learn at the rate of the parameters; Adam divides the factor out
+        again.
 
     Returns:
       The same pytree; a leaf without a spec is the same object.
 
-    Gradient: as `fake_quant`: to the parameters straight through, to the qparams the LSQ form. None to qparams
-    that are fitted here.
+    Gradient: as `fake_quant`: straight through for the parameters, the LSQ form for the qparams. None for qparams that
+    are fitted here.
 
     Raises:
-      TypeError, ValueError: as `match_rules`, and as `fake_quant` with the path; for qparams whose paths are not those
-        of the parameters quantized, a rule with an activation, and lsq_gradient without qparams.
+      TypeError, ValueError: as `match_rules`, and as `fake_quant` with the path; for qparams whose paths differ from
+        the quantized parameters, a rule with an activation, and lsq_gradient without qparams.
 
     Source: Jacob et al., 2018; learned qparams: Esser et al., 2020, "Learned Step Size Quantization".
 
@@ -228,8 +229,8 @@ def init_qparams(params: Any, rules: Rules, method: str = "minmax", *, bits: Any
       bits: integer, traced or not: the grid a schedule starts with.
 
     Returns:
-      A dict from path to QParams, which know their spec: a pytree to differentiate with respect to, update and
-      checkpoint. With `bits`, which may be traced, they do not know it.
+      A dict from path to QParams: a pytree to differentiate with respect to, update and checkpoint. The QParams know
+        their spec, except with `bits`, which may be traced.
 
     Gradient: none, as `fit_qparams`.
 
@@ -257,7 +258,7 @@ def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | 
 
     Args:
       params: any pytree, real values.
-      rules: as in `match_rules`, static; after a schedule of `bits` with specs of the last width.
+      rules: as in `match_rules`, static; after a schedule of `bits`, with specs of its last width.
       qparams: dict from path to QParams, as in `fake_quant_params`. None fits each to the parameter by min-max.
       key: PRNG key, for stochastic rounding alone.
 
@@ -265,11 +266,11 @@ def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | 
       The same pytree with a QArray for each parameter that is quantized; a leaf without a spec is the same
       object.
 
-    Gradient: none to parameters; integers have none.
+    Gradient: none for parameters; integers have none.
 
     Raises:
-      TypeError, ValueError: as `match_rules`, and as `quantize` with the path; for qparams whose paths differ from
-        the parameters quantized.
+      TypeError, ValueError: as `match_rules`, and as `quantize` with the path; for qparams whose paths differ from the
+        quantized parameters.
 
     Source: ONNX QuantizeLinear, as `quantize`.
 

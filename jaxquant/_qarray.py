@@ -52,29 +52,30 @@ class QArray(checks.NotAnArray):
     """A quantized array: `real = (values - zero_point) * scale`. A pytree of its arrays.
 
     Attributes:
-      values: int8 or uint8 up to 8 bits, int16 or uint16 above, or floats of the format; the shape of the array.
+      values: int8 or uint8 up to 8 bits, int16 or uint16 above, or floats of the format; of the shape of the array.
       scale: float32, or of the spec's scale_dtype; shaped as in QParams.
-      zero_point: of the shape of scale and the dtype of values, so that integers compare with it as real values
-        compare with 0: relu in integers is `jnp.maximum(values, zero_point)`.
-      tensor_scale: None; or where scales are float8_e4m3fn, float32: `real = (values * scale) * tensor_scale`.
+      zero_point: of the shape of scale and the dtype of values. Integers compare with it as real values compare with 0:
+        relu in integers is `jnp.maximum(values, zero_point)`.
+      tensor_scale: float32 where scales are float8_e4m3fn: `real = (values * scale) * tensor_scale`; else None.
       spec: QuantSpec, static.
-      dtype: of the array that was quantized, static; `dequantize` returns it.
-      order: how values lie in memory, static: their last axes in another order, such as (-1, -2) for a matrix whose
-        columns lie one after the other, as `q.freeze` leaves weights that are contracted. `values`, `shape` and all
-        that takes a QArray have the axes of the array all the same. None: as they are.
-      frozen: what `q.freeze` made it of and for, static: `shape`, `from_qparams`, `static_inputs`, `activation`. A call
-        that serves it otherwise raises. None where something else made it.
-      stored: the values as they lie, which is the leaf of the pytree: in `order`, and as int4 or uint4, two in a byte,
+      dtype: static, the dtype of the array that was quantized; `dequantize` returns it.
+      order: static, how values lie in memory: their last axes in another order. (-1, -2) is a matrix whose columns lie
+        one after the other, as `q.freeze` leaves weights that are contracted; None is the order of the axes. `values`,
+        `shape` and all functions of a QArray see the axes of the array in any case.
+      frozen: static, what `q.freeze` made it from and for: `shape`, `from_qparams`, `static_inputs`, `activation`. A
+        call that serves it otherwise raises. None if something else made it.
+      stored: the leaf of the pytree, the values as they lie in memory: in `order`, and as int4 or uint4, two in a byte,
         where `q.freeze` leaves weights of 4 bits and fewer whose inputs are in float.
-      sums: None; or where `q.freeze` made it for inputs with a zero point, int32: sums of the values, of unsigned ones
-        less 128, along the axes where it has size 1. Contractions along these read them, and else compute their own.
-      summed: how many values each of the sums is of, static; None where there are none.
+      sums: int32 where `q.freeze` made it for inputs with a zero point, else None: the sums of the values (of unsigned
+        ones less 128) along the axes where it has size 1. Contractions along these axes read them; others compute their
+        own.
+      summed: static, the number of values in each of the sums; None without sums.
 
-    Other integers with the same qparams: `dataclasses.replace(q, values=...)`, which has no sums.
+    `dataclasses.replace(q, values=...)` gives other integers with the same qparams, and without sums.
 
     A stack (L, ...) is scanned and vmapped along its first axis like any pytree, if its granularity keeps that axis:
-    PerChannel((0, -1)). `q.T`, `q.reshape(...)` and `q[i]`, of the first axis, are QArrays, too, with
-    the granularity that they have then. It is no array: `dequantize` gives the real values, `dot_general` contracts.
+    PerChannel((0, -1)). `q.T`, `q.reshape(...)` and `q[i]`, along the first axis, are QArrays whose granularity follows
+    their new axes. A QArray is not an array: `dequantize` gives the real values, `dot_general` contracts.
     """
 
     @property
@@ -356,6 +357,6 @@ def check_dtypes(name: str, q: QArray) -> None:
         if dtype is not None and dtype not in dtypes:
             raise TypeError(
                 f"`{name}` must have {part} of dtype {dtypes[0]}, as {q.spec} holds them, got {dtype}. A cast of all "
-                "leaves is one of integers, too: cast the arrays beside them alone, by jax.tree.map(f, params, "
+                "leaves also casts integers: cast only the other arrays, by jax.tree.map(f, params, "
                 "is_leaf=lambda v: isinstance(v, QArray))."
             )

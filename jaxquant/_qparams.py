@@ -48,11 +48,11 @@ class QParams(_OfSpec):
     """The numbers of an affine grid: `real = (q - zero_point) * scale`. A pytree of two arrays, unpacked as such.
 
     Attributes:
-      scale: float32 > 0. Scalar per tensor; else of the rank of the tensor, with size 1 on the axes that share one and
-        the number of blocks on an axis of blocks. Leading axes of size 1 may be left out.
+      scale: float32 > 0. Scalar per tensor; else of the rank of the tensor, with size 1 on the axes that share a scale
+        and the number of blocks on an axis of blocks. Leading axes of size 1 may be left out.
       zero_point: float32 of the same shape, integers in [qmin, qmax]; 0 for a symmetric spec.
-      spec: QuantSpec that they were made for, static, or None. `init_qparams` and `q.init_qparams` say it; whatever
-        takes them with a spec of another grid raises. QParams made by hand have none, and are taken as they are.
+      spec: static, the QuantSpec that they were made for, or None. `init_qparams` and `q.init_qparams` set it; using
+        the qparams with a spec of another grid then raises. QParams made by hand have none, and are taken as they are.
     """
 
 
@@ -95,8 +95,8 @@ for _kind in (QParams, Log2QParams):
 def to_log2(qparams: Any) -> Any:
     """QParams with the logarithm of each scale, in which an optimizer step changes a scale by a factor.
 
-    A scale of 8 bits may be 0.001. Adam moves each number by its learning rate: a rate of 0.001 makes such a scale
-    0 or negative in one step. The same step of its logarithm is 0.07 % of the scale, which stays positive.
+    An 8-bit scale may be 0.001. Adam moves each number by its learning rate, so a rate of 0.001 makes such a scale 0 or
+    negative in one step. The same step in its logarithm is 0.07 % of the scale, which stays positive.
 
     Args:
       qparams: any pytree with QParams, such as {entry: QParams or None} of `q.init_qparams`.
@@ -104,7 +104,7 @@ def to_log2(qparams: Any) -> Any:
     Returns:
       The same pytree with a Log2QParams for each QParams; zero points and other leaves are the same objects.
 
-    Gradient: of the logarithm.
+    Gradient: the gradient of the logarithm.
 
     Raises:
       TypeError: where there are no QParams.
@@ -140,7 +140,7 @@ def from_log2(trained: Any) -> Any:
     Returns:
       The same pytree with a QParams for each Log2QParams; other leaves are the same objects.
 
-    Gradient: to the logarithm, `scale * ln 2` times the gradient to the scale.
+    Gradient: with respect to the logarithm, `scale * ln 2` times the gradient with respect to the scale.
 
     Raises:
       TypeError: where there are no Log2QParams.

@@ -18,7 +18,7 @@ def weight_spec(bits: int = 8, channel_axis: Any = None, block_size: int | None 
     Args:
       bits: static int, 2 to 16.
       channel_axis: static int or tuple, the axis of the output channels: -1 for a kernel (in, out), as in flax, 0 for
-        one (out, in), as in equinox. None means the output channels of the op; `quantize_fn` knows them, a function
+        one (out, in), as in equinox. None means the output channels of the op, which `quantize_fn` knows; a function
         that sees only the array raises and asks for the axis.
       block_size: static int or None. Blocks run along the input axis beside the channels: the last but one for -1,
         axis 1 for 0. For any other layout give `granularity=PerBlock(axis, size)` to QuantSpec.
@@ -74,7 +74,7 @@ def float8_spec(format: str = "float8_e4m3fn", granularity: Granularity = PerTen
     """The spec of a float8 tensor: a float32 scale, the largest magnitude / the largest number of the format.
 
     Args:
-      format: static, as in QuantSpec: "float8_e4m3fn", or "float8_e5m2" of more range and fewer digits, ...
+      format: static, as in QuantSpec: "float8_e4m3fn", "float8_e5m2" with more range and fewer digits, ...
       granularity: PerTensor(), or PerChannel(axis); PerChannel(None) for the output channels of a weight.
       **kw: any other attribute of QuantSpec.
 
@@ -172,6 +172,6 @@ def _microscaling(name: str, axis: Any, kw: dict[str, Any], **format: Any) -> Qu
 
 def _checked_keywords(function: str, kw: dict[str, Any], own: list[str], instead: str) -> None:
     if instead and "granularity" in kw:
-        raise TypeError(f"`granularity` cannot be passed here: {instead} say it. Build a QuantSpec(...) directly.")
+        raise TypeError(f"`granularity` cannot be passed here: {instead} set it. Build a QuantSpec(...) directly.")
     others = [field.name for field in dataclasses.fields(QuantSpec) if field.name not in own]
     checks.argument_names(function, kw, [*own, *(name for name in others if not (instead and name == "granularity"))])

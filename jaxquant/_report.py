@@ -33,17 +33,18 @@ class ReportRow(NamedTuple):
       entry: the path of the parameter, or the name of the first site that uses the input.
       sites: the names of all sites that use it.
       spec: QuantSpec, counted on the parameter or on the operand.
-      size: how many values a parameter has; 0 of inputs.
+      size: how many values a parameter has; 0 for inputs.
       groups: how many scales it has.
       sqnr: the signal-to-quantization-noise ratio in decibels; NaN for zeros and for frozen parameters.
       max_error: the largest error of a value.
       clipped: the share of values more than half a step beyond the last level, in [0, 1]; NaN for frozen parameters.
       used_levels, levels: how many levels some value has, and how many there are; None above 8 bits.
-      dead: how many groups of a parameter hold nothing but 0 once they are quantized; None of inputs.
-      bytes_before: of a parameter in float; 0 of inputs, which are not stored.
-      bytes_after: of its levels and their qparams, as `save` writes them.
+      dead: how many groups of a parameter hold only 0 once they are quantized; None for inputs.
+      bytes_before: bytes of a parameter in float; 0 for inputs, which are not stored.
+      bytes_after: bytes of its levels and their qparams, as `save` writes them.
       change: by how much the loss grows if this alone is quantized, below 0 where it falls; None without a loss.
-      predicted: the same by the curvature of the loss, `g d + d H d / 2` for the error d; None without a loss.
+      predicted: the same, predicted from the curvature of the loss: `g d + d H d / 2` for the error d; None without a
+        loss.
       by_bits: {bits: change} of a parameter at other widths, with ranges by min-max; empty without a loss.
     """
 
@@ -87,7 +88,7 @@ class Report:
     """What `report` found: iterate over its rows, take one by its entry, or print the table; a notebook shows it.
 
     Attributes:
-      rows: ReportRows, with a loss in the order of what they cost, else in the order of the program.
+      rows: ReportRows, in the order of their cost if there is a loss, else in the order of the program.
       loss: of the function in float; None without one.
       quantized_loss: of the quantized function; None without one.
     """
@@ -184,27 +185,27 @@ def report(
 ) -> Report:
     """What quantizing does to each parameter and each input of a quantized function, on one batch.
 
-    The function runs in float, and each parameter and input is compared with its quantized value. With a loss, each
-    alone is quantized in an otherwise float function: what that costs is measured, and predicted from the exact
-    curvature. All of it is one compiled program, which takes the time of a forward pass for each entry and each of
-    `bits` of each parameter, and of a Hessian-vector product for each entry.
+    The function runs in float, and each parameter and input is compared with its quantized value. With a loss, each is
+    also quantized alone in an otherwise float function; the cost is measured, and predicted from the exact curvature.
+    All of it is one compiled program. It takes the time of a forward pass for each entry and for each of `bits` of each
+    parameter, and of a Hessian-vector product for each entry.
 
     Args:
       q: what `quantize_fn` returned, with the params as its first argument.
       params: the parameters, in float; frozen ones are listed without errors.
-      *batch, **kwargs: the other arguments of the function; `key=` as in a call, for `quantized_loss` of rules that
-        round stochastically (errors are of rounding to nearest).
-      loss: (value of the function) -> scalar, to be kept small; close over the targets. None: no costs.
+      *batch, **kwargs: the other arguments of the function. `key=` is as in a call, and serves `quantized_loss` with
+        rules that round stochastically (errors are those of rounding to nearest).
+      loss: (value of the function) -> scalar, to be minimized; close over the targets. None measures no costs.
       qparams: as in a call of `q`; None takes the ranges of the values at hand.
       bits: static integers in [2, 16], the widths at which each parameter's cost is measured, for `choose_bits`.
 
     Returns:
       Report.
 
-    Gradient: none; it returns numbers of Python.
+    Gradient: none; it returns Python numbers.
 
     Raises:
-      TypeError: for a `q` that is no quantized function, or a loss that gives no scalar.
+      TypeError: for a `q` that is not a quantized function, or a loss that does not return a scalar.
       ValueError: as a call of `q`, and for params that are not its first argument.
 
     Source: the second-order expansion of Hassibi and Stork, 1993, with exact Hessian-vector products.
@@ -368,7 +369,7 @@ class _Costs(NamedTuple):
                 raise
             raise TypeError(
                 f"`loss` is called with all that the function returns, a {type(value).__name__}, and failed: {error} "
-                "Take the part that it is of: loss=lambda value: loss(value[0])."
+                "Take the part that it needs: loss=lambda value: loss(value[0])."
             ) from error
         if not checks.is_array(loss) or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(f"`loss` must return a floating scalar, got {checks.kind(loss)}. Take its mean.")
@@ -378,8 +379,8 @@ class _Costs(NamedTuple):
 def choose_bits(report: Report, budget_bytes: int) -> dict[str, int]:
     """Widths for the parameters, so that their bytes fit a budget and the loss grows little: mixed precision.
 
-    Of all choices among the report's `bits` that fit, the one of the least sum of costs. What one parameter costs alone
-    is added up, as if the others were in float.
+    Of all choices among the report's `bits` that fit, this is the one with the least sum of costs. It adds up what each
+    parameter costs alone, with the others in float.
 
     Args:
       report: what `report` returned, with a loss.

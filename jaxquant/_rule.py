@@ -23,11 +23,11 @@ _OF_PRODUCTS = (
 _FIELDS_OF_KINDS = {
     "everywhere": (
         ("weight",),
-        '`everywhere` is of parameters, got it with kind={0.kind!r}. Drop it, or use kind="weight".',
+        '`everywhere` is for parameters, got it with kind={0.kind!r}. Drop it, or use kind="weight".',
     ),
     "weight": (
         ("weight", "derived", "captured", "gradient"),
-        '`weight` of a Rule must be None where kind="{0.kind}", got {0.weight}: no operand is one. Pass activation=.',
+        '`weight` of a Rule must be None where kind="{0.kind}", got {0.weight}: none is a weight. Pass activation=.',
     ),
     "op": (KINDS[:-1], _OF_PRODUCTS),
     "gradient": (KINDS[:-1], _OF_PRODUCTS),
@@ -40,39 +40,41 @@ class Rule:
 
     Attributes:
       pattern: a path glob, in which `*` stands for anything within a segment and `**` for any number of segments, also
-        none: "**/kernel" matches "kernel" and "a/b/kernel". Or a compiled regex, of the whole path. Or a function
+        none: "**/kernel" matches "kernel" and "a/b/kernel". Or a compiled regex for the whole path, or a function
         (path, leaf) -> bool.
       weight: QuantSpec of the parameter; None leaves it in float.
       activation: QuantSpec of the other operand of the op that uses the parameter; None leaves it in float. Functions
-        that see the parameters alone cannot quantize it, and `fake_quant_params` refuses it.
+        that see only the parameters cannot quantize it, and `fake_quant_params` refuses it.
       optional: static bool; True lets the rule match nothing, or nothing that an earlier rule left.
       min_size: static int; parameters of fewer values are not matched.
       dtype: parameters of another dtype are not matched; None takes any.
 
-    Of `quantize_fn` alone; functions that see the parameters alone refuse what is not the default:
+    For `quantize_fn` only; functions that see only the parameters refuse anything but the default:
 
-      kind: which ops the rule is for, and what its pattern matches. "weight": a parameter with something else, by the
-        path of the parameter. "act_act": two operands that depend on data; the pattern is matched with the name of the
-        op in the plan, or with what `quant_point` calls an operand, and `activation` is the spec for both. "derived":
-        an operand computed from parameters alone, by the name of the op or the path of one of them. "captured": an
-        operand that the function closes over, by the name of the op. "gradient": the backward pass of a function that
-        differentiates, by the name of the op. "value": a value that `quant_point` names, by the name; `activation` is
-        its spec, and the dots that take it, moved perhaps, take its integers.
+      kind: which ops the rule is for, and what its pattern matches. "weight": ops of a parameter with something else;
+        matches the path of the parameter. "act_act": ops of two operands that depend on data; matches the name of the
+        op in the plan, or the name that `quant_point` gives an operand; `activation` is the spec for both. "derived":
+        an operand computed from parameters alone; matches the name of the op or the path of one of the parameters.
+        "captured": an operand that the function closes over; matches the name of the op. "gradient": ops in the
+        backward pass of a function that differentiates; matches the name of the op. "value": a value named by
+        `quant_point`; matches that name. `activation` is its spec, and dots that take the value, even after moves, take
+        its integers.
       op: "dot_general", "conv_general_dilated" or "ragged_dot_general"; None takes all.
       scope: a path glob of the op's scope, which `jax.named_scope` and the modules of flax and haiku make.
-      custom: what to do where the op is inside a function with a custom derivative (custom_jvp, custom_vjp).
-        "keep": the derivative that its author wrote, at the unquantized values. "inline": the derivative of the
-        quantized ops. None raises.
+      custom: what to do if the op is inside a function with a custom derivative (custom_jvp, custom_vjp). "keep" uses
+        the derivative that its author wrote, at the unquantized values; "inline" the derivative of the quantized ops;
+        None raises.
       everywhere: static bool. True lets every use of the parameter see its quantized value: a gather, such as of the
-        rows of an embedding, and whatever computes with it in float. Needed to freeze what is tied. A spec whose axis
-        is None means the output channels of the parameter's dot; without a dot name the axis.
+        rows of an embedding, and anything that computes with it in float. Needed to freeze tied parameters. A spec
+        whose axis is None means the output channels of the parameter's dot; if there is no dot, name the axis.
       gradient: the precision of the products of the backward pass, where both operands are quantized. None: float32.
-        "bfloat16": the incoming gradient g rounded to bfloat16, products added in float32. A QuantSpec: g on its grid,
-        the products as exact as those of the forward pass. A pair of these: towards the input and towards the weight;
-        where kind="act_act", towards each operand. A QuantSpec is PerTensor(); PerBlock(None, size) along what is
-        summed; PerToken() towards an input alone; PerChannel(None) towards a weight alone. The value of the function
-        does not change. A scale of the other operand that varies along what is summed, as a weight's channels towards
-        the input, is multiplied into g before g is rounded. What is not finite in g is NaN in what it enters.
+        "bfloat16": the incoming gradient g is rounded to bfloat16, products are added in float32. A QuantSpec: g is
+        rounded to its grid, products are as exact as in the forward pass. A pair of these: one towards the input and
+        one towards the weight; if kind="act_act", one towards each operand. The QuantSpec is PerTensor(),
+        PerBlock(None, size) along what is summed, PerToken() (only towards an input) or PerChannel(None) (only towards
+        a weight). The value of the function does not change. A scale of the other operand that varies along what is
+        summed, such as a weight's channels towards the input, is multiplied into g before g is rounded. Infinities and
+        NaN in g become NaN in what they enter.
 
     Raises:
       TypeError: for anything else.

@@ -37,7 +37,7 @@ class ScaleFormat:
         is_half_step = "half_step" in self.rules and not spec.format and spec.symmetric and spec.signed
         if spec.scale_rule == "half_step" and not is_half_step:
             raise ValueError(
-                "`scale_rule='half_step'` is of signed symmetric integers with float32 scales, got "
+                "`scale_rule='half_step'` is for signed symmetric integers with float32 scales, got "
                 f"signed={spec.signed}, symmetric={spec.symmetric}, format={spec.format!r} and "
                 f"scale_dtype={spec.scale_dtype!r}. Leave the rule out."
             )
@@ -49,7 +49,7 @@ class ScaleFormat:
         if self.has_tensor_scale and spec.granularity == PerTensor():
             raise ValueError(
                 f"`granularity` must be PerBlock(axis, size) with scale_dtype={spec.scale_dtype!r}, got PerTensor(): "
-                "one scale of the tensor scales the scales of blocks. nvfp4_spec(axis) is blocks of 16."
+                "one scale of the tensor scales the scales of blocks. nvfp4_spec(axis) has blocks of 16."
             )
 
     def of_largest(self, largest: Array, qmax: Any, rule: str) -> Array:

@@ -23,32 +23,32 @@ class QuantSpec:
     of a tree of specs. It holds no array; the numbers are in `QParams`.
 
     Attributes:
-      bits: static int, 2 to 16. 8 and fewer are held in int8 or uint8, more in int16 or uint16. A format has its own.
-      signed: whether q is; the grid is [-2 ** (bits - 1), 2 ** (bits - 1) - 1], or [0, 2 ** bits - 1].
-      symmetric: the zero point is 0 by definition and never read. Affine, its opposite, trains one.
-      narrow_range: drops the lowest q, so that a symmetric signed grid has as many steps below 0 as above.
-        None means: if symmetric and signed, and not scale_rule="half_step".
+      bits: static int, 2 to 16. Up to 8 bits are held in int8 or uint8, more in int16 or uint16. Formats fix theirs.
+      signed: whether q is signed. The grid is [-2 ** (bits - 1), 2 ** (bits - 1) - 1], or [0, 2 ** bits - 1] if not.
+      symmetric: the zero point is 0 by definition and never read. The opposite, affine, trains a zero point.
+      narrow_range: drops the lowest q, so that a symmetric signed grid has as many steps below 0 as above. None means
+        True if symmetric and signed without scale_rule="half_step", else False.
       granularity: PerTensor(), PerChannel(axis), PerToken() or PerBlock(axis, size).
-      rounding: of x / scale, a correctly rounded quotient. "half_even"; "half_up", floor(v + 0.5) with the sum
-        rounded, as in `jaxquant.tf`; "half_away"; "stochastic", up with the probability of the fraction, which needs
-        a `key` wherever it is used.
+      rounding: how x / scale, a correctly rounded quotient, is rounded to q. "half_even"; "half_up", floor(v + 0.5)
+        with the sum rounded, as in `jaxquant.tf`; "half_away"; or "stochastic", up with the probability of the
+        fraction, which needs a `key` wherever it is used.
       scale_dtype: what holds the scale, which is rounded to it wherever it is used; QParams stay float32. "float32";
-        "float16" and "bfloat16", to nearest; "float8_e8m0fnu", powers of two; "float8_e4m3fn", to nearest and beside
-        one float32 for the tensor, the largest of them / 448: of blocks.
-      scale_rule: of scales that are powers of two: "ceil" takes the next one above, which clips nothing; "floor",
-        OCP's, 2 ** (floor(log2(largest value)) - the exponent of the largest level), which clips up to an eighth in
-        e4m3. Of signed symmetric integers with float32 scales: "half_step" divides the largest value by qmax + 1/2 and
-        not by qmax, so that it lies half a step beyond the last level; the grid then has its lowest q.
-      format: None for integers; else q is a narrow float, signed and symmetric, without its infinities and NaN:
+        "float16" and "bfloat16", to nearest; "float8_e8m0fnu", powers of two; or, for blocks, "float8_e4m3fn", to
+        nearest, beside one float32 for the tensor: the largest scale / 448.
+      scale_rule: for scales that are powers of two, "ceil" takes the next one above, which clips nothing; "floor", the
+        rule of OCP, takes 2 ** (floor(log2(largest value)) - the exponent of the largest level), which clips up to an
+        eighth in e4m3. For signed symmetric integers with float32 scales, "half_step" divides the largest value not by
+        qmax but by qmax + 1/2, so that it lies half a step beyond the last level; the grid then keeps its lowest q.
+      format: None for integers. Otherwise q is a narrow float, signed and symmetric, without its infinities and NaN:
         "float8_e4m3fn" (to 448), "float8_e5m2" (57344), "float8_e3m4" (15.5), "float8_e4m3b11fnuz" (30),
-        "float6_e2m3fn" (7.5), "float6_e3m2fn" (28) or "float4_e2m1fn" (6). Held in that dtype; float6, which XLA does
-        not have, in float8_e4m3fn, which has all its levels.
+        "float6_e2m3fn" (7.5), "float6_e3m2fn" (28) or "float4_e2m1fn" (6). Each is held in the dtype of its name; XLA
+        has no float6, so float8_e4m3fn holds it, which has all its levels.
 
     Raises:
       TypeError: for an argument of another kind, traced ones among them.
       ValueError: for bits outside 2..16, an unknown rounding or format, an axis named twice, a narrow symmetric
-        unsigned grid, which would not hold 0, a format beside bits or signs of integers, or "half_step" for
-        anything but signed symmetric integers with float32 scales.
+        unsigned grid (it would not hold 0), bits or signs of integers beside a format, or "half_step" for anything but
+        signed symmetric integers with float32 scales.
 
     >>> from jaxquant import PerChannel, QuantSpec
     >>> QuantSpec(bits=4, granularity=PerChannel(-1))

@@ -41,7 +41,7 @@ D = 32
 
 # Why a plan may be refused; anything else is a promise that is broken.
 REASONS = (
-    "no granularity of the parameter says it",
+    "no granularity of the parameter matches it",
     "is quantized in two ways",
     "has blocks along the contracted axis, and this op contracts",
     "is per output channel of the parameter's dot, and no dot uses it",

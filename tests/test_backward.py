@@ -555,7 +555,7 @@ BAD = [
     (lambda: run(gradient=QuantSpec(granularity=PerBlock(None, 20))), ValueError, "does not divide the length"),
     (lambda: run(vector=True, gradient=QuantSpec(granularity=PerBlock(None, 4))), ValueError, "which is nothing"),
     (lambda: run(activation=None, gradient="bfloat16"), ValueError, "one of these is in float"),
-    (lambda: run(weight=weight_spec(12), gradient="bfloat16"), ValueError, "of operands of up to 8 bits"),
+    (lambda: run(weight=weight_spec(12), gradient="bfloat16"), ValueError, "needs operands of up to 8 bits"),
     (lambda: jq.fake_quant_params({"w": W}, [Rule("w", weight_spec(8), gradient="bfloat16")]), ValueError, "gradient="),
 ]
 

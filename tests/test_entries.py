@@ -60,7 +60,7 @@ def test_axes_are_counted_on_the_parameter(shape, make, granularity, want):
     ],
 )
 def test_what_no_axes_say_raises_with_both_shapes(shape, make, granularity):
-    with pytest.raises(ValueError, match=r"'w' of shape \(.*\), and no granularity of the parameter says it"):
+    with pytest.raises(ValueError, match=r"'w' of shape \(.*\), and no granularity of the parameter matches it"):
         spec_of(shape, make, granularity)
 
 

@@ -386,7 +386,7 @@ def test_names_that_do_not_collide(tmp_path, suffix):
 
 X, Q, REAL = np.ones((2, 3), F), QARRAYS["channel"], np.ones((5, 3), F)
 LIKE = {
-    "missing": ({"a": X}, {"a": X, "b": {"c": X}}, r"\['b/c'\] that the file has not"),
+    "missing": ({"a": X}, {"a": X, "b": {"c": X}}, r"\['b/c'\] that it does not have"),
     "extra": ({"a": X, "b": {"c": X}}, {"a": X}, r"not \['b/c'\]"),
     "renamed": ({"a": X, "b": X}, {"a": X, "c": X}, r"\['c'\].*\['b'\]"),
     "none for an array": ({"a": X, "b": X}, {"a": X, "b": None}, r"\['b'\]"),

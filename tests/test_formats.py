@@ -523,7 +523,7 @@ BAD = [
     (lambda: QuantSpec(format="float4_e2m1fn", bits=8), ValueError, "`bits` must be left out .* has 4 bits"),
     (lambda: QuantSpec(format="float8_e4m3fn", narrow_range=False), ValueError, "`narrow_range` must be left out"),
     (lambda: float8_spec("float4_e2m1fn"), ValueError, "`format` must be one of float8_e4m3fn"),
-    (lambda: jq.fake_quant(np.ones(2, F), float8_spec(), bits=4), ValueError, "`bits` is a schedule of integers"),
+    (lambda: jq.fake_quant(np.ones(2, F), float8_spec(), bits=4), ValueError, "`bits` is a schedule for integers"),
     (lambda: jq.pack(np.zeros(2, ml_dtypes.float4_e2m1fn), 3), ValueError, "`bits` must be 4 for float4_e2m1fn"),
     (lambda: product("float8_e5m2", "float8_e5m2", 4), ValueError, "no more than 0 of .* float8_e4m3fn"),
     (lambda: product("float8_e4m3fn", "float8_e4m3fn", 43691), ValueError, "no more than 43690 of"),

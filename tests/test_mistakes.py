@@ -376,7 +376,7 @@ def test_a_scale_that_training_has_lost_is_not_frozen(value):
         scale = np.array(of[key].scale)
         scale.flat[0] = value
         lost = of | {key: of[key]._replace(scale=scale)}
-        with pytest.raises(ValueError, match=rf"At '{key}': 1 of .* scales are 0, negative or no number.*to_log2"):
+        with pytest.raises(ValueError, match=rf"At '{key}': 1 of .* scales are 0, negative or not finite.*to_log2"):
             Q.freeze(PARAMS, X, qparams=lost)
         jax.eval_shape(lambda lost: Q.freeze(PARAMS, X, qparams=lost), lost)
 

@@ -227,7 +227,7 @@ def test_a_parameter_alone_is_quantized_along_the_axes_of_its_spec(name):
     [
         ("reshape, merging", PerChannel(0), r"'split'.*no axis of the operand.*\[\[0, 1\], \[2\]\]"),
         ("reshape, splitting", PerBlock(0, 6), r"'flat'.*no axis of the operand"),
-        ("reshape, splitting", PerChannel(None), r"'flat'.*no granularity of the parameter says it"),
+        ("reshape, splitting", PerChannel(None), r"'flat'.*no granularity of the parameter matches it"),
         ("transpose", PerChannel(1), r"'w'.*contracted.*Share the scale"),
         ("transpose", PerChannel(2), r"'w'.*out of range.*rank 2"),
         ("transpose", PerBlock(1, 4), r"'w'.*does not divide"),

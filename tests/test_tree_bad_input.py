@@ -189,7 +189,7 @@ MISFITS = [
             ({"layer/w": None}, ValueError, ["`qparams`", "got none for 'layer/w'"]),
             ({"w": PLAIN}, ValueError, ["got none for 'layer/w'", "the nearest keys it has: 'w'"]),
             ({"layer/w": PLAIN, "layer/bias": PLAIN}, ValueError, ["`qparams` has 'layer/bias'", "nearest: 'layer/w'"]),
-            ({"layer/w": PLAIN, 0: PLAIN}, ValueError, ["`qparams` has 0, which is no entry"]),
+            ({"layer/w": PLAIN, 0: PLAIN}, ValueError, ["`qparams` has 0, which is not an entry"]),
             (PLAIN, TypeError, ["`qparams`", "a dict from entry to its value", "got QParams"]),
             ([("layer/w", PLAIN)], TypeError, ["`qparams`", "got list"]),
             ("layer/w", TypeError, ["`qparams`", "got str"]),

@@ -259,8 +259,8 @@ def conv_general_dilated(
 
     Args:
       a: QArray, the input; its scale may differ from example to example.
-      b: QArray, the kernel; its scale may differ between output features. One of the two may be a floating array: the
-        operation, weight-only, is then the convolution of the real values.
+      b: QArray, the kernel; its scale may differ between output features. One of the two may be a floating array
+        (weight-only): the result is then the convolution of the real values.
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count:
         static, as in `jax.lax.conv_general_dilated`.
       execution: static, as in `dot_general`; does not affect the result.
@@ -268,13 +268,13 @@ def conv_general_dilated(
     Returns:
       float32, or the dtype of the operand in float, in the shape of `lax.conv_general_dilated`.
 
-    Gradient: as `lax.conv_general_dilated` of the dequantized arrays, so to the scales; none to integers.
-    `jax.jvp` raises.
+    Gradient: as `lax.conv_general_dilated` of the dequantized arrays, so with respect to the scales; integers have
+    none. `jax.jvp` raises.
 
     Raises:
       TypeError: for anything but two QArrays, or one and a floating array.
       ValueError: for shapes or arguments that `jax.lax.conv_general_dilated` refuses, a scale that changes along
-        contracted axes, PerBlock among them, or a window so large that its sum may not fit int32.
+        contracted axes (also by PerBlock), or a window so large that its sum may not fit int32.
 
     Source: Jacob et al., 2018; ONNX ConvInteger.
 

@@ -300,13 +300,13 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
 
         acc * (a.scale * b.scale),  acc = the contraction of (a.values - a.zero_point) and (b.values - b.zero_point)
 
-    exactly, and rounded in the two products alone. With one operand in float, weight-only, it is `lax.dot_general` of
-    this operand and the dequantized other one. Where a scale changes along the contracted axis (PerBlock), the
-    products of each block, added in order.
+    exactly, and rounded only in the two products. With one operand in float (weight-only), it is `lax.dot_general` of
+    this operand and the other one dequantized. If a scale changes along the contracted axis (PerBlock), the products of
+    each block are added in order.
 
     Args:
-      a, b: QArray of any shapes. Scales may differ along batch and free axes, and by blocks along contracted ones. One
-        of them may be a floating array; the scales of the other are as they like then.
+      a, b: QArrays of any shapes. Scales may differ along batch and free axes, and by blocks along contracted axes. One
+        of the two may be a floating array; the scales of the other may then be of any kind.
       dimension_numbers: static, ((contracted a, contracted b), (batch a, batch b)) as in `jax.lax.dot_general`.
       execution: static; does not affect the result. "int8": int8 x int8 -> int32, int32 for values wider than 8 bits.
         "float32": integers in float32, in chunks that are exact. "auto" is "int8".
@@ -314,7 +314,8 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
     Returns:
       float32, or the dtype of the operand in float; its axes are batch, free of a, free of b.
 
-    Gradient: as `lax.dot_general` of the dequantized arrays, so to the scales; none to integers. `jax.jvp` raises.
+    Gradient: as `lax.dot_general` of the dequantized arrays, so with respect to the scales; integers have none.
+    `jax.jvp` raises.
 
     Raises:
       TypeError: for anything but two QArrays, or one and a floating array.

@@ -197,16 +197,17 @@ def fit_qparams(
     """Fits a scale and zero point to real values, one for each group of the spec's granularity.
 
     - "minmax": `qparams_from_range` of the smallest and the largest value.
-    - "percentile": of the range that holds `percentile` percent of the values, as many cut off below as above; of
-      |x| if symmetric and signed. Its ends are values of x, the outer ones where it falls between two, so that in
-      groups of fewer than 1 / (1 - percentile / 100) values it is "minmax".
-    - "mse": the grid with the least mean squared error. Searched from shrunken min-max ranges, each followed by the
-      least-squares step of the scale; within 1 % of a dense search in groups of up to 256 values, which is what the
-      tests hold. About 190 passes over x, 800 if affine, and more in groups of up to 1,024 values, whose error has many
-      valleys: up to 4,300, affine 10,000, at 8 bits. Of scales in float8 the best of the scale of "minmax" and those
-      beside it: two or three passes.
-    - "lsq": scale = 2 * mean(|x|) / sqrt(qmax), from which learned scales train best at 2 and 3 bits, and far from the
-      least error at 8; if affine, with the zero point of "minmax" and the steps on the longer side of it for qmax.
+    - "percentile": `qparams_from_range` of the range that holds `percentile` percent of the values, with as many cut
+      off below as above; of |x| if symmetric and signed. Its ends are values of x, the outer one where an end falls
+      between two. So in groups of fewer than 1 / (1 - percentile / 100) values it is "minmax".
+    - "mse": the grid with the least mean squared error. The search starts from shrunken min-max ranges, each followed
+      by the least-squares step of the scale. It is within 1 % of a dense search in groups of up to 256 values, which
+      the tests check. It takes about 190 passes over x, 800 if affine, and more in groups of up to 1,024 values, whose
+      error has many valleys: up to 4,300, affine 10,000, at 8 bits. For scales in float8 it is the best of the "minmax"
+      scale and those beside it, in two or three passes.
+    - "lsq": scale = 2 * mean(|x|) / sqrt(qmax), a start from which learned scales train best at 2 and 3 bits, and which
+      is far from the least error at 8. If affine, it takes the zero point of "minmax", and for qmax the steps on the
+      longer side of it.
 
     Args:
       x: floating array of any shape, real values.
@@ -217,9 +218,9 @@ def fit_qparams(
       nonfinite: static. "ignore" leaves NaN and infinities out; "raise" raises for them, and needs a concrete `x`.
 
     Returns:
-      QParams of float32 for every dtype of x, always finite, scale >= 2 ** -126. Values that are all 0, or none, give
-      scale 1 (2 ** -126 where a scale of the tensor scales it). Sums of floats ("mse", "lsq") may differ in the last
-      bits from program to program; the others do not. Under `shard_map` they are of the shard.
+      QParams of float32 for every dtype of x, always finite, scale >= 2 ** -126. No values, or only zeros, give scale 1
+      (2 ** -126 where a tensor scale scales it). "mse" and "lsq" sum floats, so their last bits may differ from program
+      to program; the others do not. Under `shard_map` the QParams are fitted to the shard.
 
     Gradient: none; `fake_quant` trains the QParams themselves.
 

@@ -22,8 +22,8 @@ class Histogram(NamedTuple):
     """How many values fell into each of 16,384 bins that are the same for all data, so that merging is adding.
 
     Attributes:
-      counts: uint32, the shape of the scale and then the bins, in the order of the values they hold: the bins are
-        the float32 numbers of equal sign, exponent and first five bits of the fraction, 2.2 to 3.2 % wide.
+      counts: uint32, of the shape of the scale and then the bins, which are in the order of their values. A bin holds
+        the float32 numbers of equal sign, exponent and first five bits of the fraction, and is 2.2 to 3.2 % wide.
     """
 
     counts: Array
@@ -52,8 +52,8 @@ def histogram(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Histogra
       nonfinite: static. "ignore" leaves NaN and infinities out; "raise" raises for them, and needs a concrete `x`.
 
     Returns:
-      Histogram: 64 KiB a group, whatever x is. Add batches by `merge_histograms`; under `shard_map` add shards by
-      `lax.psum`. Exact up to 2 ** 32 - 1 values a group, and wrong beyond.
+      Histogram, 64 KiB for each group, whatever x is. Add batches by `merge_histograms`; under `shard_map` add shards
+      by `lax.psum`. Exact up to 2 ** 32 - 1 values in a group, and wrong beyond.
 
     Gradient: none; counts are integers.
 
@@ -148,8 +148,8 @@ def range_from_histogram(h: Any, percentile: float = 99.9) -> Any:
       percentile: static number in (0, 100].
 
     Returns:
-      Range of float32 in the shape of the scale, or a dict of them like `h`: the outer edges of the bins of the two
-      values, at most 3.2 % beyond them. (inf, -inf) where nothing was counted.
+      Range of float32 in the shape of the scale, or a dict of them like `h`. The ends are the outer edges of the bins
+      of the two values, at most 3.2 % beyond these; (inf, -inf) where nothing was counted.
 
     Gradient: none.
 

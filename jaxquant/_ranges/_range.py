@@ -121,10 +121,11 @@ def observe(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
       nonfinite: static. "ignore" leaves NaN and infinities out; "raise" raises for them, and needs a concrete `x`.
 
     Returns:
-      Range of float32 in the shape of the scale. The range of nothing, (inf, -inf), where no value is finite.
-      Combine batches by `merge_ranges` or `ema_ranges`; under `shard_map` it is of the shard: `lax.pmin`, `lax.pmax`.
+      Range of float32 in the shape of the scale; the empty range, (inf, -inf), where no value is finite. Combine
+      batches by `merge_ranges` or `ema_ranges`. Under `shard_map` it is the range of the shard: combine by `lax.pmin`
+      and `lax.pmax`.
 
-    Gradient: none; a range is observed, and what is trained are the QParams.
+    Gradient: none; ranges are observed, and QParams are trained.
 
     Raises:
       TypeError: for an `x` that is no floating array, or traced with nonfinite="raise".
@@ -190,14 +191,14 @@ def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
       bits: integer, traced or not, at most spec.bits: the grid of a schedule. None means spec.bits.
 
     Returns:
-      QParams of float32, or a dict of them like `r`. Defined for every range and always finite: a zero range has scale
-      1; a tiny one the smallest normal float32 (2 ** -126); infinite ends count as half the largest float32; a NaN end
-      as 0, and so does an end on the wrong side of 0, so that the empty range, (inf, -inf), is a zero range.
+      QParams of float32, or a dict of them like `r`. Defined for every range and always finite. A zero range has scale
+      1, a tiny range the smallest normal float32 (2 ** -126). Infinite ends count as half the largest float32. A NaN
+      end counts as 0, and so does an end on the wrong side of 0: the empty range, (inf, -inf), is a zero range.
 
     Gradient: the formula's, as JAX defines it. `fake_quant` trains the QParams themselves.
 
     Raises:
-      TypeError: for anything but a Range or dict of them, and for ends that are no numbers or floating arrays, or of
+      TypeError: for anything but a Range or dict of them, and for ends that are not numbers or floating arrays, or are
         float64.
       ValueError: for ends of different shapes, or bits outside 2..spec.bits.
 
@@ -241,8 +242,8 @@ def for_each(f: Callable, kind: type, function: str, **values: Any) -> Any:
                 raise ValueError(
                     f"`{first}` and `{name}` must have the same keys in {function}, got "
                     f"{sorted(set(one) - set(other), key=str)} in `{first}` alone and "
-                    f"{sorted(set(other) - set(one), key=str)} in `{name}` alone. Add what is neutral for the unseen: "
-                    "Range(inf, -inf), or the histogram of no value."
+                    f"{sorted(set(other) - set(one), key=str)} in `{name}` alone. For an unseen key add the neutral "
+                    "value: Range(inf, -inf), or an empty histogram."
                 )
         return {
             key: for_each(f, kind, f"{function} at {key!r}", **{name: v[key] for name, v in values.items()})
@@ -280,7 +281,7 @@ def merge_ranges(*ranges: Any) -> Any:
     Gradient: as minimum and maximum, as JAX defines it.
 
     Raises:
-      TypeError: for anything but Ranges or dicts of them, a list of them among it, and for none.
+      TypeError: for anything but Ranges or dicts of them, such as a list of them, and for no argument.
       ValueError: for different keys or shapes.
 
     Source: the min-max observer of every calibration scheme.
@@ -307,8 +308,8 @@ def _ema(a: Range, b: Range, decay: Array) -> Range:
 def ema_ranges(a: Any, b: Any, decay: Any) -> Any:
     """The exponential moving average of ranges: `decay * a + (1 - decay) * b`, end by end.
 
-    Not associative: the order of the batches counts, and shards are merged by `merge_ranges` first. The range of
-    nothing, (inf, -inf), is neutral, so that it starts an average.
+    Not associative: the order of the batches matters, and shards are merged by `merge_ranges` first. The empty range,
+    (inf, -inf), is neutral, so an average can start from it.
 
     Args:
       a: Range, or dict of them: the average so far.

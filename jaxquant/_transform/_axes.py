@@ -64,13 +64,14 @@ def _of_op(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], is_we
         )
     if kind == PerToken() and is_weight:
         raise ValueError(
-            f"{spec} is of activations, and this is the weight. Give it PerChannel(None), a scale for each output "
+            f"{spec} is for activations, and this is the weight. Give it PerChannel(None), a scale for each output "
             "channel, as weight_spec(bits) does."
         )
     if kind == PerChannel(None) and not is_weight:
         raise ValueError(
-            f"{spec} is of the output channels of a weight, and this operand of shape {operand.shape} is none. "
-            "Say PerToken() for a scale along each row that is contracted, or name the axes: PerChannel(axis)."
+            f"{spec} is for the output channels of a weight, and this operand of shape {operand.shape} is not a "
+            "weight. Pass PerToken() for a scale along each row that is contracted, or name the axes: "
+            "PerChannel(axis)."
         )
     return dataclasses.replace(spec, granularity=kind.of_op(contracted, operand.shape))
 
@@ -128,7 +129,7 @@ def on_parameter(spec: QuantSpec, operand: Operand, path: str, shape: tuple[int,
         raise ValueError(
             f"{spec} is of an operand of shape {operand.shape}, whose axes run along "
             f"{list(map(sorted, _runs(operand)))} of the parameter {path!r} of shape {shape}, and no granularity of "
-            "the parameter says it. Name axes that stay apart by weight_spec(channel_axis=...), counted on the "
+            "the parameter matches it. Name axes that stay apart by weight_spec(channel_axis=...), counted on the "
             "parameter; or give the parameter the shape of the operand."
         )
     separate = tuple(a for a, of in of_axis.items() if of == 1)

@@ -27,13 +27,13 @@ def precisions(
         with named_in_errors(names[side], rule=rule):
             if None in specs:
                 raise ValueError(
-                    "`gradient` is of the products of two quantized operands, and one of these is in float. Give the "
+                    "`gradient` needs two quantized operands, and one of these is in float. Give the "
                     "rule `weight` and `activation`, or drop `gradient`."
                 )
             if op.contraction.custom and rule.custom == "keep":
                 raise ValueError(
-                    '`gradient` is of the derivative of quantized ops, and custom="keep" keeps the one that an author '
-                    'wrote. Drop one of them, or say custom="inline".'
+                    '`gradient` is for the derivative of quantized ops, and custom="keep" keeps the derivative that '
+                    'its author wrote. Drop one of them, or pass custom="inline".'
                 )
             if precision is not None:
                 _check_gradient(op, side, precision, [spec for spec in specs if spec is not None][1 - side])
@@ -44,7 +44,7 @@ def _check_gradient(op: MatchedOp, side: int, precision: QuantSpec | str, other:
     if not isinstance(precision, QuantSpec):
         if not other.format and other.bits > 8:
             raise ValueError(
-                '`gradient="bfloat16"` is of operands of up to 8 bits, which bfloat16 holds exactly, and the other one '
+                '`gradient="bfloat16"` needs operands of up to 8 bits, which bfloat16 holds exactly, and the other one '
                 f"has {other.bits}. Pass a QuantSpec, or None for float32."
             )
         return

@@ -99,7 +99,7 @@ def _check_scales(choice: Choice, takes_blocks: bool) -> None:
                 f"along the contracted axes {separate} of an operand of shape {shape}, {spec} has a scale of its own "
                 "for each element, which cannot be applied after the contraction. Share the scale along them: "
                 "PerTensor, PerChannel on other axes, or, in a dot, PerBlock along a contracted one. With one operand "
-                "in float any does."
+                "in float any granularity works."
             )
 
 
@@ -142,7 +142,7 @@ def _of_value(op: MatchedOp, matcher: Matcher) -> Choice:
         if operand.origin.weights:
             raise ValueError(
                 f"the value is the parameter {operand.origin.weights[0]!r}. Quantize it by a rule for its path, with "
-                "everywhere=True if something else than a dot uses it."
+                "everywhere=True if anything but a dot uses it."
             )
         if not checks.is_float(operand.dtype):
             raise ValueError(f"a value must be floating to be quantized, got {operand.dtype}. Take the rule away.")
@@ -163,8 +163,8 @@ def _as_value(choice: Choice, values: Mapping[Location, Choice]) -> Choice:
         with named_in_errors(choice.name, rule=choice.rule):
             raise ValueError(
                 f"the operand is the value {values[point].name!r}, which is quantized to {values[point].spec}, and "
-                f"the rule says {choice.spec}. Give both rules one spec, or take the rule of the value, or of this "
-                "operand, away."
+                f"the rule says {choice.spec}. Give both rules one spec, or drop the rule of the value or of this "
+                "operand."
             )
     return choice._replace(point=point)
 

@@ -55,7 +55,7 @@ def decide(walk: Walk, matcher: Matcher, strict: bool, static: Set[str], frozen:
     without = [site.name for site in sites if site.rule is None and not site.spec and site.kind != "closed"]
     if strict and without:
         raise ValueError(
-            f"`strict=True` wants a rule for every site, got none for {', '.join(map(repr, without))}. Quantize them, "
+            f"`strict=True` needs a rule for every site, got none for {', '.join(map(repr, without))}. Quantize them, "
             "or leave them in float by a rule with None: q.plan(...) prints their kinds."
         )
     if left_in_float:
@@ -222,11 +222,11 @@ def _custom(decisions: Iterable[Decision]) -> dict[Location, str]:
                 of_rules = "nothing" if choices == {None} else " and ".join(sorted(map(repr, choices)))
                 raise ValueError(
                     f"At {' and '.join(map(repr, decision.op.names))}: the op is inside a function with a derivative "
-                    f"of its own (jax.custom_jvp or custom_vjp), of which the rules say {of_rules}. Say one for all "
-                    'sites in it: Rule(..., custom="keep") for the derivative that its author wrote, at the '
+                    f"of its own (jax.custom_jvp or custom_vjp), and the rules say {of_rules} about it. Choose one for "
+                    'all sites in it: Rule(..., custom="keep") for the derivative that its author wrote, at the '
                     'unquantized values, or Rule(..., custom="inline") for the derivative of the quantized ops, which '
-                    "JAX takes only where no while loop is inside. With an ODE solver, rather quantize the vector "
-                    "field before it is solved."
+                    "JAX takes only where no while loop is inside. With an ODE solver, quantize the vector field "
+                    "instead, before it is solved."
                 )
             custom[location] = choices.pop() or ""
     return custom

@@ -239,7 +239,7 @@ class Entries:
         with named_in_errors(key, rule=entry.rule):
             if entry.is_dynamic:
                 raise ValueError(
-                    f"{entry.spec} has a scale of its own for each part of the batch, which is dynamic always, got "
+                    f"{entry.spec} has a scale of its own for each part of the batch, so it is always dynamic, got "
                     "qparams. Pass None for it."
                 )
             why = f"one for each group of {entry.spec} in {'a parameter' if entry.is_weight else 'an input'} of shape "

@@ -13,10 +13,10 @@ from ._match import MatchedOp, Matcher, gathered_by_data, is_wanted
 def differentiates(name: str) -> ValueError:
     """An op that is in the backward pass of the function itself, of which no rule speaks."""
     return ValueError(
-        f"At {name!r}: the function differentiates by itself, and the op is in that pass. Differentiate the quantized "
-        "function instead: jax.grad(quantize_fn(loss, rules)), not quantize_fn(jax.grad(loss), rules). If the "
-        'derivative belongs to the model, say what is meant by a Rule("**", None, kind="gradient"), which leaves it in '
-        "float, or by one with specs."
+        f"At {name!r}: the function itself differentiates, and the op is in its backward pass. Differentiate the "
+        "quantized function instead: jax.grad(quantize_fn(loss, rules)), not quantize_fn(jax.grad(loss), rules). If "
+        'the derivative belongs to the model, say so by a Rule("**", None, kind="gradient"), which leaves it in float, '
+        "or by one with specs."
     )
 
 
@@ -46,10 +46,10 @@ def refuse_captured_model(ops: Sequence[MatchedOp], matcher: Matcher) -> None:
     if meets_captured and not meets_data and (is_bare or (later and {"weight", "captured"} in roles)):
         raise ValueError(
             f"The params (`{matcher.params}`) are {'a bare array' if is_bare else 'in the first contraction alone'}"
-            ", and contractions are with arrays that the function closes over, as if data were passed as the "
-            "params of a model that is a function itself. Pass the weights: of an equinox model, params, static = "
+            ", and contractions are with arrays that the function closes over, as if data were passed as the params of "
+            "a model that is itself a function. Pass the weights: for an equinox model, params, static = "
             "eqx.partition(model, eqx.is_array) and quantize_fn(lambda params, x: eqx.combine(params, static)(x), "
-            'rules); a lone weight as a dict {"w": w}. If it is meant so, say what becomes of the captured arrays by '
+            'rules); a lone weight as a dict {"w": w}. If this is intended, say what becomes of the captured arrays by '
             'a Rule("**", None, kind="captured", optional=True).'
         )
 

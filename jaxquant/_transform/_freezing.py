@@ -69,10 +69,10 @@ def refuse_lost_scales(qparams: Mapping[str, QParams | None]) -> None:
         lost = ~((scale >= TINY) & (scale < np.inf))
         if lost.any():
             raise ValueError(
-                f"At {name!r}: {int(lost.sum())} of {scale.size} scales are 0, negative or no number, got "
+                f"At {name!r}: {int(lost.sum())} of {scale.size} scales are 0, negative or not finite, got "
                 f"{scale[lost].flat[0]} as the first: what they scale is served as zeros or NaN. Train their "
-                "logarithms, to_log2(qparams), in which any step keeps a scale positive; or give qparams an optimizer "
-                "of a smaller rate."
+                "logarithms, to_log2(qparams), in which any step keeps a scale positive; or train qparams at a smaller "
+                "learning rate."
             )
 
 

@@ -19,24 +19,24 @@ class Site(NamedTuple):
     """One operand of a dot or a convolution.
 
     Attributes:
-      name: the path of the parameter; "path:input" of what it is contracted with; else what `quant_point` called it or
-        the scope of the op and its number there.
+      name: the path of a parameter; "path:input" for the operand it is contracted with; for others the name given by
+        `quant_point`, or the scope of the op and its number there.
       kind: "weight", "act_act", "derived", "captured", "gradient", as in `Rule`; "params" where both operands are
         parameters; "closed" where the op cannot be entered.
       op: the primitive.
       scope: the scope of the op.
       shape, dtype: of the operand.
-      length: how many products are summed for one result: K.
+      length: K, how many products are summed for one result.
       spec: QuantSpec with the axes of the operand; None if it is left in float.
-      rule: the pattern of the rule that decided, None if there was none.
+      rule: the pattern of the rule that decided; None if there was none.
       why: why it is left in float; empty if it is not.
-      entry: the key of its qparams: the path of the parameter, or the name of the first site of an input that is used
-        so; of parameters that are concatenated, joined by ", ".
-      entry_spec: QuantSpec with the axes of the parameter; of an input that is `spec`.
-      is_per_token: whether the rule says PerToken(), of which `spec` has the axes.
-      state: "static" with the qparams of the entry, "dynamic" with the range of the values at hand, "frozen" where
-        the parameter is integers already; empty if it is left in float.
-      qparams: None in a plan; those that `at_sites` hands to the function for the site, None where it is dynamic.
+      entry: the key of its qparams: the path of the parameter, or for an input the name of the first site that uses it
+        so. The paths of concatenated parameters are joined by ", ".
+      entry_spec: QuantSpec with the axes of the parameter; for an input, `spec`.
+      is_per_token: whether the rule says PerToken(); `spec` then has its axes.
+      state: "static" if quantized with the qparams of the entry, "dynamic" with the range of the values at hand,
+        "frozen" if the parameter is integers already; empty if it is left in float.
+      qparams: None in a plan. `at_sites` hands the function for sites the qparams here, None where the site is dynamic.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Op(NamedTuple):
     Attributes:
       name: "dot_general", "conv_general_dilated" or "ragged_dot_general".
       params: what `jax.lax` calls its static arguments: "dimension_numbers", "window_strides", "padding", ...
-      result: jax.ShapeDtypeStruct.
+      result: jax.ShapeDtypeStruct of the result.
       lax_op: the op on arrays.
     """
 
@@ -89,8 +89,9 @@ class Plan:
 
     Attributes:
       sites: in the order of the program.
-      counts: of all parameters, also those that no dot or convolution uses, such as embeddings that are gathered: what
-        becomes of them ("quantized", "left in float by a rule", "without a rule", "matched, but no operand") -> Count.
+      counts: dict from what becomes of parameters ("quantized", "left in float by a rule", "without a rule", "matched,
+        but no operand") to Count. Counts all parameters, also those that no dot or convolution uses, such as embeddings
+        that are gathered.
     """
 
     sites: tuple[Site, ...]

@@ -75,10 +75,10 @@ class QuantizedFunction:
     """A quantized function, as `quantize_fn` returns it: call it as the function, with the same arguments.
 
     `q(params, *args, qparams=, lsq_gradient=, key=)` computes the function with the chosen dots and convolutions
-    quantized. Its methods take the arguments of the function, too: `q.plan` is the table of its sites, `q.observe` the
-    ranges of inputs in one batch, `q.init_qparams` what to train or to serve with, `q.freeze` the parameters in
-    integers, and `q.at_sites` the function with another one at each site. All can be transformed by jit, grad, vmap,
-    checkpoint, scan, shard_map and jax.export. The function itself is `q.__wrapped__`.
+    quantized. Its methods also take the arguments of the function: `q.plan` gives the table of its sites, `q.observe`
+    the ranges of inputs in one batch, `q.init_qparams` the qparams to train or to serve with, `q.freeze` the parameters
+    in integers, and `q.at_sites` the function with a function of yours at each site. All can be transformed by jit,
+    grad, vmap, checkpoint, scan, shard_map and jax.export. The original function is `q.__wrapped__`.
     """
 
     def __init__(self, f: Callable, rules: Rules, params_argnum: int, execution: str, strict: bool):
@@ -110,11 +110,11 @@ class QuantizedFunction:
         """The sites of the function for these arguments; raises what a call would raise.
 
         Args:
-          *args, **kwargs: as in a call, `qparams` too; `jax.ShapeDtypeStruct`s suffice for arrays. Traced once for
-            the plan and the call.
+          *args, **kwargs: as in a call, `qparams` too; `jax.ShapeDtypeStruct`s suffice for arrays. The function is
+            traced once for the plan and the call.
 
         Returns:
-          Plan, to be printed; iterate over its `Site`s, or take one by its name.
+          Plan: print it, iterate over its `Site`s, or take one by its name.
         """
         return self._planned(args, kwargs)[0]
 
@@ -124,19 +124,21 @@ class QuantizedFunction:
         """The ranges of the inputs of the quantized ops in one batch, of the function in float.
 
         Args:
-          *args, **kwargs: the arguments of the function; where there are integers for parameters, their real values.
+          *args, **kwargs: the arguments of the function; for parameters that are integers, their real values are used.
           qparams: as in a call; with them the ranges are of the quantized function.
-          with_value: static bool. True gives (value, ranges), the value of the function, quantized with qparams: to
-            be differentiated, with the ranges beside it (`has_aux`), for moving averages in a training step.
+          with_value: static bool. True returns (value, ranges), with the value of the function, quantized if qparams
+            are given. Differentiate the value with the ranges beside it (`has_aux`) for moving averages in a training
+            step.
           histogram: static bool. True counts the values, for `range_from_histogram`.
 
         Returns:
-          A dict {entry: Range}, or {entry: Histogram}: of each input that is not dynamic always, as those per token
-          are. Combine batches by `merge_ranges`, `ema_ranges` or `merge_histograms`. An input in a scan over parameters
-          has one for each turn; in other loops one for all turns; in a branch that is not taken, or a loop without a
-          turn, the empty range, Range(inf, -inf); under shard_map, and of sharded arrays, one for all devices.
+          A dict {entry: Range}, or {entry: Histogram}, of each input except those that are always dynamic, as inputs
+          per token are. Combine batches by `merge_ranges`, `ema_ranges` or `merge_histograms`. An input in a scan over
+          parameters has one range for each turn; in other loops, one for all turns; in a branch that is not taken, or a
+          loop without a turn, the empty range, Range(inf, -inf). Under shard_map, and for sharded arrays, it is one
+          range for all devices.
 
-        Gradient: none to ranges; the value has the gradient of the function, or of the call.
+        Gradient: none for ranges; the value has the gradient of the function, or of the call.
 
         Raises:
           TypeError, ValueError: as a call.
@@ -172,22 +174,23 @@ class QuantizedFunction:
         """The qparams of each entry of the plan, to be trained beside the parameters, or kept.
 
         Args:
-          *args, **kwargs: the arguments of the function. With `ranges`, shapes suffice but for the parameters.
-          ranges: dict {entry: Range or None} of the inputs, from `observe`, merged over batches; None, the value of an
-            entry, makes that dynamic. None observes these arguments as one batch; {} makes every input dynamic.
-          method: static, for parameters, as in `fit_qparams`.
+          *args, **kwargs: the arguments of the function. With `ranges`, shapes suffice for all but the parameters.
+          ranges: dict {entry: Range or None} of the inputs, from `observe`, merged over batches; an entry whose value
+            is None is dynamic. None for the whole dict observes these arguments as one batch; {} makes every input
+            dynamic.
+          method: static, how parameters are fitted, as in `fit_qparams`.
 
         Returns:
-          A dict {entry: QParams or None}: a pytree to differentiate with respect to, update, checkpoint and `save`. A
-          parameter's key is its path, an input's the name of the first site that uses it. They know their spec, and
-          raise under another one. None says dynamic, which an input per token is always, and you may set for others;
-          and a parameter that was frozen without qparams has none.
+          A dict {entry: QParams or None}: a pytree to differentiate with respect to, update, checkpoint and `save`. The
+          key of a parameter is its path; the key of an input is the name of the first site that uses it. The qparams
+          know their spec, and raise under another one. None means dynamic: an input per token always is, and you may
+          set others to None. A parameter that was frozen without qparams has None too.
 
         Gradient: none, as `fit_qparams`.
 
         Raises:
-          TypeError, ValueError: as a call; for ranges that lack an entry or have an unknown one, for an input that no
-            batch has reached, and as `fit_qparams`.
+          TypeError, ValueError: as a call and as `fit_qparams`; for ranges that lack an entry or have an unknown one;
+            and for an input that no batch has reached.
 
         Source: as `fit_qparams` and `qparams_from_range`.
         """
@@ -211,24 +214,24 @@ class QuantizedFunction:
     def freeze(self, *args: Any, qparams: Any = None, **kwargs: Any) -> Any:
         """The parameters, with QArrays for those that the rules quantize: what is served.
 
-        `q(frozen, *args, qparams=qparams)` is `q(params, *args, qparams=qparams)` bit for bit, and quantizes no
-        parameter in a call.
+        `q(frozen, *args, qparams=qparams)` equals `q(params, *args, qparams=qparams)` bit for bit, and its calls
+        quantize no parameter.
 
         Args:
-          *args, **kwargs: the arguments of the function; of all but the parameters shapes suffice.
+          *args, **kwargs: the arguments of the function; shapes suffice for all but the parameters.
           qparams: as in a call; None fits the parameters by min-max, as a call without them does.
 
         Returns:
-          The same pytree as the parameters: what `quantize_params` gives with the specs of the plan on their paths,
-          laid in memory as it is served (`QArray.order`, `QArray.stored`). Leaves that no rule quantizes, and QArrays,
-          are the same objects.
+          The pytree of the parameters, as `quantize_params` gives it with the specs of the plan on their paths, laid
+          out in memory for serving (`QArray.order`, `QArray.stored`). Leaves that no rule quantizes, and QArrays, are
+          the same objects.
 
         Gradient: none; integers have none.
 
         Raises:
-          TypeError, ValueError: as a call; for a parameter that is also read in float, without Rule(..., everywhere=
-            True). Where values are known, as they are not under jit: for a parameter that holds NaN, which integers
-            cannot, and for qparams with a scale that training has made 0, negative or NaN.
+          TypeError, ValueError: as a call; and for a parameter that is also read in float, without Rule(...,
+            everywhere=True). Outside of jit, where values are known, also for a parameter that holds NaN, which
+            integers cannot hold, and for qparams with a scale that training has made 0, negative or NaN.
 
         Source: as `quantize`.
         """
@@ -243,23 +246,23 @@ class QuantizedFunction:
         """The function with another function at each site, instead of the quantizer: for reports and exporters.
 
         Args:
-          site: (info, x) -> array of the shape and dtype of x, the operand. `info` is the Site of the plan with the
-            `qparams` of that operand, None where it is dynamic. It is called once for each site that has a spec
-            whenever the function is traced, and may have effects.
-          op: (info, lhs, rhs) -> array: what takes the place of a dot or convolution that has a site. `info` is the
-            op: its `name`, `params` and `result`, of which the array has shape and dtype; `info(lhs, rhs)` computes
-            it. `lhs` and `rhs` are what `site` returned, which may then be anything, such as integers with their
-            qparams; an operand without a spec is the array it is; the sizes of the groups of a ragged dot follow.
-            None computes the op, in float.
+          site: (info, x) -> array of the shape and dtype of x, the operand. `info` is the Site of the plan, with the
+            `qparams` of that operand, or None if it is dynamic. It is called once for each site with a spec whenever
+            the function is traced, and may have side effects.
+          op: (info, lhs, rhs) -> array, called in place of each dot or convolution that has a site. `info` is the op,
+            with its `name`, `params` and `result`, the shape and dtype to return; `info(lhs, rhs)` computes it. `lhs`
+            and `rhs` are what `site` returned, which may then be anything, such as integers with their qparams; an
+            operand without a spec is passed as it is. A ragged dot also passes the sizes of its groups. None computes
+            the op, in float.
 
         Returns:
-          A function with the arguments of a call, but `key` and `lsq_gradient`.
+          A function with the arguments of a call, without `key` and `lsq_gradient`.
 
         Gradient: through the function, `site` and `op`.
 
         Raises:
-          TypeError: for a `site` or `op` that is no function.
-          ValueError: as a call, and for results of `site` or `op` of another shape or dtype.
+          TypeError: for a `site` or `op` that is not a function.
+          ValueError: as a call, and for a result of `site` or `op` with another shape or dtype.
 
         >>> import jax.numpy as jnp
         >>> from jaxquant import Rule, activation_spec, fake_quant, quantize_fn, weight_spec
@@ -462,35 +465,35 @@ def quantize_fn(
 ) -> QuantizedFunction:
     """Quantizes the dots and convolutions of any function that JAX can trace, without a change to it.
 
-    The function is traced, the parameters are followed to the dots and convolutions that use them, and the program is
-    evaluated with those quantized that the rules choose. Where both operands are quantized, the value is the exact
-    contraction in integers, scaled once, as in `dot_general`; where one is, it is `fake_quant` of it in the op as
-    it was. Without qparams, ranges are dynamic: min-max of the values in each call.
+    The function is traced, and the parameters are followed to the dots and convolutions that use them. Then the program
+    is evaluated with the ops quantized that the rules choose. If both operands are quantized, the value is the exact
+    contraction in integers, scaled once, as in `dot_general`. If only one is, the original op gets its `fake_quant`.
+    Without qparams, ranges are dynamic: min-max of the values in each call.
 
     Args:
-      f: pure function of arrays and anything else, as for `jax.jit`: it is traced once for each kind of arguments. A
-        model of flax, nnx, equinox or haiku is applied in it as always.
-      rules: static, as in `match_rules`, or with all that `Rule` says; the first that matches an op decides about it. A
-        pair (pattern, spec) quantizes the weight alone; Rule(pattern, weight=, activation=) both operands. A spec whose
-        axis is None is complete: PerChannel(None) are the output channels of the op, blocks run along the contracted
-        axis; PerToken() is for activations. Axes of a parameter are counted on the parameter.
+      f: pure function of arrays and anything else, as for `jax.jit`: it is traced once for each kind of arguments.
+        Apply a model of flax, nnx, equinox or haiku in it as always.
+      rules: static, as in `match_rules`, or with any field of `Rule`; the first rule that matches an op decides about
+        it. A pair (pattern, spec) quantizes the weight alone; Rule(pattern, weight=, activation=) quantizes both
+        operands. A spec may leave its axis None: PerChannel(None) then means the output channels of the op, and blocks
+        run along the contracted axis. PerToken() is for activations. Axes of a parameter are counted on the parameter.
       params_argnum: static int, the positional argument of f that holds the parameters.
       execution: static, as in `dot_general`; does not affect the result.
       strict: static bool. True makes sites that no rule matches an error.
 
     Returns:
-      A function with the arguments of f and `key=`, a PRNG key for stochastic rounding alone (where f has an argument
-      `key` of its own, it is that). It can be transformed as f can, by jit, grad, vmap, checkpoint, scan, shard_map
-      and jax.export. `.plan(*args)` is the table of its sites.
+      QuantizedFunction: a function with the arguments of f and `key=`, a PRNG key for stochastic rounding alone (if f
+        has its own argument `key`, `key=` is that one). It can be transformed as f can, by jit, grad, vmap, checkpoint,
+        scan, shard_map and jax.export. `.plan(*args)` is the table of its sites.
 
-    Gradient: to each operand straight through its quantizer, then as the op at the quantized values; none through
-    ranges. Reverse mode alone: `jax.jvp` raises.
+    Gradient: the gradient of the op at the quantized values, passed straight through the quantizer of each operand;
+    none through ranges. Reverse mode only: `jax.jvp` raises.
 
     Raises:
       TypeError: for rules of another kind.
-      ValueError: when it is called, or its plan made, for a rule that matches no site, unless it is optional; for a
-        spec that does not fit the operand; for a site inside a function with a custom derivative, if no rule says
-        what becomes of that; for a parameter that a rule chooses and that goes where nothing can be replaced
+      ValueError: when it is called or its plan is made: for a rule that matches no site, unless it is optional; for a
+        spec that does not fit the operand; for a site inside a function with a custom derivative, if no rule says what
+        becomes of the derivative; for a parameter that a rule chooses and that goes where nothing can be replaced
         (pallas_call, FFI), or into a backward pass that f itself contains.
 
     Source: Jacob et al., 2018, for the integer contraction; the gradient as `fake_quant`.
@@ -515,8 +518,8 @@ def quantize_fn(
 def quant_point(x: Any, name: str) -> Array:
     """`x` itself, with a name for the site where it becomes an operand: one that has no parameter.
 
-    The name stays with it through reshapes, transposes, slices and casts, and a Rule of kind "act_act" is matched with
-    it. A Rule of kind "value" quantizes the value itself, here, for whatever takes it. Outside of `quantize_fn` it does
+    The name stays with the value through reshapes, transposes, slices and casts, and Rules of kind "act_act" match it.
+    A Rule of kind "value" quantizes the value here, for whatever uses it. Outside of `quantize_fn` the call does
     nothing.
 
     Args:
@@ -529,9 +532,9 @@ def quant_point(x: Any, name: str) -> Array:
     Gradient: as the identity.
 
     Raises:
-      TypeError: for anything but an array, or a name that is no str.
+      TypeError: for anything but an array, or a name that is not a str.
 
-    Source: `jax.ad_checkpoint.checkpoint_name`, which it is: a checkpoint policy sees the name "jaxquant:name".
+    Source: `jax.ad_checkpoint.checkpoint_name`, which it calls: a checkpoint policy sees the name "jaxquant:name".
 
     >>> import jax.numpy as jnp
     >>> from jaxquant import Rule, activation_spec, quant_point, quantize_fn

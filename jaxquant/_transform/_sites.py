@@ -336,9 +336,9 @@ def _checked(v: Any) -> QuantizedParam:
     if isinstance(v, QuantizedParam):
         return v
     raise NotImplementedError(
-        "a parameter, or a value that is quantized where it is named, reaches its op by a way on which its integers "
-        "cannot follow. Report the program that does it; until then quantize what the op meets by fake_quant_params, "
-        "or drop the rule of the value."
+        "a parameter, or a value that is quantized where it is named, reaches its op in a way that its integers cannot "
+        "follow. Report the program that does this; until then quantize the operand by fake_quant_params, or drop the "
+        "rule of the value."
     )
 
 

@@ -212,15 +212,15 @@ def fake_quant_with_min_max_vars(
 ) -> Array:
     """Quantizes and dequantizes real values with a trained range.
 
-    The formula of `fake_quant_with_min_max_args` with a division by `scale` in place of the product with its
-    inverse, as in TensorFlow: on exact ties the two ops can differ by a level.
+    The formula is that of `fake_quant_with_min_max_args` with a division by `scale` in place of the product with its
+    inverse, as in TensorFlow. On exact ties the two ops can differ by a level.
 
     Args:
       inputs: floating array of any shape, real values.
-      min, max: numbers or floating scalars, traced or not: the ends of the real range. They are not checked:
-        min == max == 0 (no range yet; subnormals are 0) gives 0 everywhere, NaN and infinite inputs included, and
-        passes gradients; other equal and non-finite ranges, and ranges with a subnormal step, give NaN, and a
-        reversed range what TensorFlow gives.
+      min, max: numbers or floating scalars, traced or not: the ends of the real range. They are not checked. min == max
+        == 0 (no range yet; subnormals are 0) gives 0 everywhere, NaN and infinite inputs included, and passes
+        gradients. Other equal and non-finite ranges, and ranges with a subnormal step, give NaN. A reversed range gives
+        what TensorFlow gives.
       num_bits: static int, 2 to 16.
       narrow_range: static bool; drops the lowest level, so that a symmetric range stays where it is. Use it for
         weights.
@@ -263,7 +263,7 @@ def fake_quant_with_min_max_vars_gradient(
         d_min = sum(gradients * (inputs < x_min))
         d_max = sum(gradients * (inputs > x_max))
 
-    with the NUDGED range. They are products, so a NaN in `gradients` reaches both sums wherever it stands. A NaN in
+    with the NUDGED range. They are products, so a NaN in `gradients` reaches both sums wherever it is. A NaN in
     `inputs` is in no mask. An unset range, min == max == 0, gives `gradients`, 0, 0.
 
     Args:
@@ -309,7 +309,7 @@ def fake_quant_with_min_max_vars_per_channel(
     """Quantizes and dequantizes real values with one trained range for each channel.
 
     The formula of `fake_quant_with_min_max_args` for each channel: a product with the inverse scale, where
-    `fake_quant_with_min_max_vars` divides. Equal bits to a loop of that formula over the channels.
+    `fake_quant_with_min_max_vars` divides. The bits equal a loop of that formula over the channels.
 
     Args:
       inputs: floating array of shape (..., channels), rank 1 or more, real values.
@@ -354,7 +354,7 @@ def fake_quant_with_min_max_vars_per_channel_gradient(
 ) -> FakeQuantGradients:
     """The gradients of `fake_quant_with_min_max_vars_per_channel`.
 
-    Those of `fake_quant_with_min_max_vars_gradient` for each channel, the sums over all axes but the last.
+    As `fake_quant_with_min_max_vars_gradient` for each channel, with sums over all axes but the last.
 
     Args:
       gradients: floating array of the shape of `inputs`, the cotangent of the output; of no more precision than the

@@ -33,7 +33,7 @@ def grad_pass_through(f: Callable) -> Callable:
     Returns:
       A function of the signature of `f`.
 
-    Gradient: to each positional argument the cotangent of the result in its place.
+    Gradient: each positional argument gets the cotangent of the result in its place.
 
     Raises:
       TypeError: if the result does not match the arguments.

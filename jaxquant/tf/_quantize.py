@@ -197,7 +197,7 @@ def quantize(
       `(output, output_min, output_max)`: the codes in dtype T with the shape of `input`, and the real range that they
       span, scalars or of shape (input.shape[axis],), in the dtype of the computation.
 
-    Gradient: none; it is zero to everything, as in TensorFlow. To train through quantization use a fake-quant op.
+    Gradient: zero with respect to everything, as in TensorFlow. To train through quantization use a fake-quant op.
 
     Raises:
       TypeError: for an argument of the wrong kind, or a range of higher precision than the computation.
@@ -208,7 +208,7 @@ def quantize(
 
     - int32 saturates where TensorFlow's cast wraps: the top of the range is 2 ** 31 - 1 here and -2 ** 31 there.
     - NaN gives the lowest code; TensorFlow leaves it undefined.
-    - MIN_FIRST takes an `axis`, where TensorFlow has none. An axis of size 1 gives ranges of shape (1,), not ().
+    - MIN_FIRST takes an `axis`, which TensorFlow's does not. An axis of size 1 gives ranges of shape (1,), not ().
     - int32 scales are right to 2e-7 without x64, and exact with it.
 
     The r1.4 page of `quantize_v2` differs from both:
@@ -299,14 +299,14 @@ def dequantize(
     Returns:
       An array of the shape of `input` in `dtype`.
 
-    Gradient: none; it is zero to the range, as in TensorFlow.
+    Gradient: zero with respect to the range, as in TensorFlow.
 
     Raises:
       TypeError: for an argument of the wrong kind.
       ValueError: for dtype, mode, axis or a shape that does not fit.
 
-    Source: TensorFlow 2.21, `tf.quantization.dequantize`, without oneDNN. It has bfloat16 in MIN_COMBINED mode only
-    and MIN_FIRST without an axis only. For int32 in SCALED mode without an axis it gives the code 2 ** 31 - 1 the
+    Source: TensorFlow 2.21, `tf.quantization.dequantize`, without oneDNN. TensorFlow has bfloat16 only in MIN_COMBINED
+    mode, and MIN_FIRST only without an axis. For int32 in SCALED mode without an axis it gives the code 2 ** 31 - 1 the
     wrong sign; here it has the right one.
 
     >>> import jax.numpy as jnp

@@ -125,7 +125,7 @@ def quantize_and_dequantize(
     Returns:
       An array of the shape and dtype of `input`.
 
-    Gradient: to `input` the incoming one, everywhere; none to the range.
+    Gradient: with respect to `input` the incoming gradient, everywhere; none for the range.
 
     Raises:
       TypeError, ValueError: as `quantize_and_dequantize_v2` does.
@@ -183,9 +183,9 @@ def quantize_and_dequantize_v2(
     Returns:
       An array of the shape and dtype of `input`.
 
-    Gradient: to `input`, `g * (input_min <= input <= input_max)` with the range AS PASSED, not as adjusted, and
-    also if `range_given` is False: passing 0 and 0 there stops nearly all of it. None to the range. For a gradient
-    that passes everywhere use `quantize_and_dequantize`, or `grad_pass_through` around this op.
+    Gradient: with respect to `input`, `g * (input_min <= input <= input_max)` with the range AS PASSED, not as
+    adjusted, also if `range_given` is False: there, passing 0 and 0 stops nearly all of it. None for the range. For a
+    gradient that passes everywhere use `quantize_and_dequantize`, or `grad_pass_through` around this op.
 
     Raises:
       TypeError: for an argument of the wrong kind, or a range of higher precision than the computation.
