@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import itertools
 import pathlib
 import re
 import subprocess
@@ -109,6 +110,17 @@ def test_the_page_of_the_code_says_what_is_in_each_file():
 def test_the_site_has_every_page():
     pages = set(re.findall(r": ([\w/]+\.md)$", (ROOT / ".ci" / "mkdocs.yml").read_text(), re.M))
     assert pages == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_every_table_of_benchmarks_says_what_its_figures_are():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    kinds = re.findall(r"^\| (\w+) \| .* \|$", page.partition("## ")[0], re.M)
+    assert kinds == ["Measured", "Estimated", "Quoted"]
+    for section in page.split("\n## ")[1:]:
+        kind = None
+        for line, after in itertools.pairwise(section.splitlines()):
+            kind = next((k for k in kinds if line.startswith(k)), kind)
+            assert kind or not after.startswith("|---"), f"a table without its kind: {section[:40]!r}"
 
 
 def test_figures_are_drawn_used_and_described():
