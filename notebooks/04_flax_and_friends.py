@@ -299,7 +299,7 @@ for name, q in quantized.items():
 
 # %% [markdown]
 # Freezing, saving and loading change no bit. The accuracy that a row loses is the price of fixed ranges at 4 bits;
-# [notebook 05](05_train_freeze_serve.py) learns them.
+# [notebook 05](05_train_freeze_serve.ipynb) learns them.
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true}
 assert all(right > 85 for right in served_accuracies.values())

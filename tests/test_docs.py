@@ -109,7 +109,8 @@ def test_the_page_of_the_code_says_what_is_in_each_file():
 
 def test_the_site_has_every_page():
     pages = set(re.findall(r": ([\w/]+\.md)$", (ROOT / ".ci" / "mkdocs.yml").read_text(), re.M))
-    assert pages == {path.name for path in (ROOT / "docs").glob("*.md")}
+    tutorials = {f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert pages == tutorials | {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
 def test_every_table_of_benchmarks_says_what_its_figures_are():
