@@ -387,7 +387,7 @@ def choose_bits(report: Report, budget_bytes: int) -> dict[str, int]:
       budget_bytes: integer, for the integers of all quantized parameters with their qparams, as `save` writes them.
 
     Returns:
-      A dict {path: bits}, for rules: `[Rule(path, weight_spec(bits)) for path, bits in chosen.items()]`.
+      A dict from path to bits, for rules: `[Rule(path, weight_spec(bits)) for path, bits in chosen.items()]`.
 
     Gradient: none.
 
@@ -396,7 +396,7 @@ def choose_bits(report: Report, budget_bytes: int) -> dict[str, int]:
       ValueError: for a report without a loss, or a budget that the fewest bits exceed.
 
     Source: the least sum of costs under a budget, as in Dong et al., 2020 (HAWQ-V2), with measured costs; solved as a
-      multiple-choice knapsack.
+    multiple-choice knapsack.
 
     >>> import jax.numpy as jnp
     >>> from jaxquant import choose_bits, quantize_fn, report, weight_spec

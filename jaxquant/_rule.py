@@ -51,30 +51,30 @@ class Rule:
 
     For `quantize_fn` only; functions that see only the parameters refuse anything but the default:
 
-      kind: which ops the rule is for, and what its pattern matches. "weight": ops of a parameter with something else;
-        matches the path of the parameter. "act_act": ops of two operands that depend on data; matches the name of the
-        op in the plan, or the name that `quant_point` gives an operand; `activation` is the spec for both. "derived":
-        an operand computed from parameters alone; matches the name of the op or the path of one of the parameters.
-        "captured": an operand that the function closes over; matches the name of the op. "gradient": ops in the
-        backward pass of a function that differentiates; matches the name of the op. "value": a value named by
-        `quant_point`; matches that name. `activation` is its spec, and dots that take the value, even after moves, take
-        its integers.
-      op: "dot_general", "conv_general_dilated" or "ragged_dot_general"; None takes all.
-      scope: a path glob of the op's scope, which `jax.named_scope` and the modules of flax and haiku make.
-      custom: what to do if the op is inside a function with a custom derivative (custom_jvp, custom_vjp). "keep" uses
-        the derivative that its author wrote, at the unquantized values; "inline" the derivative of the quantized ops;
-        None raises.
-      everywhere: static bool. True lets every use of the parameter see its quantized value: a gather, such as of the
-        rows of an embedding, and anything that computes with it in float. Needed to freeze tied parameters. A spec
-        whose axis is None means the output channels of the parameter's dot; if there is no dot, name the axis.
-      gradient: the precision of the products of the backward pass, where both operands are quantized. None: float32.
-        "bfloat16": the incoming gradient g is rounded to bfloat16, products are added in float32. A QuantSpec: g is
-        rounded to its grid, products are as exact as in the forward pass. A pair of these: one towards the input and
-        one towards the weight; if kind="act_act", one towards each operand. The QuantSpec is PerTensor(),
-        PerBlock(None, size) along what is summed, PerToken() (only towards an input) or PerChannel(None) (only towards
-        a weight). The value of the function does not change. A scale of the other operand that varies along what is
-        summed, such as a weight's channels towards the input, is multiplied into g before g is rounded. Infinities and
-        NaN in g become NaN in what they enter.
+    - kind: which ops the rule is for, and what its pattern matches. "weight": ops of a parameter with something else;
+      matches the path of the parameter. "act_act": ops of two operands that depend on data; matches the name of the
+      op in the plan, or the name that `quant_point` gives an operand; `activation` is the spec for both. "derived":
+      an operand computed from parameters alone; matches the name of the op or the path of one of the parameters.
+      "captured": an operand that the function closes over; matches the name of the op. "gradient": ops in the
+      backward pass of a function that differentiates; matches the name of the op. "value": a value named by
+      `quant_point`; matches that name. `activation` is its spec, and dots that take the value, even after moves, take
+      its integers.
+    - op: "dot_general", "conv_general_dilated" or "ragged_dot_general"; None takes all.
+    - scope: a path glob of the op's scope, which `jax.named_scope` and the modules of flax and haiku make.
+    - custom: what to do if the op is inside a function with a custom derivative (custom_jvp, custom_vjp). "keep" uses
+      the derivative that its author wrote, at the unquantized values; "inline" the derivative of the quantized ops;
+      None raises.
+    - everywhere: static bool. True lets every use of the parameter see its quantized value: a gather, such as of the
+      rows of an embedding, and anything that computes with it in float. Needed to freeze tied parameters. A spec
+      whose axis is None means the output channels of the parameter's dot; if there is no dot, name the axis.
+    - gradient: the precision of the products of the backward pass, where both operands are quantized. None: float32.
+      "bfloat16": the incoming gradient g is rounded to bfloat16, products are added in float32. A QuantSpec: g is
+      rounded to its grid, products are as exact as in the forward pass. A pair of these: one towards the input and
+      one towards the weight; if kind="act_act", one towards each operand. The QuantSpec is PerTensor(),
+      PerBlock(None, size) along what is summed, PerToken() (only towards an input) or PerChannel(None) (only towards
+      a weight). The value of the function does not change. A scale of the other operand that varies along what is
+      summed, such as a weight's channels towards the input, is multiplied into g before g is rounded. Infinities and
+      NaN in g become NaN in what they enter.
 
     Raises:
       TypeError: for anything else.

@@ -132,7 +132,7 @@ class QuantizedFunction:
           histogram: static bool. True counts the values, for `range_from_histogram`.
 
         Returns:
-          A dict {entry: Range}, or {entry: Histogram}, of each input except those that are always dynamic, as inputs
+          A dict from entry to Range, or to Histogram, of each input except those that are always dynamic, as inputs
           per token are. Combine batches by `merge_ranges`, `ema_ranges` or `merge_histograms`. An input in a scan over
           parameters has one range for each turn; in other loops, one for all turns; in a branch that is not taken, or a
           loop without a turn, the empty range, Range(inf, -inf). Under shard_map, and for sharded arrays, it is one
@@ -181,10 +181,10 @@ class QuantizedFunction:
           method: static, how parameters are fitted, as in `fit_qparams`.
 
         Returns:
-          A dict {entry: QParams or None}: a pytree to differentiate with respect to, update, checkpoint and `save`. The
-          key of a parameter is its path; the key of an input is the name of the first site that uses it. The qparams
-          know their spec, and raise under another one. None means dynamic: an input per token always is, and you may
-          set others to None. A parameter that was frozen without qparams has None too.
+          A dict from entry to QParams or None: a pytree to differentiate with respect to, update, checkpoint and
+          `save`. The key of a parameter is its path; the key of an input is the name of the first site that uses it.
+          The qparams know their spec, and raise under another one. None means dynamic: an input per token always is,
+          and you may set others to None. A parameter that was frozen without qparams has None too.
 
         Gradient: none, as `fit_qparams`.
 
