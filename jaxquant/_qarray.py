@@ -356,7 +356,7 @@ def check_dtypes(name: str, q: QArray) -> None:
         dtype = getattr(q.stored if part == "values" else getattr(q, part), "dtype", None)
         if dtype is not None and dtype not in dtypes:
             raise TypeError(
-                f"`{name}` must have {part} of dtype {dtypes[0]}, as {q.spec} holds them, got {dtype}. A cast of all "
-                "leaves also casts integers: cast only the other arrays, by jax.tree.map(f, params, "
+                f"`{name}` must have {part} of dtype {dtypes[0]}, as {q.spec} holds them, got {dtype}. Leave "
+                "QArrays out of a cast: jax.tree.map(lambda v: v if isinstance(v, QArray) else v.astype(...), params, "
                 "is_leaf=lambda v: isinstance(v, QArray))."
             )

@@ -433,3 +433,61 @@ def test_one_scale_serves_ops_that_sum_along_other_axes(f, shape, spec):
     np.testing.assert_allclose(y, f({"w": F(level * scale)}, X, np), atol=0.1)
     w.flat[0] = np.nan
     assert np.isnan(both({"w": w})[0]).all()
+
+
+# What a newcomer met
+
+
+def test_the_cast_that_an_error_names_works():
+    cast = jax.tree.map(lambda v: v.astype(jnp.bfloat16), frozen())
+    with pytest.raises(TypeError, match="Leave QArrays out of a cast") as error:
+        Q(cast, X, qparams=inputs_alone(qparams()))
+    recipe = re.search(r"jax\.tree\.map\(.*QArray\)\)", str(error.value))[0].replace("...", "jnp.bfloat16")
+    params = frozen() | {"bias": np.ones(3, F)}
+    cast = eval(recipe, {"jax": jax, "jnp": jnp, "QArray": QArray, "params": params})
+    assert cast["bias"].dtype == jnp.bfloat16
+    assert_same_bits(cast["w1"].scale, params["w1"].scale)
+
+
+@pytest.mark.parametrize("name", ["queries", "dot_general_2"])
+def test_a_rule_without_its_kind_is_told_it(name):
+    f = lambda p, x: jaxquant.quant_point(x @ p["w1"], "queries") @ (x @ p["w1"]).T
+    with pytest.raises(ValueError, match=rf"It matches '{name}'.*Rule\(\.\.\., kind='act_act'\)"):
+        quantize_fn(f, [Rule(name, activation=A8)]).plan(PARAMS, X)
+
+
+def test_a_model_in_place_of_its_apply_is_refused():
+    class Model:
+        """As a module of flax linen."""
+
+        def init(self, key, x):
+            return {"w": jnp.ones((8, 3))}
+
+        def apply(self, params, x):
+            return x @ params["w"]
+
+        def __call__(self, x):
+            raise AssertionError("called without its parameters")
+
+    model = Model()
+    with pytest.raises(TypeError, match=r"got the model Model\. Pass its apply: quantize_fn\(model\.apply, rules\)"):
+        quantize_fn(model, [("w", W8)])
+    assert quantize_fn(model.apply, [("w", W8)]).plan(model.init(None, X), X)["w"].spec
+
+
+@pytest.mark.parametrize("bits", ["int4", jnp.int8, "8"])
+def test_bits_are_a_number(bits):
+    with pytest.raises(TypeError, match=r"`bits` must be a static int, got .*Pass a number, such as 8"):
+        weight_spec(bits)
+
+
+def test_blocks_along_several_axes_name_a_rule_of_their_own():
+    f = lambda p, x: jnp.einsum("bhd,hdo->bo", x, p["out"])
+    rules = [("**", weight_spec(4, block_size=32))]
+    params, x = {"out": np.ones((2, 32, 8), F)}, np.ones((3, 2, 32), F)
+    with pytest.raises(ValueError, match="a rule of its own before this one") as error:
+        quantize_fn(f, rules).plan(params, x)
+    spec = re.search(r"parameter: (QuantSpec\(.*\))\.$", str(error.value).splitlines()[0])[1]
+    names = {"QuantSpec": QuantSpec, "PerBlock": jaxquant.PerBlock}
+    plan = quantize_fn(f, [("out", eval(spec, names)), Rule("**", weight_spec(4, block_size=32), optional=True)])
+    assert plan.plan(params, x)["out"].spec

@@ -60,7 +60,8 @@ def _of_op(spec: QuantSpec, operand: Operand, contracted: tuple[int, ...], is_we
         named = dataclasses.replace(spec, granularity=_blocks(math.prod(kind.sizes.values()), operand, contracted))
         raise ValueError(
             f"{spec} has blocks along the contracted axis, and this op contracts {len(contracted)} of shape "
-            f"{operand.shape}: {contracted}. Name the axes of the blocks, counted on the parameter: {named}."
+            f"{operand.shape}: {contracted}. Give the parameter a rule of its own before this one, with the axes of "
+            f"the blocks counted on the parameter: {named}."
         )
     if kind == PerToken() and is_weight:
         raise ValueError(

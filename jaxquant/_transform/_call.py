@@ -127,7 +127,10 @@ def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> str:
         )
     for i, v in others.items():
         if any(of.spec for of in _found(QParams, v).values()):
-            return f"Argument {i!r} holds QParams. Pass them by name: q(params, ..., qparams=qparams)."
+            return (
+                f"Argument {i!r} holds QParams. Pass them by name: q(params, ..., qparams=qparams), after all "
+                "arguments of the function; so in q.freeze, too."
+            )
     for i, v in others.items():
         is_swapped = is_traced(params) and not is_qarray(params) and len(jax.tree.leaves(v)) > 1
         if isinstance(i, int) and (is_swapped or (_found(QArray, v) and not _found(QArray, params))):

@@ -91,6 +91,9 @@ def _why_unused(rule: Rule, names: Sequence[str], matcher: Matcher, ops: Sequenc
         return f" It matches the parameter {path!r}, which is in an op of kind {kind!r}{said}.{more}"
     if rule.kind != "weight":
         return ""
+    of_kinds = {op.kind: name for op in ops for side in range(2) for name in op.subjects(side) if matches(name)}
+    if kind := next((kind for kind in KINDS[1:] if kind in of_kinds), None):
+        return f" It matches {of_kinds[kind]!r}, which is of kind {kind!r}: Rule(..., kind={kind!r})."
     if parameters:
         return (
             f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is. "

@@ -510,6 +510,11 @@ def quantize_fn(
     """
     if not callable(f):
         raise TypeError(f"`f` must be a function, got {checks.kind(f)}. Pass one such as lambda params, x: ....")
+    if not inspect.isroutine(f) and callable(getattr(f, "apply", None)) and callable(getattr(f, "init", None)):
+        raise TypeError(
+            f"`f` must be a function of the parameters, got the model {checks.kind(f)}. Pass its apply: "
+            "quantize_fn(model.apply, rules), called as model.apply is."
+        )
     params_argnum = checks.static_int_between("params_argnum", params_argnum, 0, 255)
     execution = checked_execution(execution, LOWERINGS)
     return QuantizedFunction(f, rules, params_argnum, execution, checks.static_bool("strict", strict))
