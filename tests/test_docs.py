@@ -48,7 +48,7 @@ def test_the_example_runs_learns_and_is_served(tmp_path, monkeypatch):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         run(first)
-    before, after = map(float, printed.getvalue().split())
+    before, after = map(float, re.findall(r"^[\d.e-]+$", printed.getvalue(), re.M))
     assert after < before / 4
     printed = subprocess.run(
         [sys.executable, "-c", f"{served}print(y.shape)"], check=True, capture_output=True, text=True
