@@ -170,7 +170,7 @@ def shape(name: str, array: Array, expected: tuple[int, ...], why: str) -> None:
 def static_int(name: str, value: Any) -> int:
     """Returns `value` as an int; arrays, traced ones too, and bools are refused."""
     if isinstance(value, str | type):
-        raise TypeError(f"`{name}` must be a static int, got {value!r}. Pass a number, such as 8.")
+        raise TypeError(f"`{name}` must be a static int, got {kind(value)} {value!r}. Pass a number, such as 8.")
     if isinstance(value, bool | np.bool_ | Array | np.ndarray) or not hasattr(value, "__index__"):
         raise TypeError(
             f"`{name}` must be a static int, got {kind(value)}. It fixes the compiled program, so it cannot be a "
