@@ -472,7 +472,7 @@ BAD = [
             ("execution", None, TypeError, ["auto, int8, float32", "NoneType"]),
             ("params_argnum", True, TypeError, ["static int", "got bool"]),
             ("params_argnum", 1.5, TypeError, ["static int", "got float"]),
-            ("params_argnum", "params", TypeError, ["static int", "got 'params'"]),
+            ("params_argnum", "params", TypeError, ["static int", "got str"]),
             ("params_argnum", (0,), TypeError, ["static int", "got tuple"]),
             ("params_argnum", -1, ValueError, ["got -1"]),
             ("strict", 1, TypeError, ["static bool", "got int"]),
