@@ -4,10 +4,12 @@
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ._ranges._range import for_each
+from ._sharding import is_explicit
 
 
 class Gram(NamedTuple):
@@ -32,8 +34,12 @@ def gram(rows: Array, is_met: Array | None = None) -> Gram:
     rows = rows.astype(float)  # float32, or float64 if 64 bits are enabled
     if is_met is not None:
         return lax.map(lambda met: gram(jnp.where(met[:, None], rows, 0))._replace(rows=met.sum(dtype=float)), is_met)
-    products = jnp.einsum("...rk,...rl->...kl", rows, rows, precision=lax.Precision.HIGHEST)
-    return Gram(products, jnp.full(rows.shape[:-2], rows.shape[-2], rows.dtype))
+    *lead, n, _ = rows.shape
+    batch = tuple(range(len(lead)))
+    numbers = ((len(lead),), (len(lead),)), (batch, batch)
+    whole = jax.NamedSharding(jax.typeof(rows).sharding.mesh, jax.P()) if is_explicit(rows) else None
+    products = lax.dot_general(rows, rows, numbers, precision=lax.Precision.HIGHEST, out_sharding=whole)
+    return Gram(products, jnp.full(lead, n, rows.dtype))
 
 
 def merge_grams(*grams: Any) -> Any:

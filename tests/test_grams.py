@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from lanes import cases
 
-from jaxquant import Gram, Rule, activation_spec, merge_grams, quantize_fn, weight_spec
+from jaxquant import Gram, QuantSpec, Rule, activation_spec, merge_grams, quantize_fn, weight_spec
 
 F = np.float32
 W4, A8 = weight_spec(4), activation_spec(8)
@@ -176,6 +176,15 @@ def test_batches_and_devices_add_up():
         same(got["shared"], shared, 36)
 
 
+@pytest.mark.parametrize("split", [P("data"), P(None, "data")])
+def test_on_a_mesh_with_explicit_axes_they_are_whole(split):
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Explicit,))
+    q = quantize_fn(lambda p, x: jnp.dot(x, p["w"], out_sharding=P()), RULES)
+    with jax.set_mesh(mesh):
+        x, w = jax.sharding.reshard(X, split), jax.sharding.reshard(normal(2, 4, 7), P(*split[1:]))
+        same(q.observe({"w": w}, x, gram=True)["w"], moments(X), 6)
+
+
 def test_beside_the_value_of_the_quantized_function_and_of_frozen_weights():
     f = lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"]
     params = {"a": normal(12, 4, 5), "b": normal(13, 5, 2)}
@@ -216,6 +225,12 @@ def test_a_part_of_a_parameter_is_refused(name):
     rules = [Rule("w", W4, optional=True), Rule("v*", W4, optional=True)]
     with pytest.raises(ValueError, match=r"At '(w|v)'.*`gram=True` is for parameters that an op takes whole and alone"):
         quantize_fn(PARTS[name], rules).observe(params, X, gram=True)
+
+
+def test_uses_along_different_axes_have_no_one_gram():
+    q = quantize_fn(lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, [("w", QuantSpec(bits=4))])
+    with pytest.raises(ValueError, match=r"At 'w'.*sum along different axes of it"):
+        q.observe({"w": normal(2, 4, 4)}, X, gram=True)
 
 
 def test_bad_input():

@@ -301,6 +301,11 @@ def _axes(name: str, axes: tuple[int, ...], ndim: int) -> None:
         raise ValueError(f"`{name}` must be different axes in [0, {ndim}), got {axes}. Count them from the front.")
 
 
+def _in_order_of(own: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The axes `other`, which meet the axes `own` of the other operand, in the order that those have there."""
+    return [axis for _, axis in sorted(zip(own, other, strict=True))]
+
+
 def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "auto") -> Array:
     """The general dot product of the real values of two quantized arrays, computed in integers.
 
@@ -353,8 +358,3 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
     if in_float:
         return lax.dot_general(a, b, ((ca, cb), (ba, bb)))
     return contraction(a, b, Dot((ca, cb), (ba, bb), execution=execution))
-
-
-def _in_order_of(own: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The axes `other`, which meet the axes `own` of the other operand, in the order that those have there."""
-    return [axis for _, axis in sorted(zip(own, other, strict=True))]

@@ -48,10 +48,17 @@ class Observed(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Where an entry is observed: the ops, with the side of the operand, and the scans whose turns are told apart."""
+    """Where an entry is observed.
+
+    Attributes:
+      at: the ops, with the side of the operand.
+      stack: the scans whose turns are told apart, with their lengths.
+      contracted: of a weight, the axes of its parameter along which these ops sum, in their order.
+    """
 
     at: Mapping[Location, int]
     stack: tuple[tuple[Location, int], ...]
+    contracted: tuple[frozenset[int], ...] = ()
 
 
 class Observer(NamedTuple):
@@ -95,15 +102,21 @@ def _uses_of_weights(decisions: Decisions) -> dict[str, Use]:
             for key in choice.keys if choice.is_weight else ():
                 with named_in_errors(key, rule=choice.rule):
                     _check_whole(choice, decisions.entries.of[key])
-                    use = Use({location: 1 - side}, choice.operand.origin.stack)
+                    origin = choice.operand.origin
+                    contracted = tuple(origin.axes[i] for i in sorted(choice.contracted))
+                    use = Use({location: 1 - side}, origin.stack, contracted)
                     found[key] = _with(found.get(key, use), use)
     return found
 
 
 def _with(old: Use, new: Use) -> Use:
-    if [n for _, n in old.stack] != [n for _, n in new.stack]:
-        raise ValueError("the parameter is scanned in one use and whole in another, and has no one Gram.")
-    return Use({**old.at, **new.at}, tuple(dict.fromkeys((*old.stack, *new.stack))))
+    told = lambda use: ([n for _, n in use.stack], use.contracted)
+    if told(old) != told(new):
+        raise ValueError(
+            "the ops that take the parameter sum along different axes of it, or take it in different scans, so that it "
+            "has no one Gram. Leave all uses but one in float, or give each use a parameter of its own."
+        )
+    return old._replace(at={**old.at, **new.at}, stack=tuple(dict.fromkeys((*old.stack, *new.stack))))
 
 
 def _check_whole(choice: Choice, entry: Entry) -> None:
