@@ -8,6 +8,8 @@ from ._affine import quantize as quantize
 from ._affine import scale_gradient as scale_gradient
 from ._files import load as load
 from ._files import save as save
+from ._gram import Gram as Gram
+from ._gram import merge_grams as merge_grams
 from ._granularity import PerBlock as PerBlock
 from ._granularity import PerChannel as PerChannel
 from ._granularity import PerTensor as PerTensor

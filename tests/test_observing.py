@@ -31,7 +31,7 @@ from jaxquant import (
     weight_spec,
 )
 from jaxquant._transform._freezing import laid_out
-from jaxquant._transform._observers import Observer, has_range
+from jaxquant._transform._observers import Observer, has_range, uses_of_inputs
 
 W, A = weight_spec(8), activation_spec(8)
 RULES = [Rule("**", W, A)]
@@ -272,7 +272,7 @@ def test_an_observer_gets_the_contracted_axes_and_the_other_operand():
         x = x + hidden @ down
     for qparams, tolerance in ((None, 1e-5), (q.init_qparams(P3, inputs["up:input"][0]), 0.1)):
         arguments = (P3, inputs["up:input"][0]), {}
-        observer = Observer(of, add, zeros, across, has_range)
+        observer = Observer(of, add, zeros, across, lambda decisions: uses_of_inputs(decisions, has_range))
         _, found = q._collect(observer, qparams is None, qparams, *arguments)
         for key, (products, other) in found.items():
             assert_same_bits(other, weights[key])

@@ -13,6 +13,7 @@ import jaxquant
 from jaxquant import tf
 
 PUBLIC = {
+    "Gram",
     "Histogram",
     "Log2QParams",
     "Op",
@@ -46,6 +47,7 @@ PUBLIC = {
     "init_qparams",
     "load",
     "match_rules",
+    "merge_grams",
     "merge_histograms",
     "merge_ranges",
     "pack",

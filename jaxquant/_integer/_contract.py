@@ -91,6 +91,14 @@ class ContractionOp(abc.ABC):
         """Why a gradient has one scale, and not one for each of its rows, in words; empty if it may have them."""
         return ""
 
+    def rows(self, *args: Any, **kwargs: Any) -> tuple[Array, Array | None]:
+        """(side, x, shape, *more) -> (..., rows, K): what operand `side`, of this shape, meets in x, for its Gram.
+
+        K runs along its contracted axes, in their order. And (experts, rows): whether a row meets the matrix of an
+        expert; None where there are none.
+        """
+        raise ValueError(f"`gram=True` is not for {type(self).__name__}. Leave its weight out by a rule with None.")
+
     def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:
         """The axes of an operand in the order in memory that an integer product reads fastest; empty if any will do."""
         return ()

@@ -56,6 +56,20 @@ class Conv(ContractionOp):
     def why_one_scale(self) -> str:
         return "" if self.batch_groups == 1 else f"in groups of examples (batch_group_count={self.batch_groups})"
 
+    def rows(self, side: int, x: Array, shape: tuple[int, ...]) -> tuple[Array, None]:
+        """The windows that meet the kernel: by a convolution with each of its values alone, for each feature group."""
+        if side == 0 or self.batch_groups > 1:
+            raise ValueError(
+                "`gram=True` is for kernels of convolutions with batch_group_count=1, got the parameter as operand "
+                f"{side} and batch_group_count={self.batch_groups}. Leave it out by a rule with None."
+            )
+        out, feature, n = self.dimensions.rhs_spec[0], self.dimensions.out_spec[1], self.feature_groups
+        own = [length for i, length in enumerate(shape) if i != out]
+        one_each = jnp.moveaxis(jnp.eye(math.prod(own), dtype=x.dtype).reshape(*own, -1), -1, out)
+        y = self.real(x, jnp.concatenate([one_each] * n, out), x.dtype)
+        rows = jnp.moveaxis(y, feature, -1).reshape(-1, n, math.prod(own))
+        return (rows[:, 0] if n == 1 else rows.swapaxes(0, 1)), None
+
     def real(self, a: Array, b: Array, dtype: Any = jnp.float32) -> Array:
         """The float formulation, which has the gradient of the op."""
         a, conv = self._with_narrow_padding(a, b)

@@ -53,6 +53,12 @@ class Dot(ContractionOp):
         free, contracted = self._free(ndim, side), self.contracted[side]
         return (*self.batch[side], *free, *contracted) if len(free) == len(contracted) == 1 else ()
 
+    def rows(self, side: int, x: Array, shape: tuple[int, ...]) -> tuple[Array, None]:
+        """The rows that meet operand `side`, for each index of the batch; in the order of that operand's axes."""
+        (batch, contracted) = (_in_order_of(axes[side], axes[1 - side]) for axes in (self.batch, self.contracted))
+        x = lax.transpose(x, (*batch, *self._free(x.ndim, 1 - side), *contracted))
+        return x.reshape(*x.shape[: len(batch)], -1, math.prod(shape[i] for i in self.contracted[side])), None
+
     def real(self, a: Array, b: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
         return float_dot(a, b, (self.contracted, self.batch))
@@ -293,6 +299,11 @@ def _dimension_numbers(value: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
 def _axes(name: str, axes: tuple[int, ...], ndim: int) -> None:
     if not all(0 <= i < ndim for i in axes) or len(set(axes)) < len(axes):
         raise ValueError(f"`{name}` must be different axes in [0, {ndim}), got {axes}. Count them from the front.")
+
+
+def _in_order_of(own: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The axes `other`, which meet the axes `own` of the other operand, in the order that those have there."""
+    return [axis for _, axis in sorted(zip(own, other, strict=True))]
 
 
 def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "auto") -> Array:

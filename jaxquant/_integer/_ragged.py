@@ -53,6 +53,19 @@ class Ragged(ContractionOp):
     def summed_in_gradient(self, side: int, ndim: int) -> Sequence[int]:
         return [i for i in range(ndim) if i not in (*self.contracted[1 - side], *self.batch[1 - side])]
 
+    def rows(self, side: int, x: Array, shape: tuple[int, ...], sizes: Array) -> tuple[Array, Array]:
+        """All rows, and for each expert whether they meet it."""
+        if side == 0 or self.batch[0]:
+            raise ValueError(
+                "`gram=True` is for the matrices of the experts of a ragged dot without a batch, got the parameter as "
+                f"operand {side} and batch axes {self.batch}. Leave it out by a rule with None."
+            )
+        rows, _ = Dot(self.contracted, self.batch).rows(side, x, shape)
+        kept = [x.shape[i] for i in range(x.ndim) if i not in self.contracted[0]]
+        group = self._groups(kept, shape[self.group], sizes).reshape(-1)
+        of_group = group[None] == jnp.arange(shape[self.group], dtype=group.dtype)[:, None]
+        return rows, of_group
+
     def real(self, a: Array, b: Array, sizes: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
         numbers = lax.RaggedDotDimensionNumbers((self.contracted, self.batch), (self.ragged,), (self.group,))

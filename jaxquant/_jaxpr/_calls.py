@@ -63,7 +63,7 @@ def _evaluate_remat(replace: Replacements, step: Step) -> Sequence[Any]:
     inner = replace.inner(eqn, 0, location, [True] * len(eqn.outvars))
     checkpointed = jax.checkpoint(inner, prevent_cse=prevent_cse, policy=policy)
     outs, observed = checkpointed(replace.inputs.within(scope.qparams, location), scope.key, *ins)
-    scope.observed.update(observed)
+    replace.inputs.note(scope, observed)
     return outs
 
 
@@ -111,7 +111,7 @@ def _evaluate_custom(replace: Replacements, step: Step) -> Sequence[Any]:
 
     kept.defvjp(forward, backward, symbolic_zeros=True)
     outs, observed = kept(*leaves)
-    scope.observed.update(observed)
+    replace.inputs.note(scope, observed)
     return outs
 
 
@@ -188,10 +188,10 @@ class _Carry:
 
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Sequence[Origin]:
     consts, carry, xs = scan_parts(eqn, _inside(ins, place))
-    slices = [x._replace(axes=x.axes[1:]) for x in xs]
-    within = place.inside(0)
+    within, here = place.inside(0), (place.location, param(eqn, "length"))
+    slices = [x._replace(axes=x.axes[1:], stack=(*x.stack, here) if x.parts else ()) for x in xs]
     if any(x.parts for x in xs):
-        within = within._replace(stack=(*place.stack, (place.location, param(eqn, "length"))))
+        within = within._replace(stack=(*place.stack, here))
     body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], within)
     outs = _settled(body, _constant(walk, eqn, programs(eqn)[0][0], len(consts), carry))
     walk.read(outs[len(carry) :], "scan")
@@ -222,7 +222,7 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
     (changing, seen), (ys, observed) = lax.scan(
         body, (carry.start, seen), (list(xs), of_turns, keys), length, param(eqn, "reverse"), param(eqn, "unroll")
     )
-    scope.observed.update(seen | observed)
+    inputs.note(scope, seen | observed)
     return [*carry.whole(changing), *ys]
 
 
@@ -257,7 +257,7 @@ def _evaluate_while(replace: Replacements, step: Step) -> Sequence[Any]:
         body,
         (carry.start, replace.inputs.seen(location, ins), first),
     )
-    scope.observed.update(seen)
+    replace.inputs.note(scope, seen)
     return carry.whole(changing)
 
 
@@ -297,7 +297,7 @@ def _evaluate_cond(replace: Replacements, step: Step) -> Sequence[Any]:
             "parameter with scales of different shapes, or differently cast, so that no one op can take them. Cut "
             "blocks whole, and cast after the branch."
         ) from error
-    scope.observed.update(observed)
+    replace.inputs.note(scope, observed)
     return outs
 
 
@@ -328,7 +328,7 @@ def _evaluate_shard_map(replace: Replacements, step: Step) -> Sequence[Any]:
         out_specs=(tuple(of("out_specs")), whole(inputs.seen(location, []))), check_vma=of("check_vma"),
         axis_names=set(axes),
     )(qparams, scope.key, *(v for v, _ in taken))  # fmt: skip
-    scope.observed.update(observed)
+    replace.inputs.note(scope, observed)
     return outs
 
 

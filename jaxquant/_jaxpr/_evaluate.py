@@ -35,15 +35,15 @@ class Inputs(NamedTuple):
 
     Attributes:
       used: of each location of a contraction, the entries whose qparams it needs.
-      first: of each entry that is observed, the location where.
-      scans: of each entry, the scans over parameters around it: each of its turns has a value of its own.
+      observed: of each entry that is observed, the locations where.
+      scans: of each entry, the scans whose turns each have a value of their own.
       nothing: (entry, locations of scans) -> what is observed where nothing is seen, stacked for these scans.
       merge: of what two turns or branches have seen.
       across: (what is seen on one device, axes of the mesh) -> what is seen on all.
     """
 
     used: Mapping[Location, Collection[str]]
-    first: Mapping[str, Location]
+    observed: Mapping[str, Collection[Location]]
     scans: Mapping[str, Collection[Location]]
     nothing: Callable[[str, Collection[Location]], Any]
     merge: Callable[[Any, Any], Any]
@@ -58,9 +58,14 @@ class Inputs(NamedTuple):
     def seen(self, location: Location, ins: Sequence[Any]) -> dict[str, Any]:
         """What is observed inside of a location where nothing is seen; on the devices where `ins` are."""
         n = len(location)
-        inside = [key for key, at in self.first.items() if at[:n] == location]
+        inside = [key for key, places in self.observed.items() if any(at[:n] == location for at in places)]
         seen = {key: self.nothing(key, [at for at in self.scans[key] if at[:n] == location]) for key in inside}
         return vary_together(seen, ins)[0] if seen else seen
+
+    def note(self, scope: Scope, observed: Mapping[str, Any]) -> None:
+        """Adds what is observed to what a scope has observed before."""
+        before = scope.observed
+        before.update({key: self.merge(before[key], v) if key in before else v for key, v in observed.items()})
 
 
 class Step(NamedTuple):

@@ -21,6 +21,7 @@ class Origin(NamedTuple):
       picked: whether data say which part of the parameter it is.
       computed: the parameters of at least two axes that it was computed from, with no contraction between.
       products: where the contractions are that it came out of, if it was made of parameters alone.
+      stack: the scans that take its parts turn by turn, with their lengths.
       gathered: whether it holds its parts in an order that indices say: what a gather makes of a parameter.
       name: what `quant_point` called it, and
       points: where that was, and where it was named before; it may have been moved since.
@@ -36,6 +37,7 @@ class Origin(NamedTuple):
     picked: bool = False
     computed: frozenset[str] = frozenset()
     products: frozenset[Location] = frozenset()
+    stack: tuple[tuple[Location, int], ...] = ()
     gathered: bool = False
     name: str | None = None
     points: tuple[Location, ...] = ()

@@ -45,6 +45,7 @@ class Contraction(NamedTuple):
     gradient: str  # "transpose(" or "jvp(" if the function itself differentiates, and this is in that pass; else ""
     stack: tuple[tuple[Location, int], ...] = ()  # the scans over parameters around it, with their lengths
     in_condition: bool = False  # whether it is in the condition of a loop
+    more: tuple[Any, ...] = ()  # the avals of the operands behind both, such as the sizes of groups
 
     def as_op(self, **attributes: Any) -> ContractionOp:
         """The op that takes its place."""
@@ -127,7 +128,8 @@ class Walk:
             return self.calls[name].walk(self, eqn, ins, place)
         if name in (*OPS, *CLOSED) or any(_contracts(inner) for inner, _ in programs(eqn)):
             both = slice(2 if is_contraction(name, eqn.params) else None)
-            self._note(name, avals(eqn.invars)[both], ins[both], eqn.params, place)
+            of_op = avals(eqn.invars)
+            self._note(name, of_op[both], ins[both], eqn.params, place, of_op[2:])
         if name == NAME:
             return [self.named(eqn, ins[0], place)]
         if name in MOVES:
@@ -158,13 +160,15 @@ class Walk:
         return origin._replace(name=name, points=(*origin.points, place.location))
 
     def _note(
-        self, op: str, values: Sequence[Any], ins: Sequence[Origin], params: Mapping[str, Any], place: Place
-    ) -> None:
+        self, op: str, values: Sequence[Any], ins: Sequence[Origin], params: Mapping[str, Any], place: Place,
+        more: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
         operands = tuple(Operand(aval.shape, aval.dtype, origin) for aval, origin in zip(values, ins, strict=True))
         at, gradient = place.location, next((pass_ for pass_ in ("transpose(", "jvp(") if pass_ in place.scope), "")
         self.contractions[at] = Contraction(
-            at, op, _clean(place.scope), operands, params, place.custom, gradient, place.stack, place.in_condition
-        )
+            at, op, _clean(place.scope), operands, params, place.custom, gradient, place.stack, place.in_condition,
+            tuple(more),
+        )  # fmt: skip
 
     def _told_apart(
         self, eqn: JaxprEqn, ins: Sequence[Origin], outs: Sequence[Origin], place: Place

@@ -228,7 +228,11 @@ def rows_of(x: Array, shape: tuple[int, ...]) -> Array:
     return x.reshape(parts).transpose(order).reshape(math.prod(groups), math.prod(parts[1::2]))
 
 
-_MADE_BY = {"Range": "Range(x_min, x_max) or observe(x, spec)", "Histogram": "histogram(x, spec)"}
+_MADE_BY = {
+    "Range": "Range(x_min, x_max) or observe(x, spec)",
+    "Histogram": "histogram(x, spec)",
+    "Gram": "q.observe(params, ..., gram=True)",
+}
 
 
 def for_each(f: Callable, kind: type, function: str, **values: Any) -> Any:
@@ -243,7 +247,7 @@ def for_each(f: Callable, kind: type, function: str, **values: Any) -> Any:
                     f"`{first}` and `{name}` must have the same keys in {function}, got "
                     f"{sorted(set(one) - set(other), key=str)} in `{first}` alone and "
                     f"{sorted(set(other) - set(one), key=str)} in `{name}` alone. For an unseen key add the neutral "
-                    "value: Range(inf, -inf), or an empty histogram."
+                    "value: Range(inf, -inf), an empty histogram, or a Gram of zeros."
                 )
         return {
             key: for_each(f, kind, f"{function} at {key!r}", **{name: v[key] for name, v in values.items()})

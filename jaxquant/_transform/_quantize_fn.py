@@ -46,7 +46,7 @@ from ._decide import Decisions, decide
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
 from ._match import Matcher
-from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, has_range
+from ._observers import GRAMS, HISTOGRAMS, RANGES, TALLIES, Observer, has_range
 from ._plan import Plan, Site
 from ._sites import ReadInFloat, SiteEvaluator, View, is_stochastic
 
@@ -119,9 +119,15 @@ class QuantizedFunction:
         return self._planned(args, kwargs)[0]
 
     def observe(
-        self, *args: Any, qparams: Any = None, with_value: bool = False, histogram: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        qparams: Any = None,
+        with_value: bool = False,
+        histogram: bool = False,
+        gram: bool = False,
+        **kwargs: Any,
     ) -> Any:
-        """The ranges of the inputs of the quantized ops in one batch, of the function in float.
+        """The ranges, or the second moments, of the inputs of the quantized ops in one batch, of the function in float.
 
         Args:
           *args, **kwargs: the arguments of the function; for parameters that are integers, their real values are used.
@@ -130,6 +136,7 @@ class QuantizedFunction:
             are given. Differentiate the value with the ranges beside it (`has_aux`) for moving averages in a training
             step.
           histogram: static bool. True counts the values, for `range_from_histogram`.
+          gram: static bool. True gives the second moments of what each weight contracts, K^2 numbers for each.
 
         Returns:
           A dict from entry to Range, or to Histogram, of each input except those that are always dynamic, as inputs
@@ -138,15 +145,22 @@ class QuantizedFunction:
           loop without a turn, the empty range, Range(inf, -inf). Under shard_map, and for sharded arrays, it is one
           range for all devices.
 
+          With `gram=True` a dict from the path of each weight to a Gram of its inputs, whether these are quantized or
+          stay in float; of all uses of the weight together. Combine batches by `merge_grams`. Turns, branches and
+          devices are as for ranges; where nothing is seen, a Gram is 0.
+
         Gradient: none for ranges; the value has the gradient of the function, or of the call.
 
         Raises:
-          TypeError, ValueError: as a call.
+          TypeError, ValueError: as a call; with `gram=True`, for a weight that is a part of a parameter.
 
-        Source: as `jaxquant.observe`.
+        Source: as `jaxquant.observe`, and `merge_grams`.
         """
         with_value = checks.static_bool("with_value", with_value)
-        observer = HISTOGRAMS if checks.static_bool("histogram", histogram) else RANGES
+        histogram, gram = checks.static_bool("histogram", histogram), checks.static_bool("gram", gram)
+        if histogram and gram:
+            raise ValueError("`histogram` and `gram` are of two calls, got True for both. Observe the batch twice.")
+        observer = HISTOGRAMS if histogram else GRAMS if gram else RANGES
         value, observed = self._collect(observer, qparams is None, qparams, args, kwargs)
         return (value, observed) if with_value else observed
 

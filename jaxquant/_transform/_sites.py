@@ -31,34 +31,40 @@ from .._straight_through import nan_flags, quantize_straight_through, with_gradi
 from ._choices import Choice, Decision
 from ._decide import Decisions
 from ._entries import Entry
-from ._observers import RANGES, Observed, Observer
+from ._observers import RANGES, Observed, Observer, Use
 from ._plan import Op, Site
 
 
-def inputs_of(decisions: Decisions, observer: Observer | None) -> Inputs:
-    """Where the inputs of a function have their qparams, and where they are observed."""
+def inputs_of(decisions: Decisions, observer: Observer | None) -> tuple[Inputs, Mapping[str, Use]]:
+    """Where the inputs of a function have their qparams, and where what is observed."""
     entries = {key: entry for key, entry in decisions.entries.of.items() if not entry.is_weight}
-
     how = observer or RANGES
+    uses = how.uses(decisions) if observer else {}
 
     def nothing(key: str, scans: Collection[Location]) -> Any:
-        entry = entries[key]
-        choices = decisions.of[entry.location].operands
-        side = [choice.keys for choice in choices].index((key,))
-        shapes = [jax.ShapeDtypeStruct(choice.operand.shape, choice.operand.dtype) for choice in choices]
-        contracted, (x, *others) = choices[side].contracted, (shapes[side], *shapes[:side], *shapes[side + 1 :])
-        one = jax.eval_shape(lambda x, *other: how.of(Observed(x, entry.spec, None, contracted, *other)), x, *others)
-        turns = tuple(n for location, n in entry.stack if location in scans)
+        location, side = next(iter(uses[key].at.items()))
+        contraction, choice = decisions.of[location].contraction, decisions.of[location].operands[side]
+        like = lambda values: [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+
+        def of(operands: Sequence[Any], more: Sequence[Any]) -> Any:
+            other = operands[1 - side] if len(operands) == 2 else None
+            given = Observed(operands[side], choice.spec, None, choice.contracted, other, contraction, side, more)
+            return how.of(given)
+
+        one = jax.eval_shape(of, like(contraction.operands), like(contraction.more))
+        turns = tuple(n for location, n in uses[key].stack if location in scans)
         return how.neutral(jax.tree.map(lambda v: jax.ShapeDtypeStruct((*turns, *v.shape), v.dtype), one))
 
-    return Inputs(
+    stacks = {key: entry.stack for key, entry in entries.items()} | {key: use.stack for key, use in uses.items()}
+    inputs = Inputs(
         {at: set(of.input_keys) for at, of in decisions.of.items()},
-        {key: entry.location for key, entry in entries.items() if observer and observer.sees(entry)},
-        {key: [location for location, _ in entry.stack] for key, entry in entries.items()},
+        {key: tuple(use.at) for key, use in uses.items()},
+        {key: [location for location, _ in stack] for key, stack in stacks.items()},
         nothing,
         how.merge,
         how.across,
     )
+    return inputs, uses
 
 
 class View(NamedTuple):
@@ -89,11 +95,11 @@ class SiteEvaluator(NamedTuple):
 
     def replacements(self, with_integers: Mapping[Location, Sequence[bool]]) -> Replacements:
         """The contractions and named values with what takes their place."""
-        inputs, of = inputs_of(self.decisions, self.observer), {}
+        (inputs, uses), of = inputs_of(self.decisions, self.observer), {}
         for location, decision in self.decisions.of.items():
-            keys = [key for key in decision.input_keys if inputs.first.get(key) == location]
+            seen = {key: use.at[location] for key, use in uses.items() if location in use.at}
             one = self._named if decision.contraction.op == NAME else self._op
-            of[location] = functools.partial(one, decision, keys)
+            of[location] = functools.partial(one, decision, functools.partial(self._observe, decision, seen, inputs))
         return Replacements(of, self.decisions.custom, with_integers, self.read, inputs, CALLS)
 
     # Parameters
@@ -133,15 +139,17 @@ class SiteEvaluator(NamedTuple):
 
     # Ops
 
-    def _op(self, decision: Decision, observed: Sequence[str], eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
-        """The result of an op, in which the inputs with some keys are observed."""
+    def _op(
+        self, decision: Decision, observe: Callable[..., None], eqn: Any, ins: Sequence[Any], scope: Scope
+    ) -> Array:
+        """The result of an op, whose operands are observed."""
         values = list(ins)
         for side, choice in enumerate(decision.operands):
             if isinstance(ins[side], QuantizedParam) and not choice.arrives_quantized:
                 values[side] = self.read(ins[side], choice.name)
         for i, v in enumerate(ins[2:], 2):
             values[i] = self.read(v, decision.contraction.op) if isinstance(v, QuantizedParam) else v
-        self._observe(decision, observed, values, scope)
+        observe(values, scope)
         if self.is_float:
             return eqn.primitive.bind(*values, **eqn.params)
         if self.view:
@@ -149,14 +157,19 @@ class SiteEvaluator(NamedTuple):
         is_integer = all(choice.spec for choice in decision.operands)
         return (self._in_integers if is_integer else self._in_float)(decision, eqn, values, scope)
 
-    def _observe(self, decision: Decision, keys: Sequence[str], values: Sequence[Any], scope: Scope) -> None:
-        for side, choice in enumerate(decision.operands):
-            if self.observer and choice.spec is not None and choice.keys[0] in keys:
-                other = values[1 - side] if len(decision.operands) == 2 else None
-                other = other.real if isinstance(other, QuantizedParam) else other
-                qparams = scope.qparams.get(choice.keys[0])
-                given = Observed(values[side], choice.spec, qparams, choice.contracted, other)
-                scope.observed[choice.keys[0]] = self.observer.of(given)
+    def _observe(
+        self, decision: Decision, sides: Mapping[str, int], inputs: Inputs, values: Sequence[Any], scope: Scope
+    ) -> None:
+        """Notes what is seen of operands, each by the key of an entry and its side."""
+        for key, side in sides.items():
+            assert self.observer is not None
+            choice, reals = decision.operands[side], [v.real if isinstance(v, QuantizedParam) else v for v in values]
+            other = reals[1 - side] if len(decision.operands) == 2 else None
+            given = Observed(
+                reals[side], choice.spec, scope.qparams.get(key), choice.contracted, other, decision.contraction, side,
+                reals[2:],
+            )  # fmt: skip
+            inputs.note(scope, {key: self.observer.of(given)})
 
     def _in_float(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
         """An op in float, with the value of its quantizer for the operand that has one."""
@@ -216,7 +229,9 @@ class SiteEvaluator(NamedTuple):
             y = _contracted(op, *operands, key, more)
         return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
 
-    def _named(self, decision: Decision, observed: Sequence[str], eqn: Any, ins: Sequence[Any], scope: Scope) -> Any:
+    def _named(
+        self, decision: Decision, observe: Callable[..., None], eqn: Any, ins: Sequence[Any], scope: Scope
+    ) -> Any:
         """A value that is quantized where it is named, and travels on with its integers."""
         (choice,), v = decision.operands, ins[0]
         assert choice.spec is not None
@@ -224,7 +239,7 @@ class SiteEvaluator(NamedTuple):
             if choice.point is not None and not self.is_float:
                 return v
             v = self.read(v, choice.name)
-        self._observe(decision, observed, [v], scope)
+        observe([v], scope)
         v = jax.ad_checkpoint.checkpoint_name(v, params_of(eqn)["name"])
         if self.is_float or (self.view and choice.point is not None):
             return v

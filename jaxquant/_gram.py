@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second moments of the inputs that a weight contracts, which say what an error of the weight costs."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ._ranges._range import for_each
+from ._sharding import is_explicit
+
+
+class Gram(NamedTuple):
+    """The second moments of the inputs that a weight contracts.
+
+    The squared error of a layer whose weight W, of shape (K, N), is off by E is `trace(E.T @ products @ E)`.
+
+    Attributes:
+      products: float32, or float64 if 64 bits are enabled, (..., K, K): the sum of x^T x over the rows x, K long, that
+        meet the weight. K runs along the axes of the weight that are contracted, in their order in the op. Leading axes
+        are the turns of a scan over the weight, and what has a contraction of its own: the axes of a batch, the groups
+        of a convolution, the experts of a ragged dot.
+      rows: of the dtype of products and the shape of its leading axes: how many there are.
+    """
+
+    products: Array
+    rows: Array
+
+
+def gram(rows: Array, is_met: Array | None = None) -> Gram:
+    """The second moments of rows (..., rows, K); with `is_met` (experts, rows) of the rows that meet each expert."""
+    rows = rows.astype(float)  # float32, or float64 if 64 bits are enabled
+    if is_met is not None:
+        return lax.map(lambda met: gram(jnp.where(met[:, None], rows, 0))._replace(rows=met.sum(dtype=float)), is_met)
+    *lead, n, _ = rows.shape
+    batch = tuple(range(len(lead)))
+    numbers = ((len(lead),), (len(lead),)), (batch, batch)
+    whole = jax.NamedSharding(jax.typeof(rows).sharding.mesh, jax.P()) if is_explicit(rows) else None
+    products = lax.dot_general(rows, rows, numbers, precision=lax.Precision.HIGHEST, out_sharding=whole)
+    return Gram(products, jnp.full(lead, n, rows.dtype))
+
+
+def merge_grams(*grams: Any) -> Any:
+    """The sums of second moments, such as of several batches.
+
+    Args:
+      *grams: one or more: Gram, or dicts of them with the same keys, as `q.observe(..., gram=True)` gives them.
+
+    Returns:
+      A Gram, or a dict of them like the first.
+
+    Gradient: as a sum.
+
+    Raises:
+      TypeError: for anything but Grams or dicts of them, such as a list of them, and for no argument.
+      ValueError: for different keys or shapes.
+
+    Source: the Hessian of a layer's squared error, as in Hassibi et al., 1993, "Optimal Brain Surgeon".
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import merge_grams, quantize_fn, weight_spec
+    >>> q = quantize_fn(lambda params, x: x @ params["w"], [("w", weight_spec(4))])
+    >>> batches = jnp.ones((2, 3)), 2 * jnp.ones((5, 3))
+    >>> grams = merge_grams(*(q.observe({"w": jnp.ones((3, 4))}, x, gram=True) for x in batches))
+    >>> grams["w"].products[0].tolist(), grams["w"].rows.item()
+    ([22.0, 22.0, 22.0], 7.0)
+    """
+    if not grams or isinstance(grams[0], list):
+        raise TypeError(f"merge_grams takes Grams, got {'a list' if grams else 'none'}. Unpack it: (*grams).")
+
+    def merged(a: Gram, b: Gram) -> Gram:
+        if jnp.shape(a.products) != jnp.shape(b.products):
+            raise ValueError(
+                f"`products` must have one shape, got {jnp.shape(a.products)} and {jnp.shape(b.products)}: Grams of "
+                "two weights, or of two models. Observe all batches with one function and its parameters."
+            )
+        return Gram(a.products + b.products, a.rows + b.rows)
+
+    two = lambda a, b: for_each(merged, Gram, "merge_grams", a=a, b=b)
+    return functools.reduce(two, grams[1:], for_each(lambda a: a, Gram, "merge_grams", a=grams[0]))
