@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization-aware training for JAX as pure functions."""
 
+from . import solve as solve
 from . import tf as tf
 from ._affine import dequantize as dequantize
 from ._affine import fake_quant as fake_quant

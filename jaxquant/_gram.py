@@ -42,6 +42,16 @@ def gram(rows: Array, is_met: Array | None = None) -> Gram:
     return Gram(products, jnp.full(lead, n, rows.dtype))
 
 
+def matmul(a: Array, b: Array) -> Array:
+    """A product of matrices as exact as the device has it."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def squared_errors(error: Array, products: Array) -> Array:
+    """What results of a layer are off by, squared and summed, for each column of an error (..., K, N) of its weight."""
+    return (error * matmul(products, error)).sum(-2)
+
+
 def merge_grams(*grams: Any) -> Any:
     """The sums of second moments, such as of several batches.
 

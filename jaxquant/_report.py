@@ -15,6 +15,7 @@ from jax import Array, lax
 from . import _checks as checks
 from ._affine import fake_quant
 from ._files import saved_bytes
+from ._gram import Gram, squared_errors
 from ._groups import reduce_groups
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from ._qparams import QParams
@@ -46,6 +47,8 @@ class ReportRow(NamedTuple):
       predicted: the same, predicted from the curvature of the loss: `g d + d H d / 2` for the error d; None without a
         loss.
       by_bits: {bits: change} of a parameter at other widths, with ranges by min-max; empty without a loss.
+      layer_error: the squared error of the layer's results relative to them, `tr(dW^T H dW) / tr(W^T H W)`, with H of
+        the Gram of a parameter; None without one.
     """
 
     entry: str
@@ -64,6 +67,7 @@ class ReportRow(NamedTuple):
     change: float | None = None
     predicted: float | None = None
     by_bits: Mapping[int, float] = {}
+    layer_error: float | None = None
 
     def nbytes(self, bits: int) -> int:
         """The bytes of a parameter's integers of this width with float32 scales, as `save` writes them."""
@@ -78,8 +82,8 @@ def _in_integers(spec: QuantSpec, bits: int) -> QuantSpec:
 
 _MOST_CHOICES = 500  # kept of those that may still become the best; it costs the last per mille of a budget
 _HEADER = (
-    "entry", "quantized to", "SQNR, dB", "max error", "clipped", "levels used", "dead groups", "bytes", "float bytes",
-    "loss", "predicted",
+    "entry", "quantized to", "SQNR, dB", "max error", "layer error", "clipped", "levels used", "dead groups", "bytes",
+    "float bytes", "loss", "predicted",
 )  # fmt: skip
 
 
@@ -155,6 +159,7 @@ class Report:
                 in_words(row.spec),
                 known(row.sqnr, "{:.1f}"),
                 known(row.max_error, "{:.3g}"),
+                "-" if row.layer_error is None else f"{row.layer_error:.3g}",
                 known(100 * row.clipped, "{:.2g} %"),
                 "-" if row.levels is None else f"{row.used_levels} of {row.levels}",
                 "-" if row.dead is None else f"{row.dead} of {row.groups}",
@@ -180,6 +185,7 @@ def report(
     *batch: Any,
     loss: Callable[[Any], Any] | None = None,
     qparams: Any = None,
+    grams: Any = None,
     bits: Sequence[int] = (2, 3, 4, 8),
     **kwargs: Any,
 ) -> Report:
@@ -197,6 +203,7 @@ def report(
         rules that round stochastically (errors are those of rounding to nearest).
       loss: (value of the function) -> scalar, to be minimized; close over the targets. None measures no costs.
       qparams: as in a call of `q`; None takes the ranges of the values at hand.
+      grams: {path: Gram}, as `q.observe(params, ..., gram=True)` gives it, for `layer_error`; None has none.
       bits: static integers in [2, 16], the widths at which each parameter's cost is measured, for `choose_bits`.
 
     Returns:
@@ -231,6 +238,8 @@ def report(
                 rows.append(_of_parameter(entry, leaves[key], (qparams or {}).get(key)))
             elif key in inputs:
                 rows.append(_of_input(entry, inputs[key]))
+    errors = _layer_errors(q, params, grams, batch, kwargs, qparams) if grams else {}
+    rows = [row._replace(layer_error=errors.get(row.entry)) for row in rows]
     if loss is None:
         return Report(tuple(rows))
     widths = tuple(checks.static_int_between("bits", b, 2, 16) for b in bits)
@@ -280,6 +289,20 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
         return _row(entry, nothing, **sizes, dead=None)._replace(max_error=math.nan, clipped=math.nan)
     t = jax.device_get(tally(leaf, spec, qparams))
     return _row(entry, t, **sizes, dead=_dead(leaf, spec, qparams))
+
+
+def _layer_errors(
+    q: QuantizedFunction, params: Any, grams: Mapping[str, Gram], batch: tuple, kwargs: Mapping[str, Any], qparams: Any
+) -> dict[str, float]:
+    """The relative squared error of the results of each layer whose weight is not integers already."""
+    entries, layouts = q.weights(params, grams, batch, kwargs)
+    leaves, found = dict(with_paths(params)), {}
+    for path, layout in layouts.items():
+        if not is_qarray(leaf := leaves[path]):
+            rounded = fake_quant(leaf, to_nearest(entries.of[path].spec), (qparams or {}).get(path))
+            of = lambda v, layout=layout, path=path: squared_errors(layout.matrices(v), grams[path].products).sum()
+            found[path] = float(of(leaf - rounded) / of(leaf))
+    return found
 
 
 def _dead(leaf: Array, spec: QuantSpec, qparams: QParams | None) -> int:

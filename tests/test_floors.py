@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import jaxquant
+import jaxquant.solve
 
 ROOT = pathlib.Path(jaxquant.__file__).parent
 FLOORS = (  # from the ground up; the files of a folder share a floor, and stand on those before them
@@ -32,16 +33,21 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
     ),
     (
         *("_jaxpr/_program", "_jaxpr/_origin", "_jaxpr/_quantized_param", "_jaxpr/_moves", "_jaxpr/_walk"),
-        *("_jaxpr/_evaluate", "_jaxpr/_calls", "_rule"),
+        *("_jaxpr/_evaluate", "_jaxpr/_calls", "_jaxpr/_flat", "_jaxpr/_channels", "_jaxpr/_folding", "_rule"),
     ),
     ("_paths",),
     ("_files", "_params"),
     (
         *("_transform/_plan", "_transform/_call", "_transform/_axes", "_transform/_match", "_transform/_backward"),
         *("_transform/_errors", "_transform/_choices", "_transform/_entries", "_transform/_decide"),
-        *("_transform/_freezing", "_transform/_observers", "_transform/_sites", "_transform/_quantize_fn"),
+        *("_transform/_layout", "_transform/_freezing", "_transform/_observers", "_transform/_sites"),
+        *("_transform/_quantize_fn",),
     ),
     ("_report",),
+    (
+        *("solve/_weights", "solve/_gptq", "solve/_ranges", "solve/_adaround", "solve/_low_rank"),
+        *("solve/_folds", "solve/_smooth", "solve/_equalize"),
+    ),
 )
 FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}
 OUTSIDE = {"jax", "numpy"}
@@ -120,7 +126,9 @@ def test_every_file_names_its_licence_and_stays_short(path):
     assert not re.search(r"config\.update|pure_callback|io_callback", path.read_text())
 
 
-PUBLIC = {name for module in (jaxquant, jaxquant.tf) for name in vars(module) if not name.startswith("_")}
+PUBLIC = {
+    name for module in (jaxquant, jaxquant.solve, jaxquant.tf) for name in vars(module) if not name.startswith("_")
+}
 
 
 def test_functions_are_short_and_take_few_parameters():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact import x64
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from lanes import cases
@@ -205,7 +206,7 @@ def test_narrow_inputs_are_summed_in_float32():
 
 
 def test_with_64_bits_they_are_in_float64():
-    with jax.enable_x64(True):
+    with x64(True):
         got = quantize_fn(lambda p, x: x @ p["w"], RULES).observe({"w": normal(2, 4, 7)}, X, gram=True)["w"]
         assert got.products.dtype == got.rows.dtype == np.float64
         np.testing.assert_allclose(got.products, moments(X), rtol=1e-14, atol=1e-14)
@@ -223,7 +224,7 @@ PARTS = {
 def test_a_part_of_a_parameter_is_refused(name):
     params = {"w": normal(14, 8, 4), "v": normal(15, 4, 4), "v2": normal(16, 4, 4)}
     rules = [Rule("w", W4, optional=True), Rule("v*", W4, optional=True)]
-    with pytest.raises(ValueError, match=r"At '(w|v)'.*`gram=True` is for parameters that an op takes whole and alone"):
+    with pytest.raises(ValueError, match=r"At '(w|v)'.*parameters that an op takes whole and alone"):
         quantize_fn(PARTS[name], rules).observe(params, X, gram=True)
 
 
@@ -252,3 +253,51 @@ def test_bad_input():
     f = lambda p, x: lax.conv_general_dilated(x, p["w"], (1,), "SAME", batch_group_count=2)
     with pytest.raises(ValueError, match="batch_group_count=2"):
         quantize_fn(f, RULES).observe({"w": normal(1, 4, 2, 3)}, normal(2, 4, 2, 5), gram=True)
+
+
+def test_entries_choose_the_weights():
+    f = lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"] + p["c"][None]
+    params = {"a": normal(12, 4, 5), "b": normal(13, 5, 2), "c": normal(14, 2)}
+    q = quantize_fn(f, [("a", W4), ("b", W4)])
+    every, one = q.observe(params, X, gram=True), q.observe(params, X, gram=True, entries=["b"])
+    assert list(every) == ["a", "b"]
+    assert list(one) == ["b"]
+    np.testing.assert_array_equal(one["b"].products, every["b"].products)
+    for wrong, match in (
+        (["d"], "no quantized weight 'd'; the nearest: 'b', 'a'"),
+        (["c"], "no quantized weight 'c'"),
+        (["a:input"], "no quantized weight 'a:input'"),
+        ([], "the entries must be paths"),
+        ("a", "the entries must be paths"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            q.observe(params, X, gram=True, entries=wrong)
+    with pytest.raises(ValueError, match=r"`entries` is for the second moments of weights.*gram=True"):
+        q.observe(params, X, entries=["a"])
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_entries_leave_parts_of_parameters_out(name):
+    params = {"w": normal(14, 8, 4), "v": normal(15, 4, 4), "v2": normal(16, 4, 4), "z": normal(17, 4, 2)}
+    rules = [Rule("w", W4, optional=True), Rule("v*", W4, optional=True), ("z", W4)]
+    q = quantize_fn(lambda p, x: PARTS[name](p, x)[:, :4] @ p["z"], rules)
+    assert list(q.observe(params, X, gram=True, entries={"z"})) == ["z"]
+
+
+def test_uses_of_one_weight_must_have_its_elements_in_the_same_rows():
+    """Reshaped, the columns may be split; the rows may not be in another order."""
+    w = normal(2, 4, 6)
+    columns = lambda p, x: (x @ p["w"]).sum() + jnp.einsum("bk,khd->bhd", x, p["w"].reshape(4, 2, 3)).sum()
+    same(quantize_fn(columns, [("w", QuantSpec(bits=4))]).observe({"w": w}, X, gram=True)["w"], 2 * moments(X), 12)
+    turned = lambda p, x: (x @ p["w"]).sum() + (x @ p["w"][::-1]).sum()
+    with pytest.raises(ValueError, match=r"At 'w'.*sum along different axes of it"):
+        quantize_fn(turned, [("w", QuantSpec(bits=4))]).observe({"w": w}, X, gram=True)
+
+
+def test_branches_that_put_a_weight_in_different_orders_are_refused():
+    def f(p, x, flag):
+        w = lax.cond(flag, lambda w: w[::-1], lambda w: w, p["w"])
+        return x @ w
+
+    with pytest.raises(ValueError, match=r"At 'w'.*whole and alone"):
+        quantize_fn(f, [("w", QuantSpec(bits=4))]).observe({"w": normal(2, 4, 6)}, X, jnp.bool_(True), gram=True)

@@ -35,6 +35,8 @@ from jaxquant import (
     mxfp8_spec,
     nvfp4_spec,
     quantize,
+    quantize_fn,
+    solve,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
@@ -423,3 +425,31 @@ def test_gguf_reads_the_real_values(bits, kind, compared):
     differ = differing(got, dequantize(q))
     compared(f"gguf, seed {SEED}", kind, got.size, differ)
     assert differ == 0
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_gptq_is_that_of_qwix(size, compared):
+    """With its scales and order the same levels, in columns of which no value comes next to a tie; and the error."""
+    gptq, qarray = installed("qwix.contrib.gptq_core", "qwix._src.core.qarray")
+    rng, k = np.random.default_rng(SEED), 32
+    w = rng.normal(size=(k, 64)).astype(np.float32)
+    x = (rng.normal(size=(100, k)) @ (np.eye(k) + rng.normal(size=(k, k)) / np.sqrt(k))).astype(np.float32)
+    axes = {"channelwise_axes": (0,), "tiled_axes": {1: size} if size else {}}
+    how = qarray.HowToQuantize(qtype=jnp.int4, calibration_method="absmax", **axes)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        theirs, _ = gptq.quantize_weight(jnp.asarray(w.T), jnp.asarray(x.T @ x), how)
+        real = np.asarray(qarray.dequantize(theirs)).T
+    scale = np.asarray(theirs.scale).T
+    spec = QuantSpec(bits=4, narrow_range=False, granularity=PerBlock(0, size or k))
+    q = quantize_fn(lambda params, x: x @ params["w"], [("w", spec)])
+    grams, qparams = q.observe({"w": w}, x, gram=True), {"w": QParams(scale, np.zeros_like(scale))}
+    solved = solve.gptq({"w": w}, q, grams, x, qparams=qparams, activation_order=False)
+    levels = np.round(np.asarray(solved["w"]) / np.repeat(scale, size or k, 0))
+    same = (levels == np.asarray(theirs.qvalue).T).all(0)
+    error = lambda v: np.square(x.astype(np.float64) @ (w - np.asarray(v, np.float64))).sum()
+    others = error(real)
+    compared(f"qwix, seed {SEED}", f"GPTQ in groups of {size}, but {(~same).sum()} columns", same.size, 0)
+    assert same.mean() > 0.8
+    assert error(solved["w"]) < 1.001 * others
+    ranges = solve.ranges({"w": w}, q, grams, x)
+    assert error(solve.gptq({"w": w}, q, grams, x, qparams=ranges)["w"]) < others

@@ -286,7 +286,7 @@ def test_integers_that_a_solver_gives_are_served_as_they_are():
     params = {"w": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)}
     x = jnp.asarray(rng.normal(size=(4, 16)), jnp.float32)
     q = quantize_fn(lambda params, x: x @ params["w"], [Rule("w", weight_spec(4), activation_spec(8))])
-    _, entries = q._planned((params, x), {})
+    entries = q._planned((params, x), {}).entries
     nearest = q.freeze(params, x)["w"]
     down = dataclasses.replace(nearest, values=jnp.floor(params["w"] / nearest.scale).astype(jnp.int8))
     given = laid_out(down, entries.of["w"], entries, {})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant import tf
+from jaxquant import solve, tf
 
 PUBLIC = {
     "Gram",
@@ -60,6 +60,7 @@ PUBLIC = {
     "report",
     "save",
     "scale_gradient",
+    "solve",
     "tf",
     "to_log2",
     "unpack",
@@ -89,6 +90,9 @@ PUBLIC_TF = {
 }
 
 
+PUBLIC_SOLVE = {"adaround", "equalize", "gptq", "low_rank", "ranges", "smooth"}
+
+
 def names(module):
     return {name for name in vars(module) if not name.startswith("_")}
 
@@ -96,10 +100,12 @@ def names(module):
 def test_public_names():
     assert names(jaxquant) == PUBLIC
     assert names(tf) == PUBLIC_TF
+    assert names(solve) == PUBLIC_SOLVE
 
 
 functions = [(tf, name) for name in PUBLIC_TF if name[0].islower()]
-functions += [(jaxquant, name) for name in PUBLIC - {"tf"} if name[0].islower() and not name.endswith("_spec")]
+functions += [(solve, name) for name in PUBLIC_SOLVE]
+functions += [(jaxquant, name) for name in PUBLIC - {"solve", "tf"} if name[0].islower() and not name.endswith("_spec")]
 
 
 @pytest.mark.parametrize(("module", "name"), sorted(functions, key=str))

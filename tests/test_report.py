@@ -347,3 +347,24 @@ def test_of_every_framework(model):
     for row in rows:
         assert row.sqnr > 10
         assert abs(row.predicted - row.change) < 0.5 * abs(row.change) + 1e-3
+
+
+def test_the_error_of_a_layer_is_that_of_its_results():
+    """By NumPy in float64, of the results that each weight alone makes."""
+    grams = Q.observe(PARAMS, X, gram=True)
+    rows = {row.entry: row for row in report(Q, PARAMS, X, grams=grams)}
+    for name, (weight, grid) in {"v": OPERANDS["v"], "w": OPERANDS["w"]}.items():
+        inputs = np.float64(X if name == "v" else HIDDEN)
+        real, rounded, _ = in_float64(weight, grid)
+        expected = np.square(inputs @ (real - rounded)).sum() / np.square(inputs @ real).sum()
+        np.testing.assert_allclose(rows[name].layer_error, expected, rtol=1e-4)
+        assert rows[f"{name}:input"].layer_error is None
+    assert "layer error" in str(report(Q, PARAMS, X, grams=grams))
+    assert "layer error" not in str(report(Q, PARAMS, X))
+    one = report(Q, PARAMS, X, grams={"v": grams["v"]}, qparams=Q.init_qparams(PARAMS, X))
+    assert one["w"].layer_error is None
+    assert one["v"].layer_error == rows["v"].layer_error
+    frozen = Q.freeze(PARAMS, X)
+    assert all(row.layer_error is None for row in report(Q, frozen, X, grams=grams))
+    with pytest.raises(ValueError, match="no quantized weight 'z'"):
+        report(Q, PARAMS, X, grams={"z": grams["v"]})

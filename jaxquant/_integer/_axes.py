@@ -5,8 +5,9 @@ The axes of a dot are named "batch0" and "sum0" by their number among the dimens
 place in the operand that alone has them.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -15,6 +16,31 @@ from .._groups import broadcast_groups
 
 Names = Sequence[str]
 Pairs = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Matrix(NamedTuple):
+    """How an operand lies in the matrices (..., K, N) that are contracted along K.
+
+    Attributes:
+      lead: its axes of which each index has a matrix of its own.
+      contracted: those that run along K.
+      free: those that run along N.
+      groups: in how many groups the results are, each with a matrix of its own, as in a convolution.
+    """
+
+    lead: tuple[int, ...]
+    contracted: tuple[int, ...]
+    free: tuple[int, ...]
+    groups: int = 1
+
+    def of(self, v: Array) -> Array:
+        """The matrices of an array of the operand's shape."""
+        n = [math.prod(v.shape[i] for i in axes) for axes in (self.contracted, self.free)]
+        v = lax.transpose(v, (*self.lead, *self.contracted, *self.free))
+        lead = v.shape[: len(self.lead)]
+        if self.groups == 1:
+            return v.reshape(*lead, *n)
+        return jnp.moveaxis(v.reshape(*lead, n[0], self.groups, n[1] // self.groups), -2, -3)
 
 
 def dot_axes(contracted: Pairs, batch: Pairs, ndims: Sequence[int]) -> tuple[list[str], list[str], list[str]]:

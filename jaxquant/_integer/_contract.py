@@ -23,6 +23,7 @@ from .._custom_vjp import custom_vjp
 from .._qarray import QArray, changed, checked_qarray
 from .._spec import QuantSpec
 from .._straight_through import with_gradient_of
+from ._axes import Matrix
 from ._operands import QuantizedOperand, flagged
 
 # How g is rounded for the gradient of an operand: not at all, to bfloat16, or to the grid of a spec.
@@ -97,6 +98,10 @@ class ContractionOp(abc.ABC):
         K runs along its contracted axes, in their order. And (experts, rows): whether a row meets the matrix of an
         expert; None where there are none.
         """
+        raise ValueError(f"`gram=True` is not for {type(self).__name__}. Leave its weight out by a rule with None.")
+
+    def matrix(self, side: int, ndim: int) -> Matrix:
+        """How operand `side`, of this rank, lies in matrices whose K is that of `rows`."""
         raise ValueError(f"`gram=True` is not for {type(self).__name__}. Leave its weight out by a rule with None.")
 
     def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:

@@ -18,7 +18,7 @@ from .._platform._dots import integer_sums
 from .._platform._gpu import convolution
 from .._qarray import QArray, checked_qarray
 from .._spec import QuantSpec
-from ._axes import in_output
+from ._axes import Matrix, in_output
 from ._contract import ContractionOp, contraction, scaled, with_real_values, without_zeros
 from ._conv_gradient import Transposed
 from ._digits import in_digits, sum_of_digits
@@ -69,6 +69,10 @@ class Conv(ContractionOp):
         y = self.real(x, jnp.concatenate([one_each] * n, out), x.dtype)
         rows = jnp.moveaxis(y, feature, -1).reshape(-1, n, math.prod(own))
         return (rows[:, 0] if n == 1 else rows.swapaxes(0, 1)), None
+
+    def matrix(self, side: int, ndim: int) -> Matrix:
+        out = self.dimensions.rhs_spec[0]
+        return Matrix((), tuple(i for i in range(ndim) if i != out), (out,), self.feature_groups)
 
     def real(self, a: Array, b: Array, dtype: Any = jnp.float32) -> Array:
         """The float formulation, which has the gradient of the op."""

@@ -17,7 +17,7 @@ from .._platform._dots import bfloat16_dot, float_dot, integer_dot
 from .._qarray import QArray, changed, checked_qarray, groups_of, moved, permutation, scales_of
 from .._sharding import shard_like, vary_together
 from .._spec import QuantSpec
-from ._axes import arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
+from ._axes import Matrix, arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
 from ._contract import ContractionOp, contraction, scaled, with_real_values, without_zeros
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
@@ -58,6 +58,10 @@ class Dot(ContractionOp):
         (batch, contracted) = (_in_order_of(axes[side], axes[1 - side]) for axes in (self.batch, self.contracted))
         x = lax.transpose(x, (*batch, *self._free(x.ndim, 1 - side), *contracted))
         return x.reshape(*x.shape[: len(batch)], -1, math.prod(shape[i] for i in self.contracted[side])), None
+
+    def matrix(self, side: int, ndim: int) -> Matrix:
+        batch, contracted = (tuple(sorted(axes[side])) for axes in (self.batch, self.contracted))
+        return Matrix(batch, contracted, tuple(self._free(ndim, side)))
 
     def real(self, a: Array, b: Array) -> Array:
         """The float formulation, which has the gradient of the op."""

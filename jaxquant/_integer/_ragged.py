@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from .. import _groups as grouping
 from .._qarray import QArray, moved
-from ._axes import arranged, dot_axes, dot_numbers, int_pairs
+from ._axes import Matrix, arranged, dot_axes, dot_numbers, int_pairs
 from ._contract import ContractionOp
 from ._dot import Dot
 
@@ -65,6 +65,9 @@ class Ragged(ContractionOp):
         group = self._groups(kept, shape[self.group], sizes).reshape(-1)
         of_group = group[None] == jnp.arange(shape[self.group], dtype=group.dtype)[:, None]
         return rows, of_group
+
+    def matrix(self, side: int, ndim: int) -> Matrix:
+        return Matrix((self.group,), tuple(sorted(self.contracted[side])), tuple(self._free(side, ndim)))
 
     def real(self, a: Array, b: Array, sizes: Array) -> Array:
         """The float formulation, which has the gradient of the op."""

@@ -18,10 +18,11 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from ._evaluate import Replacements, Step
-from ._origin import Origin, alike, computed, either
+from ._origin import Moved, Origin, alike, computed, either
 from ._program import (
     HIJAX,
     Call,
+    Location,
     avals,
     evaluated,
     kind,
@@ -189,13 +190,18 @@ class _Carry:
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Sequence[Origin]:
     consts, carry, xs = scan_parts(eqn, _inside(ins, place))
     within, here = place.inside(0), (place.location, param(eqn, "length"))
-    slices = [x._replace(axes=x.axes[1:], stack=(*x.stack, here) if x.parts else ()) for x in xs]
+    slices = [_of_turn(x, here) if x.parts else x._replace(axes=x.axes[1:], stack=()) for x in xs]
     if any(x.parts for x in xs):
         within = within._replace(stack=(*place.stack, here))
     body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], within)
     outs = _settled(body, _constant(walk, eqn, programs(eqn)[0][0], len(consts), carry))
     walk.read(outs[len(carry) :], "scan")
     return [*outs[: len(carry)], *(computed([y]) for y in outs[len(carry) :])]  # stacks are followed no further
+
+
+def _of_turn(x: Origin, scan: tuple[Location, int]) -> Origin:
+    moves = None if x.moves is None else (*x.moves, Moved(None))
+    return x._replace(axes=x.axes[1:], moves=moves, stack=(*x.stack, scan))
 
 
 def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:

@@ -21,7 +21,7 @@ from .. import _checks as checks
 from .. import _groups as grouping
 from .._qarray import Scales, changed, scales_of, sums_of
 from .._sharding import vary_together
-from ._origin import JOINED, PICKED, Origin, computed
+from ._origin import JOINED, PICKED, Moved, Origin, computed
 from ._program import avals, param
 from ._quantized_param import QuantizedParam, dequantized, ordered, with_sums_of
 
@@ -67,9 +67,35 @@ def one(axes: _OfAxes | None = None, groups: _OfGroups | None = None) -> Move:
 
 def _first(axes: _OfAxes | None, eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
     origin = ins[0]
-    if axes and origin.parts:
-        origin = origin._replace(axes=axes(eqn, origin.axes))
+    if origin.parts:
+        axes_of = origin.axes if axes is None else axes(eqn, origin.axes)
+        origin = origin._replace(axes=axes_of, moves=_moves(eqn, origin.moves))
     return [origin] * len(eqn.outvars)
+
+
+_IN_ORDER = {"copy", "name", "stop_gradient", "sharding_constraint", "reshard", "mesh_cast"}
+_REORDER = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "rev", "slice"}
+
+
+def _moves(eqn: JaxprEqn, before: tuple[Moved, ...] | None) -> tuple[Moved, ...] | None:
+    name = eqn.primitive.name
+    if before is None or name in _IN_ORDER:
+        return before
+    # A sharding is one of the program's mesh, which need not be there where the moves are made again.
+    params = ((key, None if key == "sharding" else v) for key, v in sorted(eqn.params.items()))
+    return (*before, Moved(eqn.primitive, tuple(params))) if name in _REORDER else None
+
+
+def in_order(v: Array, moves: Sequence[Moved], of_turn: Callable[[Array], Array]) -> Array:
+    """What `of_turn` makes of an array of a parameter's shape after these moves, in all turns of the scans among them.
+
+    Linear in the array.
+    """
+    for i, (primitive, params) in enumerate(moves):
+        if primitive is None:
+            return jax.vmap(lambda turn, rest=moves[i + 1 :]: in_order(turn, rest, of_turn))(v)
+        v = primitive.bind(v, **dict(params))
+    return of_turn(v)
 
 
 def _moved(groups: _OfGroups | None, eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
@@ -161,7 +187,7 @@ def _tiled(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) ->
 
 
 def _picked_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
-    return [ins[0]._replace(picked=ins[0].picked or any(index.data for index in ins[1:]))]
+    return [ins[0]._replace(picked=ins[0].picked or any(index.data for index in ins[1:]), moves=None)]
 
 
 def _dynamic_slice(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], starts: Sequence[Any]) -> list[Array]:
@@ -183,7 +209,7 @@ def _gathered_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
     origin = computed(ins)
     if ins[0].parts:
         axes = _gathered_axes(eqn, ins[0].axes)
-        origin = origin._replace(gathered=True, parts=ins[0].parts, axes=axes, picked=True)
+        origin = origin._replace(gathered=True, parts=ins[0].parts, axes=axes, moves=None, picked=True)
     return [origin]
 
 
@@ -224,7 +250,11 @@ def _of_devices_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
 
 def _of_devices_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
     # A named value has a range of its own on each device, so that all of it is no value with one range.
-    return _first(_of_devices_axes, eqn, ins) if ins[0].parts else [ins[0]._replace(points=())]
+    if not ins[0].parts:
+        return [ins[0]._replace(points=())]
+    # What each device has as it was passed is the parameter again.
+    whole = () if ins[0].moves == () and param(eqn, "tiled") else None
+    return [origin._replace(moves=whole) for origin in _first(_of_devices_axes, eqn, ins)]
 
 
 def _of_devices(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
@@ -297,7 +327,7 @@ def _joined_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
     axes = (*first[:axis], along | {JOINED}, *first[axis + (not is_new) :])
     parts = dict.fromkeys(part for origin in ins for part in origin.parts)
     params, picked = frozenset().union(*(origin.params for origin in ins)), any(origin.picked for origin in ins)
-    return [Origin(params, parts=tuple(parts), axes=axes, picked=picked)]
+    return [Origin(params, parts=tuple(parts), axes=axes, moves=None, picked=picked)]
 
 
 def _is_like(a: QuantizedParam, b: QuantizedParam) -> bool:

@@ -7,6 +7,13 @@ from typing import Any, NamedTuple
 from ._program import Location
 
 
+class Moved(NamedTuple):
+    """A primitive that has put the elements of a parameter in another order, or None: a scan took the first axis."""
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...] = ()
+
+
 class Origin(NamedTuple):
     """What a value was made of.
 
@@ -18,6 +25,7 @@ class Origin(NamedTuple):
         parameters were concatenated, none if it was computed from them.
       axes: for each axis of the value, the axes of these parameters that it runs along; JOINED where they stand side by
         side, PICKED where each element is another part of the parameter, which indices say.
+      moves: what has put the elements of its one parameter in their order here; None where that is not known.
       picked: whether data say which part of the parameter it is.
       computed: the parameters of at least two axes that it was computed from, with no contraction between.
       products: where the contractions are that it came out of, if it was made of parameters alone.
@@ -34,6 +42,7 @@ class Origin(NamedTuple):
     captured: bool = False
     parts: tuple[str, ...] = ()
     axes: tuple[frozenset[int], ...] = ()
+    moves: tuple[Moved, ...] | None = ()
     picked: bool = False
     computed: frozenset[str] = frozenset()
     products: frozenset[Location] = frozenset()
@@ -94,9 +103,12 @@ def computed(origins: Sequence[Origin]) -> Origin:
 
 def either(*origins: Origin) -> Origin:
     """The origin of what is one of several values, as branches give it."""
-    return origins[0] if all(alike(o, origins[0]) for o in origins) else computed(origins)
+    if not all(alike(o, origins[0]) for o in origins):
+        return computed(origins)
+    same = all(o.moves == origins[0].moves for o in origins)
+    return origins[0] if same else origins[0]._replace(moves=None)
 
 
 def alike(a: Origin, b: Origin) -> bool:
-    """Whether two values were made of the same, be they the same value or not."""
-    return a._replace(value=None) == b._replace(value=None)
+    """Whether two values were made of the same, be they the same value or not, and in whatever order."""
+    return a._replace(value=None, moves=None) == b._replace(value=None, moves=None)

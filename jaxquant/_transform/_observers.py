@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is observed of the inputs of a function, and how it is merged over turns, branches and devices."""
 
-import math
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import _checks as checks
 from .._gram import Gram, gram, merge_grams
 from .._jaxpr._program import Location
 from .._jaxpr._walk import Contraction
@@ -18,9 +19,9 @@ from .._ranges._histogram import Histogram, histogram, merge_histograms
 from .._ranges._range import Range, merge_ranges, observe
 from .._spec import QuantSpec
 from .._tally import merge_tallies, tally, tally_across
-from ._choices import Choice
 from ._decide import Decisions
 from ._entries import Entry
+from ._layout import Layout, layout_of
 
 
 class Observed(NamedTuple):
@@ -53,12 +54,12 @@ class Use(NamedTuple):
     Attributes:
       at: the ops, with the side of the operand.
       stack: the scans whose turns are told apart, with their lengths.
-      contracted: of a weight, the axes of its parameter along which these ops sum, in their order.
+      layout: of a weight, how its parameter lies in the matrices that these ops contract.
     """
 
     at: Mapping[Location, int]
     stack: tuple[tuple[Location, int], ...]
-    contracted: tuple[frozenset[int], ...] = ()
+    layout: Layout | None = None
 
 
 class Observer(NamedTuple):
@@ -94,41 +95,43 @@ def uses_of_inputs(decisions: Decisions, sees: Callable[[Entry], bool]) -> dict[
     return {key: use(entry) for key, entry in decisions.entries.of.items() if not entry.is_weight and sees(entry)}
 
 
-def _uses_of_weights(decisions: Decisions) -> dict[str, Use]:
-    """Where the inputs are seen that a weight contracts: at each op that takes the whole of it."""
+def uses_of_weights(decisions: Decisions, wanted: Collection[str] | None = None) -> dict[str, Use]:
+    """Where the inputs are seen that a weight contracts, of all weights or those wanted: at each op that takes it."""
     found: dict[str, Use] = {}
     for location, decision in decisions.of.items():
         for side, choice in () if decision.contraction.in_condition else enumerate(decision.operands):
             for key in choice.keys if choice.is_weight else ():
-                with named_in_errors(key, rule=choice.rule):
-                    _check_whole(choice, decisions.entries.of[key])
-                    origin = choice.operand.origin
-                    contracted = tuple(origin.axes[i] for i in sorted(choice.contracted))
-                    use = Use({location: 1 - side}, origin.stack, contracted)
-                    found[key] = _with(found.get(key, use), use)
+                if wanted is None or key in wanted:
+                    with named_in_errors(key, rule=choice.rule):
+                        layout = layout_of(decision, side, decisions.entries.of[key].shape)
+                        use = Use({location: 1 - side}, choice.operand.origin.stack, layout)
+                        found[key] = _with(found.get(key, use), use)
     return found
 
 
+def check_weights(names: Collection[str], decisions: Decisions) -> None:
+    """Raises for names that are not of weights which some op takes."""
+    weights = [key for key, entry in decisions.entries.of.items() if entry.is_weight and entry.sites]
+    if isinstance(names, str) or not names:
+        raise ValueError(f"the entries must be paths of quantized weights, got {names!r}. There are {weights}.")
+    for name in names:
+        if name not in weights:
+            near = checks.nearest(name, weights)
+            raise ValueError(
+                f"there is no quantized weight {name!r}; the nearest: {near}. q.plan(...) has all entries."
+            )
+
+
 def _with(old: Use, new: Use) -> Use:
-    told = lambda use: ([n for _, n in use.stack], use.contracted)
-    if told(old) != told(new):
+    assert old.layout is not None
+    assert new.layout is not None
+    turns = lambda use: [n for _, n in use.stack]
+    if turns(old) != turns(new) or not old.layout.has_rows_of(new.layout):
         raise ValueError(
             "the ops that take the parameter sum along different axes of it, or take it in different scans, so that it "
             "has no one Gram. Leave all uses but one in float, or give each use a parameter of its own."
         )
     return old._replace(at={**old.at, **new.at}, stack=tuple(dict.fromkeys((*old.stack, *new.stack))))
-
-
-def _check_whole(choice: Choice, entry: Entry) -> None:
-    """Raises for a weight that is a part of a parameter, whose second moments would be for that part alone."""
-    origin, turns = choice.operand.origin, math.prod(n for _, n in choice.operand.origin.stack)
-    is_whole = math.prod(choice.operand.shape) * turns == math.prod(entry.shape) and not origin.picked
-    if not is_whole or len(origin.parts) > 1:
-        raise ValueError(
-            f"`gram=True` is for parameters that an op takes whole and alone, got an operand of shape "
-            f"{choice.operand.shape} made of {', '.join(origin.parts)}, of shape {entry.shape}. Give each part a "
-            "parameter of its own, or leave it out by a rule with None."
-        )
 
 
 def _gram_of(given: Observed) -> Gram:
@@ -161,10 +164,15 @@ TALLIES = Observer(
     tally_across,
     lambda decisions: uses_of_inputs(decisions, lambda entry: entry.is_seen),
 )
-GRAMS = Observer(
-    _gram_of,
-    merge_grams,
-    _zeros,
-    lambda g, axes: Gram(*(lax.psum(v, tuple(axes)) for v in g)),
-    _uses_of_weights,
-)
+
+
+@functools.cache
+def grams(wanted: frozenset[str] | None) -> Observer:
+    """The observer of second moments, of all weights or those wanted; one object, so that jit knows it again."""
+    return Observer(
+        _gram_of,
+        merge_grams,
+        _zeros,
+        lambda g, axes: Gram(*(lax.psum(v, tuple(axes)) for v in g)),
+        functools.partial(uses_of_weights, wanted=wanted),
+    )

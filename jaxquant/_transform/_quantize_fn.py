@@ -5,7 +5,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -45,8 +45,9 @@ from ._call import (
 from ._decide import Decisions, decide
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
+from ._layout import Layout
 from ._match import Matcher
-from ._observers import GRAMS, HISTOGRAMS, RANGES, TALLIES, Observer, has_range
+from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, check_weights, grams, has_range, uses_of_weights
 from ._plan import Plan, Site
 from ._sites import ReadInFloat, SiteEvaluator, View, is_stochastic
 
@@ -59,7 +60,7 @@ class _How(NamedTuple):
     lsq_gradient: bool = False
 
 
-class _Program(NamedTuple):
+class Program(NamedTuple):
     """A function as a program, with what it is decided to do with it."""
 
     jaxpr: Any
@@ -116,7 +117,7 @@ class QuantizedFunction:
         Returns:
           Plan: print it, iterate over its `Site`s, or take one by its name.
         """
-        return self._planned(args, kwargs)[0]
+        return self._planned(args, kwargs).plan
 
     def observe(
         self,
@@ -125,6 +126,7 @@ class QuantizedFunction:
         with_value: bool = False,
         histogram: bool = False,
         gram: bool = False,
+        entries: Collection[str] | None = None,
         **kwargs: Any,
     ) -> Any:
         """The ranges, or the second moments, of the inputs of the quantized ops in one batch, of the function in float.
@@ -137,6 +139,7 @@ class QuantizedFunction:
             step.
           histogram: static bool. True counts the values, for `range_from_histogram`.
           gram: static bool. True gives the second moments of what each weight contracts, K^2 numbers for each.
+          entries: static, paths of the weights to give the second moments for; None is all. Only with `gram`.
 
         Returns:
           A dict from entry to Range, or to Histogram, of each input except those that are always dynamic, as inputs
@@ -160,7 +163,12 @@ class QuantizedFunction:
         histogram, gram = checks.static_bool("histogram", histogram), checks.static_bool("gram", gram)
         if histogram and gram:
             raise ValueError("`histogram` and `gram` are of two calls, got True for both. Observe the batch twice.")
-        observer = HISTOGRAMS if histogram else GRAMS if gram else RANGES
+        if entries is not None and not gram:
+            raise ValueError(f"`entries` is for the second moments of weights, got {entries!r}. Pass gram=True.")
+        if entries is not None:
+            check_weights(entries, self._planned(args, {**kwargs, **self._passed(qparams)}))
+        wanted = None if entries is None else frozenset(entries)
+        observer = HISTOGRAMS if histogram else grams(wanted) if gram else RANGES
         value, observed = self._collect(observer, qparams is None, qparams, args, kwargs)
         return (value, observed) if with_value else observed
 
@@ -177,8 +185,24 @@ class QuantizedFunction:
                 f"`q` must have its params as the first argument, got params_argnum={self._argnum}. Quantize a "
                 "function that takes them first: lambda params, x: f(x, params)."
             )
-        _, entries = self._planned(args, {**kwargs, **self._passed(qparams)})
+        entries = self._planned(args, {**kwargs, **self._passed(qparams)}).entries
         return entries.of, self._collect(TALLIES, True, qparams, args, kwargs)[1]
+
+    def weights(
+        self, params: Any, wanted: Collection[str], args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[Entries, dict[str, Layout]]:
+        """For `jaxquant.solve`: the entries of the function of `params` and `args`, and the layouts of some weights."""
+        decisions = self._planned((*args[: self._argnum], params, *args[self._argnum :]), dict(kwargs))
+        check_weights(wanted, decisions)
+        uses = uses_of_weights(decisions, wanted)
+        return decisions.entries, {key: use.layout for key, use in uses.items() if use.layout}
+
+    def program(self, params: Any, args: tuple, kwargs: Mapping[str, Any]) -> Program:
+        """For `jaxquant.solve`: the function of `params` and `args` as a program, with what is decided about it."""
+        args = *args[: self._argnum], params, *args[self._argnum :]
+        _, qparams, _ = self._own(kwargs := dict(kwargs))
+        with self._explained(args, kwargs):
+            return self._program(*call_of(args, kwargs, self._argnum), set(qparams or ()))
 
     def keywords_of_function(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """For `jaxquant.report`: the keywords of a call without those that the function itself does not have."""
@@ -208,7 +232,7 @@ class QuantizedFunction:
 
         Source: as `fit_qparams` and `qparams_from_range`.
         """
-        _, entries = self._planned(args, kwargs)
+        entries = self._planned(args, kwargs).entries
         dynamic = ranges is not None and not ranges
         if ranges is None:
             ranges = self.observe(*args, **kwargs)
@@ -250,7 +274,7 @@ class QuantizedFunction:
         Source: as `quantize`.
         """
         key, _, _ = self._own({**kwargs})
-        _, entries = self._planned(args, {**kwargs, **self._passed(qparams)})
+        entries = self._planned(args, {**kwargs, **self._passed(qparams)}).entries
         params, known = args[self._argnum], qparams or {}
         refuse_lost_scales(known)
         new = [freeze_leaf(path, leaf, entries, known, key) for path, leaf in with_paths(params)]
@@ -311,12 +335,12 @@ class QuantizedFunction:
         with self._explained(args, kwargs):
             if not how.is_float:
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
-                entries = lambda: self._decided(call, how, arrays, key, qparams)[1]
+                entries = lambda: self._decided(call, how, arrays, key, qparams).entries
                 self._compared.check(arrays, args[self._argnum], qparams, entries)
             leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams)
         return _value(leaves, structure), observed
 
-    def _planned(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, Entries]:
+    def _planned(self, args: tuple, kwargs: dict[str, Any]) -> Decisions:
         key, qparams, lsq_gradient = self._own(kwargs)
         if key is None and self._rounds_stochastically():
             key = jax.eval_shape(lambda: jax.random.key(0))  # a plan needs none
@@ -324,7 +348,7 @@ class QuantizedFunction:
         with self._explained(args, kwargs):
             return self._decided(call, _How(lsq_gradient=lsq_gradient), arrays, key, qparams)
 
-    def _decided(self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any) -> tuple[Plan, Entries]:
+    def _decided(self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any) -> Decisions:
         # Out of the cache of jit, so that the function is traced once for this and the call. A cache of our own would
         # have to know the whole key of jit's, such as whether 64 bits are enabled and which mesh is set, or be stale.
         _, _, decided, _ = self._jitted.eval_shape(call, how, arrays, key, qparams)
@@ -360,7 +384,7 @@ class QuantizedFunction:
             )
         return {} if qparams is None else {"qparams": qparams}
 
-    def _program(self, call: Call, arrays: Sequence[Any], static: Set[str]) -> _Program:
+    def _program(self, call: Call, arrays: Sequence[Any], static: Set[str]) -> Program:
         results = []
 
         def flat(arrays):
@@ -381,7 +405,7 @@ class QuantizedFunction:
         frozen = {path for path, v in zip(paths, arrays, strict=True) if path is not None and is_qarray(v)}
         matcher = Matcher(self._rules, params, f"params_argnum={self._argnum}")
         decisions = decide(walk, matcher, self._strict, static, frozen)
-        return _Program(jaxpr, consts, paths, walk, decisions, *results)
+        return Program(jaxpr, consts, paths, walk, decisions, *results)
 
     def _evaluated(
         self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, view: View | None = None
@@ -417,10 +441,10 @@ class QuantizedFunction:
         outs, observed = self._outs(program, sites, arrays, of_entries)
         results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]
-        return leaves, Static.of(program.structure), Static.known_by_identity((plan, entries)), observed
+        return leaves, Static.of(program.structure), Static.known_by_identity(program.decisions), observed
 
     def _outs(
-        self, program: _Program, sites: SiteEvaluator, arrays: Sequence[Any], qparams: Mapping[str, QParams | None]
+        self, program: Program, sites: SiteEvaluator, arrays: Sequence[Any], qparams: Mapping[str, QParams | None]
     ) -> tuple[list[Any], dict[str, Any]]:
         """The arrays among the results, and what is observed."""
         entries = program.decisions.entries.of

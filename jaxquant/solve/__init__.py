@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are rounded by what their layers make of the error, or made easier to round, without training."""
+
+from ._adaround import adaround as adaround
+from ._equalize import equalize as equalize
+from ._gptq import gptq as gptq
+from ._low_rank import low_rank as low_rank
+from ._ranges import ranges as ranges
+from ._smooth import smooth as smooth

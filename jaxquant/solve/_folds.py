@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Factors of the inputs of weights, folded into the weights and into the parameters that these inputs come from."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .. import _checks as checks
+from .. import _numerics as num
+from .._jaxpr._channels import NoFactorsError
+from .._jaxpr._flat import Flat
+from .._jaxpr._folding import Fold, Operand, fold
+from .._paths import is_qarray, with_paths
+from .._transform._quantize_fn import Program
+from ._weights import array
+
+Reduce = Callable[..., Array]  # such as jax.ops.segment_max
+
+
+class Operands(NamedTuple):
+    """The inputs of quantized weights.
+
+    Attributes:
+      flat: the function.
+      of: of each weight, the first of its ops, and which side of it the inputs are.
+      leaves: the parameters by their paths.
+    """
+
+    flat: Flat
+    of: Mapping[str, Operand]
+    leaves: Mapping[str, Any]
+
+    def fold(self, path: str) -> Fold:
+        """How a factor for each input of a weight can be folded; raises NoFactorsError."""
+        if path not in self.of:
+            raise NoFactorsError("it is in the condition of a loop")
+        found = fold(self.flat, self.of[path])
+        for name in found.factors:
+            leaf = self.leaves[name]
+            if is_qarray(leaf) or not checks.is_float(leaf.dtype):
+                raise NoFactorsError(f"its inputs come from, or also meet, {name!r}, which is no array of floats")
+        return found
+
+
+def operands_of(program: Program, params: Any) -> Operands:
+    """The inputs of all weights that the rules quantize."""
+    found: dict[str, Operand] = {}
+    for location, decision in program.decisions.of.items():
+        for side, choice in () if decision.contraction.in_condition else enumerate(decision.operands):
+            for key in choice.keys if choice.is_weight else ():
+                found.setdefault(key, Operand(location, 1 - side, choice.operand.origin.stack))
+    return Operands(Flat(program.jaxpr, program.paths), found, dict(with_paths(params)))
+
+
+def is_whole(found: Fold, path: str) -> bool:
+    """Whether each row of a weight is multiplied by a factor."""
+    return path in found.factors and bool((found.factors[path] < 0).all())
+
+
+def in_words(path: str, error: NoFactorsError) -> str:
+    """Why a factor for the inputs of a weight cannot be folded."""
+    return f"At {path!r}: no factor of its inputs can be folded into parameters: {error}."
+
+
+def of_channels(reduce: Reduce, v: Any, factors: np.ndarray, sign: int, count: int) -> Array:
+    """A reduction of the elements that each factor changes: divides, for sign 1, or multiplies, for -1."""
+    ids = np.broadcast_to(factors * sign, v.shape).reshape(-1)
+    return reduce(v.reshape(-1), np.where(ids > 0, ids - 1, count), count + 1)[:count]
+
+
+def largest(leaves: Mapping[str, Any], found: Fold, paths: list[str], sign: int) -> Array:
+    """The largest magnitude of what each factor changes in some parameters; 0 if it changes nothing there."""
+    each = [
+        of_channels(jax.ops.segment_max, jnp.abs(array(leaves[path])), found.factors[path], sign, found.size)
+        for path in paths
+    ]
+    highest = functools.reduce(jnp.maximum, [v.astype(jnp.float32) for v in each])
+    return jnp.where(highest > 0, highest, 0)  # of nothing: -inf
+
+
+def folded(leaf: Any, factors: np.ndarray, s: Array) -> Array:
+    """A parameter with its elements divided, or multiplied, by the factors s, (count,)."""
+    leaf = array(leaf)
+    own = jnp.concatenate([jnp.ones(1, s.dtype), s])[np.abs(factors)]
+    wide = leaf.astype(num.compute_dtype(leaf.dtype))
+    own = own.astype(wide.dtype)
+    return num.downcast(jnp.where(factors > 0, wide / own, wide * own), leaf.dtype)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rounding loses of a weight, as the product of two narrow matrices."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .. import _checks as checks
+from .._affine import fake_quant
+from .._gram import Gram, matmul
+from .._paths import with_paths
+from .._transform._quantize_fn import QuantizedFunction
+from ._weights import Form, Weight, array, check_not_singular, checked_damping, damped, model_of
+
+
+@functools.partial(jax.jit, static_argnames=("form", "rank"))
+def _factors(lost: Array, gram: Gram, form: Form, rank: int, damping: Any) -> tuple[Array, Array]:
+    """The product of rank r with which the squared error of the layer is least, of what is lost."""
+    lost, moments = form.matrices(lost.astype(gram.products.dtype)), damped(gram.products, damping)
+    # With H = L L^T the error is |L^T E|^2, whose best approximation is in its singular vectors.
+    lower = jnp.linalg.cholesky(moments)
+    left, values, right = jnp.linalg.svd(matmul(lower.mT, lost), full_matrices=False)
+    root = jnp.sqrt(values[..., :rank])
+    a = jax.scipy.linalg.solve_triangular(lower.mT, left[..., :rank] * root[..., None, :], lower=False)
+    return a, root[..., None] * right[..., :rank, :]
+
+
+def low_rank(
+    params: Any,
+    q: QuantizedFunction,
+    grams: Any,
+    *args: Any,
+    rank: int,
+    qparams: Any = None,
+    solved: Any = None,
+    damping: float = 0.01,
+    **kwargs: Any,
+) -> dict[str, tuple[Array, Array]]:
+    """What rounding loses of each weight, as a product a @ b to be added in float beside the integers.
+
+    Of all products of this rank it is the one with which the layer's output is off least: `x @ w_rounded + (x @ a) @ b`
+    is what to serve, or a start for adapters that are trained (QLoRA).
+
+    Args:
+      params: the parameters of the function, in float.
+      q, grams, *args, **kwargs: as for `solve.gptq`.
+      rank: static int >= 1, at most K and N of every weight.
+      qparams: {entry: QParams or None} with the grid of each weight; read where `solved` is None.
+      solved: the params that are served, such as `solve.gptq` gives them; None is the weights rounded to nearest.
+      damping: as for `solve.gptq`.
+
+    Returns:
+      {path: (a, b)} for each weight of `grams`: floats (..., K, r) and (..., r, N), with the leading axes and the order
+      of K of its Gram, and N the other axes of the weight in their order.
+
+    Gradient: none.
+
+    Raises:
+      TypeError, ValueError: as `solve.gptq`; and for a rank that is larger than a weight.
+
+    Source: Zhang et al., 2024, "LQER: Low-Rank Quantization Error Reconstruction for LLMs", with the whole second
+    moments in place of their diagonal.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxquant import quantize_fn, solve, weight_spec
+    >>> q = quantize_fn(lambda params, x: x @ params["w"], [("w", weight_spec(2))])
+    >>> params, x = {"w": jax.random.normal(jax.random.key(0), (8, 8))}, jax.random.normal(jax.random.key(1), (32, 8))
+    >>> grams, qparams = q.observe(params, x, gram=True), q.init_qparams(params, x)
+    >>> a, b = solve.low_rank(params, q, grams, x, rank=2, qparams=qparams)["w"]
+    >>> error = lambda y: jnp.square(y - x @ params["w"]).sum().item()
+    >>> y = q(params, x, qparams=qparams)
+    >>> error(y + (x @ a) @ b) < error(y) * 2 / 3
+    True
+    """
+    rank, damping = checks.static_int_between("rank", rank, 1, 2**31 - 1), checked_damping(damping)
+    model = model_of(params, q, grams, args, kwargs, qparams)
+    if solved is None:
+        model.on_grids()
+    else:
+        served = dict(with_paths(solved))
+        weights = tuple(dataclasses.replace(weight, served=served[weight.path]) for weight in model.weights)
+        model = model._replace(weights=weights)
+    for weight in model.weights:
+        *_, k, n = jax.eval_shape(weight.form.matrices, weight.leaf).shape
+        if rank > min(k, n):
+            raise ValueError(
+                f"At {weight.path!r}: `rank` must be at most {min(k, n)} for matrices {(k, n)}, got {rank}."
+            )
+
+    def solve(weight: Weight) -> tuple[Array, Array]:
+        w = array(weight.leaf)
+        rounded = fake_quant(w, weight.form.spec, weight.qparams) if solved is None else array(weight.served)
+        a, b = _factors(w - rounded, weight.gram, weight.form, rank, damping)
+        check_not_singular(a.sum())
+        return a, b
+
+    return model.found(solve)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Factors of channels moved from activations into weights, where the function stays the same."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .. import _checks as checks
+from .._gram import Gram, squared_errors
+from .._granularity import PerToken
+from .._jaxpr._channels import NoFactorsError
+from .._jaxpr._folding import Fold
+from .._paths import with_leaves, with_paths
+from .._ranges._fit import fit_qparams
+from .._spec import QuantSpec
+from .._transform._quantize_fn import QuantizedFunction
+from ._folds import Operands, folded, in_words, is_whole, largest, of_channels, operands_of
+from ._weights import Form, Model, Weight, array, grid_in_matrices, model_of, nearest, shapes_of
+
+_ALPHAS = tuple(i / 10 for i in range(11))
+_SPREAD = 4.0  # root mean squares of a channel that its range is taken to reach, on both sides
+
+Report = Callable[[str, float | None, float, float], None]  # (path, alpha, error before, error after)
+
+
+class _Taken(NamedTuple):
+    """A weight as it is so far, and what its inputs are multiplied by: the number of the factor of each row, or -1."""
+
+    leaf: Array
+    gram: Gram
+    ids: Any
+
+    def of_rows(self, s: Array) -> Array:
+        """The factor of each row."""
+        return jnp.where(self.ids < 0, 1, s[self.ids])
+
+    def divided(self, s: Array) -> Gram:
+        """The second moments of the inputs, divided by the factors."""
+        own = self.of_rows(s)
+        return Gram(self.gram.products / (own[..., :, None] * own[..., None, :]), self.gram.rows)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "activation"))
+def _errors(taken: _Taken, s: Array, form: Form, activation: QuantSpec | None) -> tuple[Array, Array]:
+    """The squared error of a layer as it is predicted with the factors s, (count,); and that of the output, whole."""
+    gram = taken.divided(s)
+    dtype = gram.products.dtype
+    original = form.matrices(taken.leaf.astype(dtype))
+    w = original * taken.of_rows(s)[..., None]
+    qparams = fit_qparams(form.parameter(w).astype(taken.leaf.dtype), form.spec)
+    grid = grid_in_matrices(form, qparams, dtype)
+    error = squared_errors(grid.value(nearest(w, grid)) - w, gram.products).sum()
+    if activation is not None and not activation.format:  # the error of a float is relative: no factor changes it
+        error = error + _of_activation(w, gram, form, activation)
+    return error, squared_errors(original, taken.gram.products).sum()
+
+
+def _of_activation(w: Array, gram: Gram, form: Form, spec: QuantSpec) -> Array:
+    """What the rounding of the inputs makes of the output, if it is uniform noise of one step."""
+    turns = sum(move.primitive is None for move in form.layout.moves)
+    rows = gram.rows[..., None]
+    sizes = jnp.sqrt(jnp.diagonal(gram.products, axis1=-2, axis2=-1) / rows)
+    alike = (-1,) if spec.granularity == PerToken() else tuple(range(turns, sizes.ndim))
+    step = 2 * _SPREAD * sizes.max(alike, keepdims=True) / (spec.qmax - spec.qmin)
+    return (rows * step**2 / 12 * (w**2).sum(-1)).sum()
+
+
+def _factors(a: Array, w: Array, alpha: float, turns: int) -> Array:
+    """a^alpha / w^(1 - alpha), with geometric mean 1 in each turn; 1 where a channel is 0."""
+    is_known = (a > 0) & (w > 0)
+    log = lambda v: jnp.log(jnp.where(is_known, v, 1))
+    exponent = (alpha * log(a) - (1 - alpha) * log(w)).reshape(turns, -1)
+    is_known = is_known.reshape(turns, -1)
+    mean = exponent.sum(1, keepdims=True) / jnp.maximum(is_known.sum(1, keepdims=True, dtype=a.dtype), 1)
+    return jnp.where(is_known, jnp.exp(exponent - mean), 1).reshape(-1)
+
+
+def _ids(weight: Weight, factors: np.ndarray) -> np.ndarray:
+    """The number of the factor of each row of the matrices of a weight; -1 for none."""
+    layout = weight.form.layout
+    with jax.ensure_compile_time_eval():
+        rows = layout.matrices(jnp.broadcast_to(jnp.asarray(-factors, jnp.int32), layout.shape))
+        return np.asarray(rows)[..., 0] - 1
+
+
+class _Best(NamedTuple):
+    """The factors that were found, the place of their alpha, and the relative error without and with them."""
+
+    s: Array
+    at: Array
+    before: Array
+    after: Array
+
+
+class _Set(NamedTuple):
+    """Weights that take the same inputs, as they are so far, and the specs of these inputs."""
+
+    weights: Sequence[Weight]
+    taken: Sequence[_Taken]
+    activations: Sequence[QuantSpec | None]
+
+    def error(self, s: Array) -> Array:
+        """The sum of their errors, relative to that of their outputs."""
+        each = zip(self.taken, self.weights, self.activations, strict=True)
+        errors, wholes = zip(*(_errors(taken, s, weight.form, spec) for taken, weight, spec in each), strict=True)
+        whole = jnp.stack(wholes).sum()
+        return jnp.stack(errors).sum() / jnp.where(whole > 0, whole, 1)
+
+    def best(self, found: Fold, leaves: Mapping[str, Any], alphas: Sequence[float | None]) -> _Best:
+        """The factors with the least error; None as an alpha is no change."""
+        gram, ids = self.taken[0].gram, self.taken[0].ids + 1
+        total = lambda v: of_channels(jax.ops.segment_sum, jnp.broadcast_to(v, ids.shape), ids, 1, found.size)
+        squares = total(jnp.diagonal(gram.products, axis1=-2, axis2=-1))
+        a = jnp.sqrt(squares / jnp.maximum(total(gram.rows[..., None]), 1))
+        w = largest(leaves, found, [weight.path for weight in self.weights], -1).astype(a.dtype)
+        same = jnp.ones_like(a)
+        turns = found.size // found.channels
+        tried = [same if alpha is None else _factors(a, w, alpha, turns) for alpha in alphas]
+        errors = jnp.stack([self.error(s) for s in tried])
+        at = jnp.argmin(jnp.where(jnp.isfinite(errors), errors, jnp.inf))
+        return _Best(jnp.stack(tried)[at], at, self.error(same), errors[at])
+
+
+class _Smoothing:
+    """A model whose weights are smoothed one set after the other: its parameters and second moments so far."""
+
+    def __init__(self, model: Model, operands: Operands, alpha: float | None, report: Report | None):
+        self.model, self.operands, self.report = model, operands, report
+        self.alphas = (None, *_ALPHAS) if alpha is None else (alpha,)
+        self.leaves = dict(operands.leaves)
+        self.grams = {weight.path: weight.gram for weight in model.weights}
+        self.done: set[str] = set()
+
+    def smooth(self, weight: Weight) -> None:
+        """Smooths the weights that take the inputs of this one; raises NoFactorsError where it cannot."""
+        found = self.operands.fold(weight.path)
+        takes_them = set(found.paths(-1)) - {weight.path}
+        these = self._set([weight, *(other for other in self.model.weights if other.path in takes_them)], found)
+        best = these.best(found, self.leaves, self.alphas)
+        is_traced = isinstance(best.at, jax.core.Tracer)
+        alpha = None if is_traced else self.alphas[int(best.at)]
+        if alpha is not None or is_traced:
+            self._fold(found, these, best.s)
+        whole = [other.path for other in these.weights if is_whole(found, other.path)]
+        self._note([path for path in whole if path not in self.done], alpha, best.before, best.after)
+        self.done.update(whole)
+
+    def leave(self, weight: Weight) -> None:
+        """Leaves a weight as it is."""
+        error = self._set([weight], None).error(jnp.ones(1))
+        self._note([weight.path], None, error, error)
+
+    def _set(self, weights: Sequence[Weight], found: Fold | None) -> _Set:
+        nothing = np.zeros((), int)
+        taken = [
+            _Taken(
+                array(self.leaves[weight.path]), self.grams[weight.path],
+                _ids(weight, found.factors[weight.path] if found else nothing),
+            )
+            for weight in weights
+        ]  # fmt: skip
+        return _Set(weights, taken, [self.model.entries.of[weight.path].rule.activation for weight in weights])
+
+    def _fold(self, found: Fold, these: _Set, s: Array) -> None:
+        for path, factors in found.factors.items():
+            self.leaves[path] = folded(self.leaves[path], factors, s)
+        for weight, taken in zip(these.weights, these.taken, strict=True):
+            self.grams[weight.path] = taken.divided(s)
+
+    def _note(self, paths: Sequence[str], alpha: float | None, before: Array, after: Array) -> None:
+        if self.report is not None and not isinstance(after, jax.core.Tracer):
+            for path in paths:
+                self.report(path, alpha, float(before), float(after))
+
+
+def smooth(
+    params: Any,
+    q: QuantizedFunction,
+    grams: Any,
+    *args: Any,
+    alpha: float | None = None,
+    unfolded: str = "leave",
+    progress: Report | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Moves factors of the channels of inputs into the weights that take them, and leaves the function as it is.
+
+    Row k of a weight is multiplied by s_k, and what makes its input k is divided by it: the gain of a norm, the columns
+    and the bias of the layer before, with a relu between; the columns of the values of an attention; one half of a
+    gated layer. All weights that take the same inputs, such as q, k and v, are multiplied together:
+
+        s_k = a_k^alpha / w_k^(1 - alpha)
+
+    with a_k the root mean square of input k and w_k the largest magnitude of row k in all these weights, normalised to
+    a geometric mean of 1. Inputs with a few large channels become easy to round; with weights alone quantized, rows
+    that meet large inputs are rounded more finely.
+
+    Args:
+      params: the parameters of the function, in float.
+      q: what `quantize_fn` returned.
+      grams: {path: Gram}, as `q.observe(params, ..., gram=True)` gives it. These weights are smoothed. Others that take
+        the same inputs are multiplied, too, and do not count for s.
+      *args, **kwargs: the other arguments of the function; shapes suffice.
+      alpha: static number in [0, 1]; or None, which takes the best of 0, 0.1, ..., 1 and of no change, for each set of
+        weights, by the squared error of their outputs: that of the weights on their min-max grid, and, where the rule
+        quantizes the inputs to integers, that of uniform rounding noise in these, whose range is taken as 4 times the
+        root mean square of the largest channel.
+      unfolded: static. "leave" leaves weights as they are for whose inputs no parameter can make up; "error" raises.
+      progress: (path, alpha, before, after) -> None, called for each weight with the predicted squared error of its
+        output, and of the others that take the same inputs, relative to the output. Alpha is None where it stays as it
+        is: because nothing can be folded, or no alpha is better.
+
+    Returns:
+      The params, of the same dtypes. The function of them equals that of `params` up to rounding; observe it anew for
+      ranges and Grams.
+
+    Gradient: none.
+
+    Raises:
+      TypeError: for an argument of another kind.
+      ValueError: as `solve.gptq`, for Grams; for alpha outside [0, 1]; and with unfolded="error" for a weight whose
+        inputs come out of something that passes no factor, such as a gelu, or go elsewhere, too, such as a residual.
+
+    Source: Xiao et al., 2022, "SmoothQuant"; the search as in Lin et al., 2023, "AWQ".
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxquant import Rule, activation_spec, quantize_fn, solve, weight_spec
+    >>> f = lambda params, x: (x * params["gain"]) @ params["w"]
+    >>> q = quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))])
+    >>> params = {"gain": jnp.ones((1, 8)).at[0, 0].set(100.0), "w": jax.random.normal(jax.random.key(0), (8, 4))}
+    >>> x = jax.random.normal(jax.random.key(1), (32, 8))
+    >>> smoothed = solve.smooth(params, q, q.observe(params, x, gram=True), x)
+    >>> error = lambda params: jnp.square(q(params, x) - f(params, x)).sum().item()
+    >>> error(smoothed) < error(params) / 4
+    True
+    """
+    checks.one_of("unfolded", unfolded, ("leave", "error"))
+    if alpha is not None:
+        alpha = checks.static_float("alpha", alpha, "one call for each")
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"`alpha` must be in [0, 1], got {alpha}. Pass 0.5, or None to search it.")
+    model = model_of(params, q, grams, args, kwargs, None)
+    operands = operands_of(q.program(shapes_of(params), args, kwargs), params)
+    state = _Smoothing(model, operands, alpha, progress)
+    for weight in model.weights:
+        if weight.path not in state.done:
+            try:
+                state.smooth(weight)
+            except NoFactorsError as error:
+                if unfolded == "error":
+                    fix = 'Pass unfolded="leave", or leave it out of `grams`.'
+                    raise ValueError(f"{in_words(weight.path, error)} {fix}") from None
+                state.leave(weight)
+    return with_leaves(params, [state.leaves[path] for path, _ in with_paths(params)])

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights that solvers change, one at a time, as the matrices that ops contract."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .. import _checks as checks
+from .. import _numerics as num
+from .._gram import Gram, squared_errors
+from .._granularity import granularity_of
+from .._grid import Grid, frame_of, grid_of
+from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
+from .._qparams import QParams
+from .._spec import QuantSpec, qparams_shape
+from .._tally import to_nearest
+from .._transform._entries import Entries
+from .._transform._freezing import freeze_leaf
+from .._transform._layout import Layout
+from .._transform._quantize_fn import QuantizedFunction
+
+
+class Form(NamedTuple):
+    """What is static of a weight: a solver compiles once for all weights of one form.
+
+    Attributes:
+      spec: QuantSpec, to nearest.
+      layout: how the weight lies in matrices.
+      sharding: how it lies on a mesh, if it is on several devices.
+    """
+
+    spec: QuantSpec
+    layout: Layout
+    sharding: jax.NamedSharding | None = None
+
+    def matrices(self, v: Array) -> Array:
+        """The matrices (..., K, N) of an array of the weight's shape, split along N where the weight is split."""
+        v = self.layout.matrices(v)
+        if self.sharding is None:
+            return v
+        # Columns are solved each by itself; rows on other devices would be gathered for each.
+        axes = [axis for of in self.sharding.spec if of for axis in ((of,) if isinstance(of, str) else of)]
+        if v.shape[-1] % math.prod(self.sharding.mesh.shape[axis] for axis in axes):
+            return v
+        columns = jax.P(*[None] * (v.ndim - 1), tuple(axes))
+        return lax.with_sharding_constraint(v, jax.NamedSharding(self.sharding.mesh, columns))
+
+    def parameter(self, matrices: Array) -> Array:
+        """The array of the weight's shape, and with its sharding, that has these matrices."""
+        v = self.layout.parameter(matrices)
+        return v if self.sharding is None else lax.with_sharding_constraint(v, self.sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight that a solver changes.
+
+    Attributes:
+      path, form: of the weight; path[i] of a turn of a scan.
+      leaf: its values, or what they are read from.
+      gram: its second moments.
+      qparams: its grid; None where it is not given.
+      served: its values as they are served, if a solver asks for them.
+    """
+
+    path: str
+    form: Form
+    leaf: Any
+    gram: Gram
+    qparams: QParams | None
+    served: Any = None
+
+    @property
+    def turns(self) -> int:
+        """How many turns a scan takes this one in, each with scales of its own; 0 if none does."""
+        spec, layout, _ = self.form
+        groups = qparams_shape(spec, layout.shape)
+        is_scanned = bool(layout.moves) and layout.moves[0].primitive is None
+        return layout.shape[0] if is_scanned and groups[:1] == layout.shape[:1] and not spec.has_tensor_scale else 0
+
+    def turn(self, i: int) -> "Weight":
+        """The weight of one turn."""
+        (spec, layout, _), leaf = self.form, self.leaf[i]
+        shape = layout.shape[1:]
+        spec = dataclasses.replace(spec, granularity=granularity_of(qparams_shape(spec, layout.shape)[1:], shape))
+        form = Form(spec, Layout(shape, layout.moves[1:], layout.matrix), _sharding_of(leaf))
+        gram, qparams = jax.tree.map(lambda v: v[i], (self.gram, self.qparams))
+        return Weight(f"{self.path}[{i}]", form, leaf, gram, qparams, None if self.served is None else self.served[i])
+
+
+class Model(NamedTuple):
+    """A quantized function and its parameters, as solvers are called with them."""
+
+    params: Any
+    entries: Entries
+    weights: tuple[Weight, ...]
+    qparams: Any
+
+    def on_grids(self) -> "Model":
+        """The model; raises for a weight without qparams, before anything is solved."""
+        for weight in self.weights:
+            if weight.qparams is None:
+                with named_in_errors(weight.path, rule=self.entries.of[weight.path].rule):
+                    raise ValueError(
+                        "`qparams` must have the qparams of each weight that is solved, which are the grid that it is "
+                        "rounded to, got None. Make them by solve.ranges(params, q, grams, ...) or "
+                        "q.init_qparams(params, ...)."
+                    )
+        return self
+
+    def found(self, solve: Callable[[Weight], Any], freeze: bool = False) -> dict[str, Any]:
+        """What `solve` makes of each weight, by its path; of one after the other, and of turns one by one."""
+        new = {}
+        for weight in self.weights:
+            path = weight.path
+            with named_in_errors(path, rule=self.entries.of[path].rule):
+                new[path] = _in_turns(solve, weight)
+            if freeze:
+                new[path] = freeze_leaf(path, new[path], self.entries, self.qparams, None)
+        return new
+
+    def solved(self, solve: Callable[[Weight], Any], freeze: bool) -> Any:
+        """The params, with what `solve` makes of each weight in place of it, or the integers of it."""
+        new = self.found(solve, freeze)
+        return with_leaves(self.params, [new.get(path, leaf) for path, leaf in with_paths(self.params)])
+
+
+def _in_turns(solve: Callable[[Weight], Any], weight: Weight) -> Any:
+    """What `solve` makes of a weight; of the turns of a scan, stacked, so that one turn is in memory at a time."""
+    n, stacks = weight.turns, None
+    for i in range(n):
+        part = _in_turns(solve, weight.turn(i))
+        stacks = jax.tree.map(lambda v: _stack(v, n), part) if stacks is None else stacks
+        stacks = _put(stacks, part, i)
+    return solve(weight) if stacks is None else stacks
+
+
+def _stack(v: Array, n: int) -> Array:
+    """Room for n arrays, on the devices of the first."""
+    sharding = v.sharding if isinstance(v.sharding, jax.NamedSharding) else None
+    device = sharding and jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec))
+    return jnp.zeros((n, *v.shape), v.dtype, device=device)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stacks: Any, part: Any, i: int) -> Any:
+    return jax.tree.map(lambda stack, v: stack.at[i].set(v), stacks, part)
+
+
+def checked_function(q: Any) -> QuantizedFunction:
+    """Returns `q`, which must be a quantized function."""
+    if not isinstance(q, QuantizedFunction):
+        raise TypeError(
+            f"`q` must be what quantize_fn returned, got {checks.kind(q)}. Solvers are called (params, q, ..)."
+        )
+    return q
+
+
+def model_of(params: Any, q: Any, grams: Any, args: tuple, kwargs: Mapping[str, Any], qparams: Any) -> Model:
+    """The model, with everything checked that can be wrong with the arguments of a solver."""
+    q = checked_function(q)
+    if not isinstance(grams, Mapping) or not all(isinstance(gram, Gram) for gram in grams.values()):
+        raise TypeError(
+            f"`grams` must be a dict {{path: Gram}}, got {checks.kind(grams)}. Make it by q.observe(params, ..., "
+            "gram=True)."
+        )
+    entries, layouts = q.weights(shapes_of(params), grams, args, kwargs)
+    leaves = dict(with_paths(params))
+    weights = []
+    for path, layout in layouts.items():
+        entry = entries.of[path]
+        with named_in_errors(path, rule=entry.rule):
+            if is_qarray(leaves[path]):
+                raise ValueError("the weight is integers already, got a QArray. Solve the float parameters.")
+            _check_gram(grams[path], layout)
+            own = qparams.get(path) if isinstance(qparams, Mapping) else None
+        form = Form(to_nearest(entry.spec), layout, _sharding_of(leaves[path]))
+        weights.append(Weight(path, form, leaves[path], grams[path], entries.checked(path, own)))
+    return Model(params, entries, tuple(weights), qparams)
+
+
+def shapes_of(params: Any) -> Any:
+    """The params as shapes, so that leaves which are read when they are needed are not read for a plan."""
+
+    def of(leaf: Any) -> Any:
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_qarray(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
+
+    return with_leaves(params, [of(leaf) for _, leaf in with_paths(params)])
+
+
+def _sharding_of(leaf: Any) -> jax.NamedSharding | None:
+    """The sharding of a leaf on a mesh with automatic axes; None on one device, and where it is traced."""
+    sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.NamedSharding) or sharding.is_fully_replicated:
+        return None
+    return sharding if set(sharding.mesh.axis_types) == {jax.sharding.AxisType.Auto} else None
+
+
+def _check_gram(gram: Gram, layout: Layout) -> None:
+    *lead, k, _ = jax.eval_shape(layout.matrices, jax.ShapeDtypeStruct(layout.shape, jnp.float32)).shape
+    shape = jnp.shape(gram.products)
+    if shape != (*lead, k, k):
+        raise ValueError(
+            f"the products of the Gram must have shape {(*lead, k, k)} for a weight of shape {layout.shape}, got "
+            f"{shape}: it is of another model, or of another use of the weight. Observe this one."
+        )
+    if isinstance(gram.products, jax.core.Tracer) or isinstance(gram.rows, jax.core.Tracer):
+        return
+    if not np.all(np.asarray(gram.rows) > 0):
+        raise ValueError(
+            f"the Gram must be of at least one row for each matrix of the weight, got {np.asarray(gram.rows).tolist()} "
+            "rows. Observe batches that reach it, such as all branches and experts; or leave it out of `grams`."
+        )
+    if not bool(jnp.isfinite(gram.products).all()):
+        raise ValueError(
+            "the Gram has NaN or infinite numbers, so that an input has them, or values whose squares overflow. Look "
+            "for them in q.observe(params, ...)."
+        )
+
+
+def array(leaf: Any) -> Array:
+    """A leaf as an array; one that is read from a file is read here."""
+    return checks.float_array("params", leaf if isinstance(leaf, Array) else np.asarray(leaf))
+
+
+def grid_in_matrices(form: Form, qparams: QParams, dtype: Any) -> Grid:
+    """The grid that a weight is rounded to, with a scale for each element of its matrices (..., K, N)."""
+    shape, grid = form.layout.shape, grid_of(qparams, frame_of(form.spec)).effective()
+    grid = grid.over(jnp.zeros(shape, dtype))
+    return of_each(lambda v: form.matrices(jnp.broadcast_to(v, shape)), grid)
+
+
+def of_each(f: Callable[[Array], Array], grid: Grid) -> Grid:
+    """The grid with a function of what it has for each element."""
+    zero_point = None if grid.zero_point is None else f(grid.zero_point)
+    return grid._replace(scale=f(grid.scale), zero_point=zero_point)
+
+
+def values_of(form: Form, levels: Array, qparams: QParams, dtype: Any) -> Array:
+    """The weight with these levels in its matrices: values that `quantize` rounds to the same levels again."""
+    if form.spec.levels.number > 2 ** (jnp.finfo(dtype).nmant + 1):
+        raise ValueError(
+            f"the weight is {dtype}, which cannot hold the {form.spec.levels.number} levels of {form.spec}. Cast it to "
+            "float32."
+        )
+    levels = form.parameter(levels).astype(num.compute_dtype(dtype))
+    grid = grid_of(qparams, frame_of(form.spec)).effective().over(levels)
+    return num.downcast(grid.value(levels), dtype)
+
+
+def over_matrices(solve: Callable[..., Any], w: Array, products: Array, grid: Grid) -> Any:
+    """What `solve` makes of each matrix (K, N), its second moments and its grid, one at a time."""
+    lead, fixed = w.shape[:-2], grid._replace(scale=None, zero_point=None)
+    if not lead:
+        return solve(w, products, grid)
+    flat = lambda v: v.reshape(-1, *v.shape[-2:])
+    each = flat(w), flat(products), flat(grid.scale), None if grid.zero_point is None else flat(grid.zero_point)
+    one = lambda v: solve(v[0], v[1], fixed._replace(scale=v[2], zero_point=v[3]))
+    return jax.tree.map(lambda v: v.reshape(*lead, *v.shape[1:]), lax.map(one, each))
+
+
+def checked_damping(damping: Any) -> float:
+    """A number >= 0."""
+    damping = checks.static_float("damping", damping, "one call for each")
+    if not 0 <= damping < np.inf:
+        raise ValueError(f"`damping` must be finite and >= 0, got {damping}. 0.01 is 1 % of the mean of the diagonal.")
+    return damping
+
+
+def damped(products: Array, damping: Any) -> Array:
+    """Second moments (..., K, K) with a multiple of the mean of their diagonal added to it."""
+    mean = jnp.trace(products, axis1=-2, axis2=-1) / products.shape[-1]
+    added = damping * jnp.where(mean > 0, mean, 1)
+    return products + added[..., None, None] * jnp.broadcast_to(jnp.eye(products.shape[-1]), products.shape)
+
+
+def nearest(w: Array, grid: Grid) -> Array:
+    """The level next to each value."""
+    return num.clip(grid.level(w), grid.qmin, grid.qmax)
+
+
+class Found(NamedTuple):
+    """What a solver found: the levels, and the relative squared error of the layer with the nearest ones and these."""
+
+    levels: Array
+    before: Array
+    after: Array
+
+
+def no_worse(w: Array, products: Array, grid: Grid, levels: Array) -> Found:
+    """The levels (..., K, N) that were found; in columns where the nearest have a smaller error, the nearest."""
+    others = nearest(w, grid)
+    error = lambda levels: squared_errors(w - grid.value(levels), products)
+    found, before = error(levels), error(others)
+    is_better = ~(before < found)  # of no number, too, so that it is seen
+    levels = jnp.where(is_better[..., None, :], levels, others)
+    whole = squared_errors(w, products).sum()
+    share = lambda errors: errors.sum() / jnp.where(whole > 0, whole, 1)
+    return Found(levels, share(before), share(jnp.where(is_better, found, before)))
+
+
+Progress = Callable[[str, float, float], None]  # (path, error before, error after)
+
+
+def checked(path: str, leaf: Array, errors: tuple[Array, Array], progress: Progress | None) -> Array:
+    """The new values of a weight, if its errors are numbers; reported to the caller."""
+    check_not_singular(errors[1])
+    if progress is not None and not isinstance(errors[1], jax.core.Tracer):
+        progress(path, *map(float, errors))
+    return leaf
+
+
+def check_not_singular(result: Array) -> None:
+    """Raises if what comes of a Cholesky factor is no number."""
+    if not isinstance(result, jax.core.Tracer) and not np.isfinite(result):
+        raise ValueError(
+            "the second moments are singular: an input is 0, or the sum of others, in every row. Pass damping=0.01."
+        )
