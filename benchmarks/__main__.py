@@ -27,6 +27,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "affine",
     "formats",
     "learned_scales",
+    "solvers",
     "devices",
     "accelerator",
 )

@@ -192,6 +192,30 @@ def benchmarks():
     return figure
 
 
+def solvers():
+    """Bits per character of a language model by its weights' bits: what each solver and QAT make of them."""
+    found = json.loads((FOLDER.parents[1] / "benchmarks" / "data" / "solvers.json").read_text())
+    means = {name: {way: np.mean(values) for way, values in ways.items()} for name, ways in found.items()}
+    in_float = means.pop("float32")["nearest"]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=(5, 4))
+    few = [name for name in means if name[:2] in ("w3", "w2")]
+    for axis, names in zip(axes, ([name for name in means if name not in few], few), strict=True):
+        ways = list(means[names[0]])
+        for k, (way, marker) in enumerate(zip(ways, "osD^vP", strict=True)):
+            at = np.arange(len(names)) + 0.12 * (k - (len(ways) - 1) / 2)
+            axis.plot(at, [means[name][way] for name in names], marker, label=way, color=[*COLORS, GRAY][k])
+        axis.axhline(in_float, color=GRAY, linewidth=0.8, linestyle="--")
+        axis.set_xticks(range(len(names)), [name.replace(" in ", "\nin ") for name in names])
+        axis.set_xlim(-0.5, len(names) - 0.5)
+    axes[0].set(title="8 and 4 bits; dashed: float", ylabel="bits per character")
+    axes[1].set(title="3 and 2 bits", yscale="log")
+    axes[1].yaxis.set_major_locator(mpl.ticker.FixedLocator([2, 2.5, 3, 3.5, 4, 4.5]))
+    axes[1].yaxis.set_major_formatter("{x:g}")
+    axes[1].yaxis.set_minor_locator(mpl.ticker.NullLocator())
+    axes[1].legend(loc="upper left")
+    return figure
+
+
 def staircase():
     """Fake quantization of 3 bits, and the gradient with respect to x: straight through inside the range."""
     spec, qparams = QuantSpec(bits=3), QParams(1.0, 0.0)
@@ -438,6 +462,7 @@ FIGURES = (
     accuracy,
     benchmarks,
     serving,
+    solvers,
     staircase,
     granularities,
     onto_the_grid,
