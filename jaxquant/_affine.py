@@ -17,7 +17,7 @@ from ._grid import Grid, frame_of, grid_of
 from ._groups import broadcast_groups, reduce_groups
 from ._platform._cpu import loaded
 from ._platform._division import divide
-from ._qarray import QArray, checked_qarray
+from ._qarray import QArray, checked_operand
 from ._qparams import QParams
 from ._ranges._fit import fit_qparams
 from ._sharding import shard_like, vary_together
@@ -345,6 +345,7 @@ def dequantize(q: QArray) -> Array:
 
     Raises:
       TypeError: for anything but a QArray.
+      ValueError: for one that was frozen by a rule with `rotate`.
 
     Source: ONNX DequantizeLinear.
 
@@ -353,7 +354,7 @@ def dequantize(q: QArray) -> Array:
     >>> dequantize(quantize(jnp.array([0.26, -9.0]), QuantSpec(bits=4), QParams(0.5, 0.0))).tolist()
     [0.5, -3.5]
     """
-    return real_values(checked_qarray("q", q), q.dtype)
+    return real_values(checked_operand("q", q), q.dtype)
 
 
 def scale_gradient(x: Any, factor: Any) -> Array:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from . import _numerics as num
-from ._custom_vjp import custom_vjp
 from ._sharding import replicated
 
 
@@ -23,10 +22,10 @@ def hadamard(x: Array, axes: Sequence[int]) -> Array:
     In blocks of `block_of(channels)`. Sums of two, one after the other, and one product at the end: the bits of a dot
     would depend on what stands next to it.
     """
-    last = range(x.ndim - len(axes), x.ndim)
+    axes, last = [axis % x.ndim for axis in axes], range(x.ndim - len(axes), x.ndim)
     moved = jnp.moveaxis(replicated(x, axes), axes, last)
     flat = moved.reshape(*moved.shape[: last.start], -1)
-    return jnp.moveaxis(_hadamard(flat).reshape(moved.shape), last, axes)
+    return jnp.moveaxis(_butterfly(flat).reshape(moved.shape), last, axes)
 
 
 @jax.jit
@@ -42,6 +41,3 @@ def _butterfly(x: Array) -> Array:
     v = num.guard(x).astype(num.compute_dtype(x.dtype))
     v = lax.fori_loop(0, block.bit_length() - 1, stage, v)
     return num.guard(v * block**-0.5).astype(x.dtype)
-
-
-_hadamard = custom_vjp(_butterfly, lambda x, g: (_butterfly(g),))

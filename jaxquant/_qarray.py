@@ -28,12 +28,15 @@ class Frozen(NamedTuple):
       from_qparams: whether its scale came from qparams; else it was fitted to the values.
       static_inputs: whether an input of the ops that use it had qparams.
       activation: the QuantSpec of these inputs in the rule, None where they stay in float.
+      rotated: how many rows were rotated together, by Rule(rotate=), 0 if none: the values are then not those of the
+        parameter, but of the rotated one.
     """
 
     shape: tuple[int, ...]
     from_qparams: bool
     static_inputs: bool
     activation: QuantSpec | None
+    rotated: int = 0
 
 
 class Scales(NamedTuple):
@@ -281,7 +284,8 @@ def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
     if said is None:
         return None
     activation = said["activation"] and spec_from_json(said["activation"])
-    return Frozen(tuple(said["shape"]), bool(said["from_qparams"]), bool(said["static_inputs"]), activation)
+    flags = bool(said["from_qparams"]), bool(said["static_inputs"])
+    return Frozen(tuple(said["shape"]), *flags, activation, int(said.get("rotated", 0)))
 
 
 def _static_to_bytes(static: _Static) -> bytes:
@@ -305,6 +309,17 @@ jax.export.register_pytree_node_serialization(
     serialize_auxdata=_static_to_bytes,
     deserialize_auxdata=_static_from_bytes,
 )
+
+
+def checked_operand(name: str, q: Any) -> QArray:
+    """Returns `q`, which must be a QArray whose real values mean something beside other arrays."""
+    q = checked_qarray(name, q)
+    if q.frozen and q.frozen.rotated:
+        raise ValueError(
+            f"`{name}` was frozen by a rule with rotate=, so that its rows are those of the rotated parameter, which "
+            "meet rotated inputs alone. Serve it by q(params, ...), with the rules that it was frozen with."
+        )
+    return q
 
 
 def checked_qarray(name: str, q: Any) -> QArray:

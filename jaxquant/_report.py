@@ -287,6 +287,7 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
         zero = jnp.zeros(())
         nothing = Tally(zero, zero, zero, zero, zero, jnp.zeros(0))
         return _row(entry, nothing, **sizes, dead=None)._replace(max_error=math.nan, clipped=math.nan)
+    leaf = entry.rotated(leaf)
     t = jax.device_get(tally(leaf, spec, qparams))
     return _row(entry, t, **sizes, dead=_dead(leaf, spec, qparams))
 
@@ -298,7 +299,8 @@ def _layer_errors(
     entries, layouts = q.weights(params, grams, batch, kwargs)
     leaves, found = dict(with_paths(params)), {}
     for path, layout in layouts.items():
-        if not is_qarray(leaf := leaves[path]):
+        if not is_qarray(leaves[path]):
+            leaf = entries.of[path].rotated(leaves[path])
             rounded = fake_quant(leaf, to_nearest(entries.of[path].spec), (qparams or {}).get(path))
             of = lambda v, layout=layout, path=path: squared_errors(layout.matrices(v), grams[path].products).sum()
             found[path] = float(of(leaf - rounded) / of(leaf))
@@ -357,13 +359,14 @@ class _Costs(NamedTuple):
 
     def _errors(self, path: str, leaf: Array) -> Array:
         """The errors of a parameter as its rule says, and at each of the widths by min-max, stacked."""
-        spec = to_nearest(self.entries[path].spec)
-        own = fake_quant(leaf, spec, (self.qparams or {}).get(path)) - leaf
+        entry = self.entries[path]
+        spec, leaf = to_nearest(entry.spec), entry.rotated(leaf)
+        own = entry.rotated(fake_quant(leaf, spec, (self.qparams or {}).get(path)) - leaf)
         if not self.widths:
             return own[None]
         wide = _in_integers(spec, max(self.widths))
-        others = lax.map(lambda bits: fake_quant(leaf, wide, bits=bits) - leaf, jnp.asarray(self.widths, jnp.int32))
-        return jnp.concatenate([own[None], others])
+        error = lambda bits: entry.rotated(fake_quant(leaf, wide, bits=bits) - leaf)
+        return jnp.concatenate([own[None], lax.map(error, jnp.asarray(self.widths, jnp.int32))])
 
     def _loss(self, params: Any, batch: tuple, mask: Mapping[str, Array], errors: Mapping[str, Array]) -> Array:
         """The loss with a part of the error of each entry added to it; errors count as constants."""

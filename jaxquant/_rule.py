@@ -14,10 +14,10 @@ from ._integer._ops import OPS
 from ._spec import QuantSpec
 
 KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value")
-_OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient")
+_OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient", "rotate")
 _OF_PRODUCTS = (
-    '`op` and `gradient` are of products, got {0.op!r} and {0.gradient!r} with kind="value". Drop them, or give them '
-    "to the rule of the dot."
+    '`op`, `gradient` and `rotate` are of products, got {0.op!r}, {0.gradient!r} and {0.rotate!r} with kind="value". '
+    "Drop them, or give them to the rule of the dot."
 )
 # Of the fields that not every kind has: the kinds that have one, and the error of the others.
 _FIELDS_OF_KINDS = {
@@ -31,6 +31,7 @@ _FIELDS_OF_KINDS = {
     ),
     "op": (KINDS[:-1], _OF_PRODUCTS),
     "gradient": (KINDS[:-1], _OF_PRODUCTS),
+    "rotate": (KINDS[:-1], _OF_PRODUCTS),
 }
 
 
@@ -75,10 +76,15 @@ class Rule:
       a weight). The value of the function does not change. A scale of the other operand that varies along what is
       summed, such as a weight's channels towards the input, is multiplied into g before g is rounded. Infinities and
       NaN in g become NaN in what they enter.
+    - rotate: "hadamard" multiplies both operands of a dot, before they are quantized, by a Hadamard matrix H along what
+      is contracted, in blocks of the largest power of two that divides its length. H @ H = 1, so that the float
+      function stays the same, and large values of a few channels are spread over all of them. Parameters stay as they
+      are, and are rotated by each call, once by `freeze`; inputs are rotated by each call. None does not.
 
     Raises:
       TypeError: for anything else.
-      ValueError: for `**` beside other characters in a segment, a weight where kind="act_act", and unknown words.
+      ValueError: for `**` beside other characters in a segment, a weight where kind="act_act", `rotate` with
+        `everywhere`, and unknown words.
 
     >>> from jaxquant import Rule, weight_spec
     >>> Rule("decoder/**/kernel", weight_spec(8, channel_axis=-1), optional=True).optional
@@ -101,6 +107,7 @@ class Rule:
     custom: str | None = dataclasses.field(default=None, kw_only=True)
     everywhere: bool = dataclasses.field(default=False, kw_only=True)
     gradient: Any = dataclasses.field(default=None, kw_only=True)
+    rotate: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         _check_globs(self)
@@ -110,12 +117,18 @@ class Rule:
         checks.static_bool("everywhere", self.everywhere)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
-        for name, choices in (("kind", KINDS), ("op", tuple(OPS)), ("custom", ("keep", "inline"))):
+        words = {"kind": KINDS, "op": tuple(OPS), "custom": ("keep", "inline"), "rotate": ("hadamard",)}
+        for name, choices in words.items():
             if (value := getattr(self, name)) is not None or name == "kind":
                 checks.one_of(name, value, choices)
         for name, (kinds, text) in _FIELDS_OF_KINDS.items():
             if self.kind not in kinds and getattr(self, name) not in (None, False, (None, None)):
                 raise ValueError(text.format(self))
+        if self.everywhere and self.rotate:
+            raise ValueError(
+                f"`everywhere` gives every use the value of the parameter, got it with rotate={self.rotate!r}, whose "
+                "value is for its dots alone. Drop one of them."
+            )
 
     @property
     def gradients(self) -> tuple[Any, Any]:

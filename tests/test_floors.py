@@ -17,7 +17,7 @@ ROOT = pathlib.Path(jaxquant.__file__).parent
 FLOORS = (  # from the ground up; the files of a folder share a floor, and stand on those before them
     ("_checks", "_custom_vjp", "_groups", "_sharding", "_table", "_version"),
     ("_granularity", "_numerics", "_pack"),
-    ("_formats", "_platform/_cpu", "_platform/_division", "_platform/_dots", "_platform/_gpu"),
+    ("_formats", "_hadamard", "_platform/_cpu", "_platform/_division", "_platform/_dots", "_platform/_gpu"),
     ("_scale_formats",),
     ("_spec",),
     ("_qarray", "_qparams", "_recipes"),
@@ -39,8 +39,8 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
     ("_files", "_params"),
     (
         *("_transform/_plan", "_transform/_call", "_transform/_axes", "_transform/_match", "_transform/_backward"),
-        *("_transform/_errors", "_transform/_choices", "_transform/_entries", "_transform/_decide"),
-        *("_transform/_layout", "_transform/_freezing", "_transform/_observers", "_transform/_sites"),
+        *("_transform/_errors", "_transform/_choices", "_transform/_layout", "_transform/_entries"),
+        *("_transform/_decide", "_transform/_freezing", "_transform/_observers", "_transform/_sites"),
         *("_transform/_quantize_fn",),
     ),
     ("_report",),

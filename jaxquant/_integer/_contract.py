@@ -20,7 +20,7 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import real_values
 from .._custom_vjp import custom_vjp
-from .._qarray import QArray, changed, checked_qarray
+from .._qarray import QArray, changed, checked_operand
 from .._spec import QuantSpec
 from .._straight_through import with_gradient_of
 from ._axes import Matrix
@@ -104,6 +104,11 @@ class ContractionOp(abc.ABC):
         """How operand `side`, of this rank, lies in matrices whose K is that of `rows`."""
         raise ValueError(f"`gram=True` is not for {type(self).__name__}. Leave its weight out by a rule with None.")
 
+    @property
+    def pairs_axes(self) -> bool:
+        """Whether `contracted_axes` are pairs that meet, so that both operands can be rotated along them."""
+        return False
+
     def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:
         """The axes of an operand in the order in memory that an integer product reads fastest; empty if any will do."""
         return ()
@@ -181,6 +186,6 @@ def with_real_values(a: Any, b: Any, execution: str) -> tuple[Array, Array] | No
         )
     if isinstance(a, QArray):
         b = checks.float_array("b", b)
-        return real_values(checked_qarray("a", a), b.dtype), b
+        return real_values(checked_operand("a", a), b.dtype), b
     a = checks.float_array("a", a)
-    return a, real_values(checked_qarray("b", b), a.dtype)
+    return a, real_values(checked_operand("b", b), a.dtype)

@@ -16,7 +16,7 @@ from .. import _numerics as num
 from .._groups import broadcast_groups
 from .._platform._dots import integer_sums
 from .._platform._gpu import convolution
-from .._qarray import QArray, checked_qarray
+from .._qarray import QArray, checked_operand
 from .._spec import QuantSpec
 from ._axes import Matrix, in_output
 from ._contract import ContractionOp, contraction, scaled, with_real_values, without_zeros
@@ -305,7 +305,7 @@ def conv_general_dilated(
     """
     execution = checked_execution(execution, LOWERINGS)
     in_float = with_real_values(a, b, execution)
-    a, b = in_float or (checked_qarray("a", a), checked_qarray("b", b))
+    a, b = in_float or (checked_operand("a", a), checked_operand("b", b))
     if a.ndim != b.ndim or a.ndim < 2:
         raise ValueError(
             f"`a` and `b` must have one rank, at least 2, got shapes {a.shape} and {b.shape}. Add the batch, feature "

@@ -14,7 +14,7 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._groups import broadcast_groups
 from .._platform._dots import bfloat16_dot, float_dot, integer_dot
-from .._qarray import QArray, changed, checked_qarray, groups_of, moved, permutation, scales_of
+from .._qarray import QArray, changed, checked_operand, groups_of, moved, permutation, scales_of
 from .._sharding import shard_like, vary_together
 from .._spec import QuantSpec
 from ._axes import Matrix, arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
@@ -52,6 +52,10 @@ class Dot(ContractionOp):
     def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:
         free, contracted = self._free(ndim, side), self.contracted[side]
         return (*self.batch[side], *free, *contracted) if len(free) == len(contracted) == 1 else ()
+
+    @property
+    def pairs_axes(self) -> bool:
+        return True
 
     def rows(self, side: int, x: Array, shape: tuple[int, ...]) -> tuple[Array, None]:
         """The rows that meet operand `side`, for each index of the batch; in the order of that operand's axes."""
@@ -348,7 +352,7 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
     """
     execution = checked_execution(execution, LOWERINGS)
     in_float = with_real_values(a, b, execution)
-    a, b = in_float or (checked_qarray("a", a), checked_qarray("b", b))
+    a, b = in_float or (checked_operand("a", a), checked_operand("b", b))
     (ca, cb), (ba, bb) = _dimension_numbers(dimension_numbers)
     _axes("dimension_numbers of a", (*ca, *ba), a.ndim)
     _axes("dimension_numbers of b", (*cb, *bb), b.ndim)

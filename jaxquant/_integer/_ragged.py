@@ -55,18 +55,22 @@ class Ragged(ContractionOp):
 
     def rows(self, side: int, x: Array, shape: tuple[int, ...], sizes: Array) -> tuple[Array, Array]:
         """All rows, and for each expert whether they meet it."""
-        if side == 0 or self.batch[0]:
-            raise ValueError(
-                "`gram=True` is for the matrices of the experts of a ragged dot without a batch, got the parameter as "
-                f"operand {side} and batch axes {self.batch}. Leave it out by a rule with None."
-            )
         rows, _ = Dot(self.contracted, self.batch).rows(side, x, shape)
         kept = [x.shape[i] for i in range(x.ndim) if i not in self.contracted[0]]
         group = self._groups(kept, shape[self.group], sizes).reshape(-1)
         of_group = group[None] == jnp.arange(shape[self.group], dtype=group.dtype)[:, None]
         return rows, of_group
 
+    @property
+    def pairs_axes(self) -> bool:
+        return True
+
     def matrix(self, side: int, ndim: int) -> Matrix:
+        if side == 0 or self.batch[0]:
+            raise ValueError(
+                "second moments and rotations are for the matrices of the experts of a ragged dot without a batch, got "
+                f"the parameter as operand {side} and batch axes {self.batch}. Leave it out by a rule with None."
+            )
         return Matrix((self.group,), tuple(sorted(self.contracted[side])), tuple(self._free(side, ndim)))
 
     def real(self, a: Array, b: Array, sizes: Array) -> Array:

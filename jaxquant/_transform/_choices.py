@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each operand of each op gets: by which rule, and which spec, with the axes of the operand."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .. import _checks as checks
 from .._granularity import PerTensor
+from .._hadamard import block_of
 from .._integer._contract import Precision
 from .._integer._ops import OPS
 from .._jaxpr._origin import JOINED
@@ -32,6 +34,7 @@ class Choice(NamedTuple):
       is_weight: whether it is a parameter that a rule of kind "weight" is for.
       point: where it is quantized already, if it is a value that a rule of kind "value" is for; else None.
       keys: of its entry, or of each of the parameters that were concatenated.
+      rotated: the axes along which it is rotated before it is quantized, in the order of the other operand's.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Choice(NamedTuple):
     is_weight: bool = False
     point: Location | None = None
     keys: tuple[str, ...] = ()
+    rotated: tuple[int, ...] = ()
 
     @property
     def arrives_quantized(self) -> bool:
@@ -77,13 +81,40 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
         return _of_closed(op, matcher)
     if op.kind == "value":
         return Decision(op, (_as_value(values[op.contraction.location], values),))
-    choices = [_of_operand(op, side, matcher, strict) for side in range(2)]
+    choices = _with_rotation(op, [_of_operand(op, side, matcher, strict) for side in range(2)])
     specs = [choice.spec for choice in choices]
     if None not in specs:
         for choice in choices:
             _check_scales(choice, op.contraction.as_op().takes_blocks)
     gradient = precisions(op, op.names, [choice.rule for choice in choices], specs)
     return Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient)
+
+
+def _with_rotation(op: MatchedOp, choices: Sequence[Choice]) -> Sequence[Choice]:
+    """The choices with the axes along which their rules rotate both; the rule of a weight decides for its input."""
+    deciding = [choice for choice in choices if choice.is_weight] or choices
+    rules = [choice.rule for choice in deciding if choice.rule]
+    if not any(rule.rotate for rule in rules) or not any(choice.spec for choice in choices):
+        return choices
+    with named_in_errors(*op.names, rule=rules[0]):
+        if len({rule.rotate for rule in rules}) > 1:
+            raise ValueError("one operand is rotated by its rule and the other is not. Give both rules one `rotate`.")
+        if not op.contraction.as_op().pairs_axes:
+            raise ValueError(
+                f"`rotate` is for dots, got {op.contraction.op!r}, whose inputs meet several rows of the weight. "
+                'Give it a rule of its own before this one, or say op="dot_general" in this one.'
+            )
+        pairs, shape = contracted_axes(op.contraction), op.contraction.operands[0].shape
+        length = math.prod(shape[i] for i in pairs[0])
+        if block_of(length) < 2:
+            raise ValueError(
+                f"`rotate` is for sums of an even number of products, in blocks of a power of two, got {length}. Give "
+                "it a rule of its own before this one."
+            )
+    of_other = pairs[next((i for i, choice in enumerate(choices) if choice.is_weight), 1)]
+    order = sorted(range(len(of_other)), key=of_other.__getitem__)
+    each = zip(choices, pairs, strict=True)
+    return [choice._replace(rotated=tuple(axes[i] for i in order)) for choice, axes in each]
 
 
 def _check_scales(choice: Choice, takes_blocks: bool) -> None:
@@ -165,6 +196,12 @@ def _as_value(choice: Choice, values: Mapping[Location, Choice]) -> Choice:
                 f"the operand is the value {values[point].name!r}, which is quantized to {values[point].spec}, and "
                 f"the rule says {choice.spec}. Give both rules one spec, or drop the rule of the value or of this "
                 "operand."
+            )
+    if choice.rotated:
+        with named_in_errors(choice.name, rule=choice.rule):
+            raise ValueError(
+                f"the operand is the value {values[point].name!r}, which is quantized where it is named, and would be "
+                "rotated here. Drop the rule of the value, or `rotate`."
             )
     return choice._replace(point=point)
 

@@ -21,6 +21,7 @@ from .._rule import Rule
 from .._spec import QuantSpec, equal_but_for_rounding, qparams_shape
 from ._axes import along, on_parameter, shared_axes
 from ._choices import Choice, Decision
+from ._layout import Layout, layout_of
 
 
 class Entry(NamedTuple):
@@ -43,6 +44,7 @@ class Entry(NamedTuple):
       location: of the first op that uses it.
       stack: the scans over parameters around an input, and their lengths: each turn has a scale of its own.
       is_seen: whether it can be observed: not in the condition of a loop.
+      layout: of a parameter whose rows are rotated, how it lies in the matrices that its ops contract; else None.
     """
 
     key: str
@@ -61,6 +63,11 @@ class Entry(NamedTuple):
     location: Location = ()
     stack: tuple[tuple[Location, int], ...] = ()
     is_seen: bool = True
+    layout: Layout | None = None
+
+    def rotated(self, leaf: Any) -> Any:
+        """The parameter as it is quantized: rotated, if a rule says so. Twice is not at all."""
+        return leaf if self.layout is None else self.layout.rotated(leaf)
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -86,7 +93,7 @@ def keyed(decisions: Sequence[Decision]) -> list[Decision]:
         origin = choice.operand.origin
         if choice.is_weight:
             return origin.parts
-        known_by = origin.value, choice.spec, str(choice.operand.dtype), contraction.stack
+        known_by = origin.value, choice.spec, str(choice.operand.dtype), contraction.stack, choice.rotated
         return (choice.name if origin.value is None else first.setdefault(known_by, choice.name),)
 
     found = []
@@ -117,6 +124,7 @@ def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -
     assert rule is not None
     assert spec is not None
     if not is_weight:
+        _check_name(key, leaves)
         kind = rule.activation.granularity if rule.activation else spec.granularity
         return Entry(
             key, spec, operand.shape, operand.dtype, False, rule, (name,),
@@ -131,7 +139,13 @@ def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -
     return Entry(
         key, spec, leaf.shape, leaf.dtype, True, rule, (name,), summed, order=order,
         is_multiplied=rule.activation is not None, summed=_summed(decision, side, leaf.shape),
+        layout=layout_of(decision, side, leaf.shape) if decision.operands[side].rotated else None,
     )  # fmt: skip
+
+
+def _check_name(key: str, paths: Collection[str]) -> None:
+    if key in paths:
+        raise ValueError(f"{key!r} is the path of a parameter and the name of an input. Rename the quant_point.")
 
 
 def _summed(decision: Decision, side: int, shape: tuple[int, ...]) -> frozenset[int] | None:
@@ -151,8 +165,6 @@ def _summed(decision: Decision, side: int, shape: tuple[int, ...]) -> frozenset[
 def _merged(old: Entry, new: Entry) -> Entry:
     """The entry of one thing that is used in two ways."""
     sites = *old.sites, *new.sites
-    if old.is_weight != new.is_weight:
-        raise ValueError(f"{old.key!r} is the path of a parameter and the name of an input. Rename the quant_point.")
     if not old.is_weight:
         return old._replace(sites=sites)
     if old.spec != new.spec:
@@ -161,6 +173,11 @@ def _merged(old: Entry, new: Entry) -> Entry:
             f"{old.sites[0]!r}, and as {new.spec} at {new.sites[0]!r}. One parameter has one scale for each of its "
             "groups, whatever uses it. Name them by weight_spec(bits, channel_axis=...), counted on the parameter and "
             "kept by every op, or by granularity=PerTensor(); or leave one of the uses in float by a rule with None."
+        )
+    if old.layout != new.layout and not (old.layout and new.layout and old.layout.has_rows_of(new.layout)):
+        raise ValueError(
+            f"the parameter {old.key!r} is rotated in two ways, at {old.sites[0]!r} and {new.sites[0]!r}, which sum "
+            "along different axes of it. Leave one of the uses in float, or give each a parameter of its own."
         )
     # Of ops that sum along other axes a flag is for all that share a scale.
     contracted = old.contracted if old.contracted == new.contracted else shared_axes(old.spec, old.shape)
@@ -248,16 +265,23 @@ class Entries:
             scale, zero_point = qparams_of_shape(qparams, entry.spec, entry.groups, ndim, f"{why}{entry.shape}{turns}")
             return QParams(scale.reshape(entry.groups), zero_point.reshape(entry.groups))
 
-    def check_frozen(self, frozen: Mapping[str, QArray], qparams: Any, operands: Collection[str]) -> None:
+    def check_frozen(
+        self, frozen: Mapping[str, QArray], qparams: Any, operands: Collection[str], read: Collection[str]
+    ) -> None:
         """A QArray under a rule must be what the rule makes of the parameter, and served as it was frozen for.
 
-        `operands` are the parameters that some op contracts.
+        `operands` are the parameters that some op contracts, `read` those that something else computes with.
         """
         for path, q in frozen.items():
             entry = self.of.get(path)
             if entry is not None:
                 with named_in_errors(path, rule=entry.rule):
                     _check_frozen_by(entry, q, (qparams or {}).get(path))
+            elif q.frozen and q.frozen.rotated and (path in operands or path in read):
+                raise ValueError(
+                    f"At {path!r}: the parameter was frozen by a rule that rotates its rows and its inputs, and no "
+                    "rule rotates them now. Serve it with the rules that it was frozen with."
+                )
             elif path in operands and q.frozen and q.frozen.activation:
                 raise ValueError(
                     f"At {path!r}: the parameter was frozen by a rule that quantizes its inputs to "
@@ -277,6 +301,13 @@ def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
             "is served with; or leave it out of the rules, and it is used as it is, with inputs in float."
         )
     check_reads(entry, "given as a QArray")
+    rotated, wanted = q.frozen.rotated if q.frozen else 0, entry.layout.block if entry.layout else 0
+    if rotated != wanted:
+        said = lambda block: f"rotated in blocks of {block} rows" if block else "not rotated"
+        raise ValueError(
+            f"the parameter is a QArray that is {said(rotated)}, and by the rule it is {said(wanted)}. Serve it with "
+            "the rules that it was frozen with, or freeze the float parameters by q.freeze."
+        )
     if q.frozen is None:
         return
     if not equal_but_for_rounding(q.frozen.activation, entry.rule.activation):

@@ -33,7 +33,7 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
         check_reads(entry, "frozen")
         _refuse_nan(leaf)
         own = entries.noise_key(key, path) if spec.rounding == "stochastic" and key is not None else None
-        q = quantize(leaf, spec, qparams.get(path), key=own)
+        q = quantize(entry.rotated(leaf), spec, qparams.get(path), key=own)
     return laid_out(q, entry, entries, qparams)
 
 
@@ -43,7 +43,8 @@ def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QP
     if spec.bits <= 4 and not spec.format and not entry.is_multiplied:
         values = values.astype(jnp.int4 if spec.signed else jnp.uint4)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
-    frozen = Frozen(q.shape, qparams.get(entry.key) is not None, has_static_inputs, entry.rule.activation)
+    block = entry.layout.block if entry.layout else 0
+    frozen = Frozen(q.shape, qparams.get(entry.key) is not None, has_static_inputs, entry.rule.activation, block)
     q = dataclasses.replace(q, values=values, order=entry.order, frozen=frozen)
     return q if entry.summed is None else with_own_sums(q, sorted(entry.summed))
 

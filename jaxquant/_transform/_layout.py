@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._hadamard import block_of, hadamard
 from .._integer._axes import Matrix
 from .._jaxpr._moves import in_order
 from .._jaxpr._origin import Moved
@@ -39,6 +40,15 @@ class Layout:
         like = jax.ShapeDtypeStruct(self.shape, matrices.dtype)
         return jax.linear_transpose(self.matrices, like)(matrices)[0]
 
+    def rotated(self, v: Array) -> Array:
+        """An array of the parameter's shape with its rows rotated."""
+        return self.parameter(hadamard(self.matrices(v), (-2,)))
+
+    @property
+    def block(self) -> int:
+        """How many rows are rotated together."""
+        return block_of(jax.eval_shape(self.matrices, jax.ShapeDtypeStruct(self.shape, jnp.float32)).shape[-2])
+
     def has_rows_of(self, other: "Layout") -> bool:
         """Whether the same elements of the parameter lie in each row, so that both have one Gram."""
         return self == other or np.array_equal(self._rows(), other._rows())
@@ -56,8 +66,8 @@ def layout_of(decision: Decision, side: int, shape: tuple[int, ...]) -> Layout:
     is_whole = math.prod(operand) * math.prod(n for _, n in origin.stack) == math.prod(shape) and not origin.picked
     if not is_whole or len(origin.parts) > 1 or origin.moves is None:
         raise ValueError(
-            f"second moments are for parameters that an op takes whole and alone, got an operand of shape {operand} "
-            f"made of {', '.join(origin.parts)}, of shape {shape}. Give each part a parameter of its own, or leave it "
-            "out, by a rule with None or by `entries`."
+            "second moments and rotations are for parameters that an op takes whole and alone, got an operand of shape "
+            f"{operand} made of {', '.join(origin.parts)}, of shape {shape}. Give each part a parameter of its own, or "
+            "leave it out, by a rule with None, or by `entries`."
         )
     return Layout(shape, origin.moves, decision.contraction.as_op().matrix(side, len(operand)))

@@ -34,6 +34,7 @@ class Site(NamedTuple):
         so. The paths of concatenated parameters are joined by ", ".
       entry_spec: QuantSpec with the axes of the parameter; for an input, `spec`.
       is_per_token: whether the rule says PerToken(); `spec` then has its axes.
+      rotated: the axes along which it is rotated before it is quantized; empty if it is not.
       state: "static" if quantized with the qparams of the entry, "dynamic" with the range of the values at hand,
         "frozen" if the parameter is integers already; empty if it is left in float.
       qparams: None in a plan. `at_sites` hands the function for sites the qparams here, None where the site is dynamic.
@@ -54,6 +55,7 @@ class Site(NamedTuple):
     state: str = ""
     qparams: Any = None
     is_per_token: bool = False
+    rotated: tuple[int, ...] = ()
 
 
 class Op(NamedTuple):
@@ -113,7 +115,7 @@ class Plan:
         return as_text(*self._table(), self._sums())
 
     def _repr_html_(self) -> str:
-        return as_html(*self._table(), self._sums(), lambda row: row[4] == "-")
+        return as_html(*self._table(), self._sums(), lambda row: row[4].startswith("-"))
 
     def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """The header and the rows, without the columns that say nothing in any row."""
@@ -123,7 +125,7 @@ class Plan:
                 site.op,
                 f"{site.dtype}[{','.join(map(str, site.shape))}]",
                 str(site.length),
-                in_words(site.spec, site.is_per_token) if site.spec else "-",
+                (in_words(site.spec, site.is_per_token) if site.spec else "-") + (", rotated" if site.rotated else ""),
                 "-" if not site.spec else "same" if site.entry == site.name else site.entry,
                 "-" if not site.entry_spec else "same" if site.entry_spec == site.spec else in_words(site.entry_spec),
                 site.state or "-",

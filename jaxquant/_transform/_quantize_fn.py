@@ -432,7 +432,7 @@ class QuantizedFunction:
                 )
         of_entries = entries.checked_qparams(qparams, frozen)
         operands = {path for of in program.walk.found() for v in of.operands for path in v.origin.weights}
-        entries.check_frozen(frozen, qparams, operands)
+        entries.check_frozen(frozen, qparams, operands, program.walk.reads)
         if how.lsq_gradient:
             for name, entry in entries.of.items():
                 if (used := of_entries[name]) is not None and name not in frozen:
@@ -478,7 +478,7 @@ def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:
         if leaf.frozen and not leaf.frozen.from_qparams:  # whose scale is fitted to its values
             return None
         return QParams(leaf.step, leaf.zero_point.astype(jnp.float32))
-    return fit_qparams(leaf, entry.spec, method)
+    return fit_qparams(entry.rotated(leaf), entry.spec, method)
 
 
 def _of_input(r: Any, entry: Entry) -> QParams | None:

@@ -15,6 +15,7 @@ from .. import _numerics as num
 from .._affine import fake_quant, real_values
 from .._granularity import granularity_of
 from .._groups import of_rank
+from .._hadamard import hadamard
 from .._integer._contract import Precision, contract
 from .._integer._operands import QuantizedOperand
 from .._integer._ops import OPS
@@ -106,18 +107,20 @@ class SiteEvaluator(NamedTuple):
 
     def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
         """A parameter on its way to its ops; `is_read` where something may read it in float."""
-        entry = self.decisions.entries.of.get(path)
+        entry, real = self.decisions.entries.of.get(path), None
         if isinstance(value, QArray):
             if not (self.is_float or self.view):
                 return _parameter(path, value, (entry or value).spec)
-            qparams, value = QParams(value.step, value.zero_point), real_values(value, value.dtype)
+            qparams, real = QParams(value.step, value.zero_point), real_values(value, value.dtype)
+            value = entry.rotated(real) if entry else real
         if entry is None or self.is_float:
             return value
+        real = entry.rotated(value) if real is None else real
         if self.view:
-            return self._to_view(entry, value, qparams)
+            return self._to_view(entry, value, real, qparams)
         with named_in_errors(path, rule=entry.rule):
             real, q, flags = quantize_straight_through(
-                value, entry.spec, tuple(sorted(entry.contracted)), self._key(entry.spec, self.key, path), qparams
+                real, entry.spec, tuple(sorted(entry.contracted)), self._key(entry.spec, self.key, path), qparams
             )
         return _parameter(path, q, entry.spec, real, value if is_read else None, flags)
 
@@ -149,13 +152,29 @@ class SiteEvaluator(NamedTuple):
                 values[side] = self.read(ins[side], choice.name)
         for i, v in enumerate(ins[2:], 2):
             values[i] = self.read(v, decision.contraction.op) if isinstance(v, QuantizedParam) else v
+        in_float, values = (
+            values,
+            [
+                *(self._rotated(choice, v, scope) for choice, v in zip(decision.operands, values, strict=False)),
+                *values[2:],
+            ],
+        )
         observe(values, scope)
         if self.is_float:
-            return eqn.primitive.bind(*values, **eqn.params)
+            return eqn.primitive.bind(*in_float, **eqn.params)
         if self.view:
             return self._in_view(self.view, decision, eqn, values, scope)
         is_integer = all(choice.spec for choice in decision.operands)
         return (self._in_integers if is_integer else self._in_float)(decision, eqn, values, scope)
+
+    def _rotated(self, choice: Choice, v: Any, scope: Scope) -> Any:
+        """An operand that is rotated here, once for all ops that take it so; a parameter comes rotated."""
+        if not choice.rotated or isinstance(v, QuantizedParam):
+            return v
+        known_by = id(v), choice.rotated
+        if known_by not in scope.memo:
+            scope.memo[known_by] = v, hadamard(v, choice.rotated)  # the value too: no other then gets its id
+        return scope.memo[known_by][1]
 
     def _observe(
         self, decision: Decision, sides: Mapping[str, int], inputs: Inputs, values: Sequence[Any], scope: Scope
@@ -264,7 +283,7 @@ class SiteEvaluator(NamedTuple):
 
     # Views
 
-    def _to_view(self, entry: Entry, value: Array, qparams: QParams | None) -> QuantizedParam:
+    def _to_view(self, entry: Entry, value: Array, real: Array, qparams: QParams | None) -> QuantizedParam:
         read = value
         if entry.rule.everywhere and entry.reads:
             info = next(site for site in self.decisions.plan if site.entry == entry.key and site.op not in OPS)
@@ -272,7 +291,7 @@ class SiteEvaluator(NamedTuple):
         scales = Scales(None, None, None) if qparams is None else Scales(qparams.scale, qparams.zero_point, None)
         scales = scales.map(lambda v: of_rank(v, value.ndim))
         q = QArray(None, scales.scale, scales.zero_point, entry.spec, value.dtype)
-        return QuantizedParam(q, value, read, None, (entry.key,))
+        return QuantizedParam(q, real, read, None, (entry.key,))
 
     def _in_view(self, view: View, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
         """What the functions of the caller make of an op."""

@@ -15,6 +15,7 @@ from .._grid import Grid
 from .._qparams import QParams
 from .._transform._quantize_fn import QuantizedFunction
 from ._weights import (
+    Errors,
     Form,
     Progress,
     Weight,
@@ -24,7 +25,6 @@ from ._weights import (
     model_of,
     no_worse,
     over_matrices,
-    values_of,
 )
 
 # As published: sigmoids stretched beyond [0, 1] and clipped; after a fifth of the steps a pull to 0 or 1 that sharpens.
@@ -82,13 +82,13 @@ def _learned(w: Array, products: Array, grid: Grid, steps: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("form", "steps"))
-def _solved(leaf: Array, gram: Gram, qparams: QParams, form: Form, steps: int) -> tuple[Array, tuple[Array, Array]]:
+def _solved(leaf: Array, gram: Gram, qparams: QParams, form: Form, steps: int) -> tuple[Array, Errors]:
     """A weight on its grid; and its error before and after."""
     dtype = gram.products.dtype
-    w, grid = form.matrices(leaf.astype(dtype)), grid_in_matrices(form, qparams, dtype)
+    w, grid = form.matrices(form.rotated(leaf).astype(dtype)), grid_in_matrices(form, qparams, dtype)
     learned = functools.partial(_learned, steps=steps)
     found = no_worse(w, gram.products, grid, over_matrices(learned, w, gram.products, grid))
-    return values_of(form, found.levels, qparams, leaf.dtype), (found.before, found.after)
+    return found.as_weight(form, qparams, leaf.dtype)
 
 
 def adaround(

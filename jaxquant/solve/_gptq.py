@@ -14,6 +14,7 @@ from .._grid import Grid
 from .._qparams import QParams
 from .._transform._quantize_fn import QuantizedFunction
 from ._weights import (
+    Errors,
     Form,
     Progress,
     Weight,
@@ -27,7 +28,6 @@ from ._weights import (
     no_worse,
     of_each,
     over_matrices,
-    values_of,
 )
 
 _BLOCK = 128  # rows whose errors are made up for one by one; those before them in one product of matrices
@@ -90,14 +90,14 @@ def in_order_of_rows(
 @functools.partial(jax.jit, static_argnames=("form", "activation_order"))
 def _solved(
     leaf: Array, gram: Gram, qparams: QParams, form: Form, damping: float, activation_order: bool
-) -> tuple[Array, tuple[Array, Array]]:
+) -> tuple[Array, Errors]:
     """A weight on its grid; and its error before and after."""
 
     rounded = functools.partial(in_order_of_rows, damping=damping, activation_order=activation_order)
     dtype = gram.products.dtype
-    w, grid = form.matrices(leaf.astype(dtype)), grid_in_matrices(form, qparams, dtype)
+    w, grid = form.matrices(form.rotated(leaf).astype(dtype)), grid_in_matrices(form, qparams, dtype)
     found = no_worse(w, gram.products, grid, over_matrices(rounded, w, gram.products, grid))
-    return values_of(form, found.levels, qparams, leaf.dtype), (found.before, found.after)
+    return found.as_weight(form, qparams, leaf.dtype)
 
 
 def gptq(

@@ -12,6 +12,7 @@ from jax import Array
 from .. import _checks as checks
 from .._affine import fake_quant
 from .._gram import Gram, matmul
+from .._hadamard import hadamard
 from .._paths import with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._weights import Form, Weight, array, check_not_singular, checked_damping, damped, model_of
@@ -92,10 +93,13 @@ def low_rank(
             )
 
     def solve(weight: Weight) -> tuple[Array, Array]:
-        w = array(weight.leaf)
-        rounded = fake_quant(w, weight.form.spec, weight.qparams) if solved is None else array(weight.served)
+        w = weight.form.rotated(array(weight.leaf))
+        rounded = (
+            fake_quant(w, weight.form.spec, weight.qparams) if solved is None
+            else weight.form.rotated(array(weight.served))
+        )  # fmt: skip
         a, b = _factors(w - rounded, weight.gram, weight.form, rank, damping)
         check_not_singular(a.sum())
-        return a, b
+        return (hadamard(a, (-2,)) if weight.form.is_rotated else a), b
 
     return model.found(solve)

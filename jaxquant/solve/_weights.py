@@ -35,11 +35,17 @@ class Form(NamedTuple):
       spec: QuantSpec, to nearest.
       layout: how the weight lies in matrices.
       sharding: how it lies on a mesh, if it is on several devices.
+      is_rotated: whether its rows are rotated before they are quantized.
     """
 
     spec: QuantSpec
     layout: Layout
     sharding: jax.NamedSharding | None = None
+    is_rotated: bool = False
+
+    def rotated(self, v: Array) -> Array:
+        """An array of the weight's shape as it is quantized: rotated, if a rule says so. Twice is not at all."""
+        return self.layout.rotated(v) if self.is_rotated else v
 
     def matrices(self, v: Array) -> Array:
         """The matrices (..., K, N) of an array of the weight's shape, split along N where the weight is split."""
@@ -81,17 +87,18 @@ class Weight:
     @property
     def turns(self) -> int:
         """How many turns a scan takes this one in, each with scales of its own; 0 if none does."""
-        spec, layout, _ = self.form
+        spec, layout, *_ = self.form
         groups = qparams_shape(spec, layout.shape)
         is_scanned = bool(layout.moves) and layout.moves[0].primitive is None
         return layout.shape[0] if is_scanned and groups[:1] == layout.shape[:1] and not spec.has_tensor_scale else 0
 
     def turn(self, i: int) -> "Weight":
         """The weight of one turn."""
-        (spec, layout, _), leaf = self.form, self.leaf[i]
+        (spec, layout, *_), leaf = self.form, self.leaf[i]
         shape = layout.shape[1:]
         spec = dataclasses.replace(spec, granularity=granularity_of(qparams_shape(spec, layout.shape)[1:], shape))
-        form = Form(spec, Layout(shape, layout.moves[1:], layout.matrix), _sharding_of(leaf))
+        layout = Layout(shape, layout.moves[1:], layout.matrix)
+        form = Form(spec, layout, _sharding_of(leaf), self.form.is_rotated)
         gram, qparams = jax.tree.map(lambda v: v[i], (self.gram, self.qparams))
         return Weight(f"{self.path}[{i}]", form, leaf, gram, qparams, None if self.served is None else self.served[i])
 
@@ -182,7 +189,7 @@ def model_of(params: Any, q: Any, grams: Any, args: tuple, kwargs: Mapping[str, 
                 raise ValueError("the weight is integers already, got a QArray. Solve the float parameters.")
             _check_gram(grams[path], layout)
             own = qparams.get(path) if isinstance(qparams, Mapping) else None
-        form = Form(to_nearest(entry.spec), layout, _sharding_of(leaves[path]))
+        form = Form(to_nearest(entry.spec), layout, _sharding_of(leaves[path]), entry.layout is not None)
         weights.append(Weight(path, form, leaves[path], grams[path], entries.checked(path, own)))
     return Model(params, entries, tuple(weights), qparams)
 
@@ -245,8 +252,11 @@ def of_each(f: Callable[[Array], Array], grid: Grid) -> Grid:
     return grid._replace(scale=f(grid.scale), zero_point=zero_point)
 
 
-def values_of(form: Form, levels: Array, qparams: QParams, dtype: Any) -> Array:
-    """The weight with these levels in its matrices: values that `quantize` rounds to the same levels again."""
+def _values(form: Form, levels: Array, qparams: QParams, dtype: Any) -> tuple[Array, Array]:
+    """The weight with these levels in its matrices; and of how many levels it is not, once it is quantized again.
+
+    A weight that is not rotated has the values of its grid, which are rounded to the same levels.
+    """
     if form.spec.levels.number > 2 ** (jnp.finfo(dtype).nmant + 1):
         raise ValueError(
             f"the weight is {dtype}, which cannot hold the {form.spec.levels.number} levels of {form.spec}. Cast it to "
@@ -254,7 +264,10 @@ def values_of(form: Form, levels: Array, qparams: QParams, dtype: Any) -> Array:
         )
     levels = form.parameter(levels).astype(num.compute_dtype(dtype))
     grid = grid_of(qparams, frame_of(form.spec)).effective().over(levels)
-    return num.downcast(grid.value(levels), dtype)
+    values = num.downcast(form.rotated(grid.value(levels)), dtype)
+    if not form.is_rotated:
+        return values, jnp.zeros((), jnp.int32)
+    return values, (nearest(form.rotated(values).astype(levels.dtype), grid) != levels).sum(dtype=jnp.int32)
 
 
 def over_matrices(solve: Callable[..., Any], w: Array, products: Array, grid: Grid) -> Any:
@@ -288,12 +301,25 @@ def nearest(w: Array, grid: Grid) -> Array:
     return num.clip(grid.level(w), grid.qmin, grid.qmax)
 
 
+class Errors(NamedTuple):
+    """The relative squared error of a layer with the nearest levels and with those found, and how many are lost."""
+
+    before: Array
+    after: Array
+    lost: Array
+
+
 class Found(NamedTuple):
     """What a solver found: the levels, and the relative squared error of the layer with the nearest ones and these."""
 
     levels: Array
     before: Array
     after: Array
+
+    def as_weight(self, form: Form, qparams: QParams, dtype: Any) -> tuple[Array, Errors]:
+        """The weight that has these levels."""
+        values, lost = _values(form, self.levels, qparams, dtype)
+        return values, Errors(self.before, self.after, lost)
 
 
 def no_worse(w: Array, products: Array, grid: Grid, levels: Array) -> Found:
@@ -311,11 +337,18 @@ def no_worse(w: Array, products: Array, grid: Grid, levels: Array) -> Found:
 Progress = Callable[[str, float, float], None]  # (path, error before, error after)
 
 
-def checked(path: str, leaf: Array, errors: tuple[Array, Array], progress: Progress | None) -> Array:
-    """The new values of a weight, if its errors are numbers; reported to the caller."""
-    check_not_singular(errors[1])
-    if progress is not None and not isinstance(errors[1], jax.core.Tracer):
-        progress(path, *map(float, errors))
+def checked(path: str, leaf: Array, errors: Errors, progress: Progress | None) -> Array:
+    """The new values of a weight, if its errors are numbers and its levels are kept; reported to the caller."""
+    check_not_singular(errors.after)
+    if isinstance(errors.after, jax.core.Tracer):
+        return leaf
+    if int(errors.lost):
+        raise ValueError(
+            f"the weight is {leaf.dtype} and rotated: {int(errors.lost)} of its {leaf.size} levels would be others "
+            "once its values are rotated back and rounded. Cast it to float32."
+        )
+    if progress is not None:
+        progress(path, float(errors.before), float(errors.after))
     return leaf
 
 
