@@ -532,6 +532,26 @@ def test_weights_on_several_devices_are_solved_where_they_are(split):
     np.testing.assert_array_equal(scales, solve.ranges({"w": w}, q, grams, x)["w"].scale)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [P(None, "data"), P("data", None)])
+def test_weights_on_a_mesh_with_explicit_axes_are_solved_where_they_are(split):
+    x, w = dependent(3, 80, 64), normal(4, 64, 48)
+    q = quantize_fn(DOT, [("w", weight_spec(4, block_size=16))])
+    grams, qparams = q.observe({"w": w}, x, gram=True), q.init_qparams({"w": w}, x)
+    mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(w, jax.NamedSharding(mesh, split))
+        for solver in (solve.gptq, solve.adaround):
+            found = solver({"w": sharded}, q, grams, x, qparams=qparams)["w"]
+            assert jax.typeof(found) == jax.typeof(sharded)
+            np.testing.assert_array_equal(found, solver({"w": w}, q, grams, x, qparams=qparams)["w"])
+        scales = solve.ranges({"w": sharded}, q, grams, x)["w"].scale
+        a, b = solve.low_rank({"w": sharded}, q, grams, x, rank=4, qparams=qparams)["w"]
+    np.testing.assert_array_equal(scales, solve.ranges({"w": w}, q, grams, x)["w"].scale)
+    one, other = solve.low_rank({"w": w}, q, grams, x, rank=4, qparams=qparams)["w"]
+    np.testing.assert_allclose(np.asarray(a) @ np.asarray(b), one @ other, atol=1e-5)
+
+
 def test_turns_of_a_scan_are_solved_one_by_one():
     f, w, x, _ = PLACES["a scan"]
     q = quantize_fn(f, [("w", W3)])

@@ -28,7 +28,7 @@ class NoFactorsError(Exception):
 
 
 class CoarserError(NoFactorsError):
-    """Why factors cannot be folded unless some channels have one factor: those of each pair."""
+    """Why factors cannot be folded unless some channels have one factor: both of each pair."""
 
     def __init__(self, why: str, pairs: tuple[Factors, Factors]):
         super().__init__(why)
@@ -47,7 +47,7 @@ class Rule(NamedTuple):
     """What a primitive makes of factors.
 
     Attributes:
-      forward: (node, factors of the operands; None where any are as good) -> those of the results.
+      forward: (node, factors of the operands; None where any are as good) -> factors of the results.
       backward: (node, number of the result, its factors) -> what operands must have for it: the ways there are.
     """
 
@@ -95,7 +95,7 @@ def level(v: Factors, axes: Iterable[int]) -> Factors:
 
 
 def _known(v: Factors | None, ndim: int) -> Factors:
-    """Factors of this rank: those of a number without axes, too, which jax lets stand beside an array."""
+    """Factors of this rank, also of a number without axes, which jax lets stand beside an array."""
     return nothing(ndim) if v is None else v.reshape((1,) * ndim) if v.ndim == 0 else v
 
 
@@ -344,7 +344,7 @@ class Sides(NamedTuple):
       gather: (side, factors over the common axes) -> of an operand.
       own: of each side, the common axes that it has.
       summed: the common axes that are summed.
-      result, of_result: from the common axes to those of the result, and back.
+      result, of_result: from the common axes to the axes of the result, and back.
       channels: of each side, the axes of the operand along which channels run.
     """
 

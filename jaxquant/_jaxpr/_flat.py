@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program as one list of equations, with those of the calls and scans in it: for what follows values both ways."""
+"""A program as one list of equations, calls and scans entered: for what follows values both ways."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -129,7 +129,7 @@ class _Ways:
 
 
 class _Attempt:
-    """The factors that parameters get, for one way of taking up those of an operand."""
+    """The factors that parameters get, for one way of taking up the factors of an operand."""
 
     def __init__(self, flat: Flat, distance: Mapping[int, int], space: _Space, ways: _Ways):
         self.flat, self.distance, self.space, self.ways = flat, distance, space, ways
@@ -202,7 +202,7 @@ class _Attempt:
             raise _Failed(f"its inputs come out of {node.words}, {error}", error) from None
 
     def forward(self) -> dict[int, Factors]:
-        """The factors of all values, given those of the parameters; what else must have some gets them."""
+        """The factors of all values, given the factors of the parameters; what else must have some gets them."""
         while True:
             try:
                 return self._values()
@@ -256,7 +256,7 @@ class _Missing(Exception):
 
 
 def _of_turn(v: Factors, stride: int, length: int) -> Factors:
-    """The factors in a turn of a scan, numbered in it, of those of what it takes turn by turn."""
+    """The factors in a turn of a scan, numbered in it, of what the scan takes turn by turn."""
     turns = np.arange(length).reshape(-1, *[1] * (v.ndim - 1))
     v = v - np.sign(v) * turns * stride
     if (v != v[:1]).any():

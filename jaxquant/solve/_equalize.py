@@ -17,7 +17,7 @@ from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, in_words, is_whole, largest, operands_of
 from ._weights import checked_function, shapes_of
 
-Report = Callable[[str, float, float], None]  # (path, ratio of ranges before, after)
+Progress = Callable[[str, float, float], None]  # (path, ratio of ranges before, after)
 
 
 def _pairs(operands: Operands) -> dict[str, Fold]:
@@ -71,7 +71,7 @@ def equalize(
     q: QuantizedFunction,
     *args: Any,
     iterations: int = 20,
-    progress: Report | None = None,
+    progress: Progress | None = None,
     **kwargs: Any,
 ) -> Any:
     """Makes the ranges of the channels between two weights equal in both, and leaves the function as it is.
@@ -95,7 +95,7 @@ def equalize(
         largest ratio of the two ranges of a channel; 1 is equal.
 
     Returns:
-      The params, of the same dtypes. The function of them equals that of `params` up to rounding; observe it anew for
+      The params, of the same dtypes. The function gives the same results up to rounding; observe it anew for
       ranges and Grams.
 
     Gradient: none.

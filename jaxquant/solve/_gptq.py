@@ -115,7 +115,7 @@ def gptq(
     """Rounds weights so that the layer's output is off by little, not each weight: GPTQ.
 
     The rows of a weight, along what is contracted, are rounded one after the other, and what is not yet rounded makes
-    up for the error so far, as the second moments of the inputs say. The scales stay those of `qparams`. A column of
+    up for the error so far, as the second moments of the inputs say. The scales of `qparams` stay. A column of
     which the nearest levels have a smaller error gets these: no column ends up worse than by rounding to nearest.
 
     Args:

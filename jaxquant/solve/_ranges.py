@@ -21,7 +21,7 @@ from .._transform._quantize_fn import QuantizedFunction
 from ._gptq import in_order_of_rows
 from ._weights import Form, array, grid_in_matrices, model_of, nearest, over_matrices
 
-# Scales to try, as fractions of that of min-max, which stays where no other is better.
+# Scales to try, as fractions of the scale of min-max, which stays where no other is better.
 _RATIOS = np.concatenate([[1.0], np.geomspace(1.1, 0.2, 48)]).astype(np.float32)
 
 
@@ -103,7 +103,7 @@ def ranges(
     """The scales of weights with which the output of their layers is off least, of those below min-max.
 
     What "mse" of `fit_qparams` is for the error of the weights, this is for the error of the layer. The zero points of
-    affine weights stay those of min-max.
+    affine weights are as min-max has them.
 
     Args:
       params: the parameters of the function, in float.

@@ -26,7 +26,7 @@ from ._weights import Form, Model, Weight, array, grid_in_matrices, model_of, ne
 _ALPHAS = tuple(i / 10 for i in range(11))
 _SPREAD = 4.0  # root mean squares of a channel that its range is taken to reach, on both sides
 
-Report = Callable[[str, float | None, float, float], None]  # (path, alpha, error before, error after)
+Progress = Callable[[str, float | None, float, float], None]  # (path, alpha, error before, error after)
 
 
 class _Taken(NamedTuple):
@@ -48,7 +48,7 @@ class _Taken(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("form", "activation"))
 def _errors(taken: _Taken, s: Array, form: Form, activation: QuantSpec | None) -> tuple[Array, Array]:
-    """The squared error of a layer as it is predicted with the factors s, (count,); and that of the output, whole."""
+    """The squared error of a layer as it is predicted with the factors s, (count,); and the square of the output, whole."""
     gram = taken.divided(s)
     dtype = gram.products.dtype
     original = form.matrices(taken.leaf.astype(dtype))
@@ -106,7 +106,7 @@ class _Set(NamedTuple):
     activations: Sequence[QuantSpec | None]
 
     def error(self, s: Array) -> Array:
-        """The sum of their errors, relative to that of their outputs."""
+        """The sum of their errors, relative to the squares of their outputs."""
         each = zip(self.taken, self.weights, self.activations, strict=True)
         errors, wholes = zip(*(_errors(taken, s, weight.form, spec) for taken, weight, spec in each), strict=True)
         whole = jnp.stack(wholes).sum()
@@ -130,7 +130,7 @@ class _Set(NamedTuple):
 class _Smoothing:
     """A model whose weights are smoothed one set after the other: its parameters and second moments so far."""
 
-    def __init__(self, model: Model, operands: Operands, alpha: float | None, report: Report | None):
+    def __init__(self, model: Model, operands: Operands, alpha: float | None, report: Progress | None):
         self.model, self.operands, self.report = model, operands, report
         self.alphas = (None, *_ALPHAS) if alpha is None else (alpha,)
         self.leaves = dict(operands.leaves)
@@ -186,7 +186,7 @@ def smooth(
     *args: Any,
     alpha: float | None = None,
     unfolded: str = "leave",
-    progress: Report | None = None,
+    progress: Progress | None = None,
     **kwargs: Any,
 ) -> Any:
     """Moves factors of the channels of inputs into the weights that take them, and leaves the function as it is.
@@ -208,8 +208,8 @@ def smooth(
         the same inputs are multiplied, too, and do not count for s.
       *args, **kwargs: the other arguments of the function; shapes suffice.
       alpha: static number in [0, 1]; or None, which takes the best of 0, 0.1, ..., 1 and of no change, for each set of
-        weights, by the squared error of their outputs: that of the weights on their min-max grid, and, where the rule
-        quantizes the inputs to integers, that of uniform rounding noise in these, whose range is taken as 4 times the
+        weights, by the squared error of their outputs: of the weights on their min-max grid, and, where the rule
+        quantizes the inputs to integers, of uniform rounding noise in these, whose range is taken as 4 times the
         root mean square of the largest channel.
       unfolded: static. "leave" leaves weights as they are for whose inputs no parameter can make up; "error" raises.
       progress: (path, alpha, before, after) -> None, called for each weight with the predicted squared error of its
@@ -217,7 +217,7 @@ def smooth(
         is: because nothing can be folded, or no alpha is better.
 
     Returns:
-      The params, of the same dtypes. The function of them equals that of `params` up to rounding; observe it anew for
+      The params, of the same dtypes. The function gives the same results up to rounding; observe it anew for
       ranges and Grams.
 
     Gradient: none.

@@ -12,6 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import AxisType
 
 from .. import _checks as checks
 from .. import _numerics as num
@@ -129,7 +130,7 @@ class Model(NamedTuple):
         for weight in self.weights:
             path = weight.path
             with named_in_errors(path, rule=self.entries.of[path].rule):
-                new[path] = _in_turns(solve, weight)
+                new[path] = _with_automatic_axes(solve, weight)
             if freeze:
                 new[path] = freeze_leaf(path, new[path], self.entries, self.qparams, None)
         return new
@@ -138,6 +139,27 @@ class Model(NamedTuple):
         """The params, with what `solve` makes of each weight in place of it, or the integers of it."""
         new = self.found(solve, freeze)
         return with_leaves(self.params, [new.get(path, leaf) for path, leaf in with_paths(self.params)])
+
+
+def _with_automatic_axes(solve: Callable[[Weight], Any], weight: Weight) -> Any:
+    """What `solve` makes of a weight; of one on a mesh with explicit axes where XLA chooses how arrays lie on it."""
+    mesh = _explicit_mesh(weight.leaf)
+    if mesh is None:
+        return _in_turns(solve, weight)
+    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+    def on(mesh: jax.sharding.Mesh, v: Any) -> Any:
+        sharding = getattr(v, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, jax.NamedSharding) else jax.P()
+        return jax.device_put(v, jax.NamedSharding(mesh, spec))
+
+    leaf, *others = jax.tree.map(
+        functools.partial(on, automatic), (weight.leaf, weight.gram, weight.qparams, weight.served)
+    )
+    with jax.set_mesh(automatic):
+        form = weight.form._replace(sharding=_sharding_of(leaf))
+        found = _in_turns(solve, Weight(weight.path, form, leaf, *others))
+    return jax.tree.map(functools.partial(on, mesh), found)
 
 
 def _in_turns(solve: Callable[[Weight], Any], weight: Weight) -> Any:
@@ -209,7 +231,14 @@ def _sharding_of(leaf: Any) -> jax.NamedSharding | None:
     sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
     if not isinstance(sharding, jax.NamedSharding) or sharding.is_fully_replicated:
         return None
-    return sharding if set(sharding.mesh.axis_types) == {jax.sharding.AxisType.Auto} else None
+    return sharding if set(sharding.mesh.axis_types) == {AxisType.Auto} else None
+
+
+def _explicit_mesh(leaf: Any) -> jax.sharding.Mesh | None:
+    """The mesh of a leaf that is on one with explicit axes; None elsewhere, and where it is traced."""
+    sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    mesh = sharding.mesh if isinstance(sharding, jax.NamedSharding) else None
+    return mesh if isinstance(mesh, jax.sharding.Mesh) and AxisType.Explicit in mesh.axis_types else None
 
 
 def _check_gram(gram: Gram, layout: Layout) -> None:
