@@ -48,7 +48,7 @@ class _Taken(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("form", "activation"))
 def _errors(taken: _Taken, s: Array, form: Form, activation: QuantSpec | None) -> tuple[Array, Array]:
-    """The squared error of a layer as it is predicted with the factors s, (count,); and the square of the output, whole."""
+    """The squared error of a layer as it is predicted with the factors s, (count,); and the square of its output."""
     gram = taken.divided(s)
     dtype = gram.products.dtype
     original = form.matrices(taken.leaf.astype(dtype))
