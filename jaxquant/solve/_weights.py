@@ -213,14 +213,19 @@ def _check_gram(gram: Gram, layout: Layout) -> None:
             f"the products of the Gram must have shape {(*lead, k, k)} for a weight of shape {layout.shape}, got "
             f"{shape}: it is of another model, or of another use of the weight. Observe this one."
         )
-    if isinstance(gram.products, jax.core.Tracer) or isinstance(gram.rows, jax.core.Tracer):
+    if jnp.shape(gram.sums) != (*lead, k):
+        raise ValueError(
+            f"the sums of the Gram must have shape {(*lead, k)} for a weight of shape {layout.shape}, got "
+            f"{jnp.shape(gram.sums)}. Take Grams as q.observe(params, ..., gram=True) and merge_grams give them."
+        )
+    if any(isinstance(v, jax.core.Tracer) for v in gram):
         return
     if not np.all(np.asarray(gram.rows) > 0):
         raise ValueError(
             f"the Gram must be of at least one row for each matrix of the weight, got {np.asarray(gram.rows).tolist()} "
             "rows. Observe batches that reach it, such as all branches and experts; or leave it out of `grams`."
         )
-    if not bool(jnp.isfinite(gram.products).all()):
+    if not all(bool(jnp.isfinite(v).all()) for v in (gram.products, gram.sums)):
         raise ValueError(
             "the Gram has NaN or infinite numbers, so that an input has them, or values whose squares overflow. Look "
             "for them in q.observe(params, ...)."
