@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._affine import dequantize, fake_quant
 from .._gram import Gram, squared_errors
 from .._granularity import granularity_of
 from .._grid import Grid, frame_of, grid_of
@@ -95,6 +96,13 @@ class Weight:
         gram, qparams = jax.tree.map(lambda v: v[i], (self.gram, self.qparams))
         return Weight(f"{self.path}[{i}]", form, leaf, gram, qparams, None if self.served is None else self.served[i])
 
+    def lost(self) -> Array:
+        """What it loses by being served; rounded to nearest, if it is not served otherwise."""
+        w = array(self.leaf)
+        if self.served is None:
+            return w - fake_quant(w, self.form.spec, self.qparams)
+        return w - (dequantize(self.served) if is_qarray(self.served) else array(self.served))
+
 
 class Model(NamedTuple):
     """A quantized function and its parameters, as solvers are called with them."""
@@ -115,6 +123,26 @@ class Model(NamedTuple):
                         "q.init_qparams(params, ...)."
                     )
         return self
+
+    def serving(self, solved: Any) -> "Model":
+        """The model with the weights that are served; None is rounded to nearest, and needs qparams of each."""
+        if solved is None:
+            return self.on_grids()
+        served, own = dict(with_paths(solved)), dict(with_paths(self.params))
+        if served.keys() != own.keys():
+            raise ValueError(
+                "`solved` must have the parameters of `params`, as they are served, got "
+                f"{sorted(own.keys() - served.keys())} in `params` alone and {sorted(served.keys() - own.keys())} in "
+                "`solved` alone. Pass what a solver made of these params."
+            )
+        for weight in self.weights:
+            if (shape := getattr(served[weight.path], "shape", None)) != weight.form.layout.shape:
+                raise ValueError(
+                    f"At {weight.path!r}: `solved` must have it in its shape {weight.form.layout.shape}, got {shape}. "
+                    "Pass what a solver made of these params."
+                )
+        each = (dataclasses.replace(weight, served=served[weight.path]) for weight in self.weights)
+        return self._replace(weights=tuple(each))
 
     def found(self, solve: Callable[[Weight], Any], freeze: bool = False) -> dict[str, Any]:
         """What `solve` makes of each weight, by its path; of one after the other, and of turns one by one."""
