@@ -92,8 +92,8 @@ LINEAR = {
     "dense": (dense, {"w": normal(1, 4, 4), "b": B}, "b"),
     "a residual before and behind": (lambda p, x: x + (dense(p, x) - x * 2), {"w": normal(1, 4, 4), "b": B}, "b"),
     "what is added before": (
-        lambda p, x: x @ p["w"] + x + p["places"] + along(p["b"], x),
-        {"w": normal(1, 4, 4), "places": normal(3, 12, 4), "b": B}, "b",
+        lambda p, x: x @ p["w"] + x + p["places"][:12] + along(p["b"], x),
+        {"w": normal(1, 4, 4), "places": normal(3, 20, 4), "b": B}, "b",
     ),
     "subtracted": (lambda p, x: x @ p["w"] - along(p["b"], x), {"w": normal(1, 4, 4), "b": B}, "b"),
     "subtracted from": (lambda p, x: along(p["b"], x) - x @ p["w"], {"w": normal(1, 4, 4), "b": B}, "b"),
@@ -126,6 +126,9 @@ LINEAR = {
     "two weights": (
         lambda p, x: x @ p["w1"] + jnp.tanh(x) @ p["w2"] + along(p["b"], x),
         {"w1": normal(1, 4, 4), "w2": normal(2, 4, 4), "b": B}, "b",
+    ),
+    "one channel": (
+        lambda p, x: (x @ p["w"] + p["b"])[:, None], {"w": normal(1, 4), "b": normal(2)}, "b",
     ),
     "in a vmap, a jit and a checkpoint": (
         jax.checkpoint(lambda p, x: jax.jit(jax.vmap(lambda r: r @ p["w"] + p["b"]))(x)),
@@ -282,6 +285,12 @@ LEFT = {
         lambda p, x: (lambda y: y + along(p["b"], y))(jnp.concatenate([x @ p["w"], x])), SQUARE,
         "its bias 'b' also goes into 'add'",
     ),
+    "added to itself": (
+        lambda p, x: (lambda y: y + along(jnp.concatenate([p["b"], p["c"]]), y))(
+            jnp.concatenate([x @ p["w"], along(p["b"], x)], 1)
+        ),
+        SQUARE | {"c": B}, "its bias 'b' also goes into 'add'",
+    ),
     "added to both halves": (
         lambda p, x: jnp.tanh((lambda y: y[:, :4] + along(p["b"], x) - (y[:, 4:] + along(p["b"], x)))(x @ p["w"])),
         {"w": normal(1, 4, 8), "b": B}, "its bias 'b' is added to several of its channels",
@@ -317,6 +326,19 @@ LEFT = {
     "two uses with a bias each": (
         lambda p, x: jnp.tanh(dense(p, x)) @ p["w"] + along(p["c"], x), SQUARE | {"c": B},
         "several ops take it, each with other biases",
+    ),
+    "two uses in other orders": (
+        lambda p, x: jnp.tanh(jnp.tanh(dense(p, x)) @ p["w"][:, ::-1] + along(p["b"], x)), SQUARE,
+        "several ops take it, with its elements in different orders",
+    ),
+    "its halves in one sum": (
+        lambda p, x: (lambda y: y[:, :4] + y[:, 4:] + along(p["b"], x))(x @ p["w"]), {"w": normal(1, 4, 8), "b": B},
+        "its output goes into 'add' with more of it",
+    ),
+    "beside data": (
+        lambda p, x: x @ p["w"] + along(jnp.concatenate([p["b"], x[0, :2]]), x),
+        {"w": normal(1, 4, 4), "b": normal(2, 2)},
+        "its output is the result of the function",
     ),
     "two uses in one sum": (
         lambda p, x: x @ p["w"] + jnp.tanh(x) @ p["w"] + along(p["b"], x), SQUARE,

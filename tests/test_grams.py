@@ -187,7 +187,9 @@ def test_on_a_mesh_with_explicit_axes_they_are_whole(split):
     q = quantize_fn(lambda p, x: jnp.dot(x, p["w"], out_sharding=P()), RULES)
     with jax.set_mesh(mesh):
         x, w = jax.sharding.reshard(X, split), jax.sharding.reshard(normal(2, 4, 7), P(*split[1:]))
-        same(q.observe({"w": w}, x, gram=True)["w"], moments(X), 6)
+        got = q.observe({"w": w}, x, gram=True)["w"]
+        same(got, moments(X), 6)
+        assert all(v.sharding.is_fully_replicated for v in got)
 
 
 def test_beside_the_value_of_the_quantized_function_and_of_frozen_weights():

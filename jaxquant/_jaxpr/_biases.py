@@ -134,7 +134,7 @@ class _Search:
         """Notes what a sum adds to an output if it is a bias; behind other things one may still come."""
         k = int(node.ins[1] in env)
         other, out = node.ins[1 - k], node.outs[0]
-        if other in env or out in self.sums or node.shapes[0][k] != node.shapes[1][0]:
+        if other in env or out in self.sums:
             raise self._error(f"its output goes into {node.words} with more of it")
         is_negative = node.name == "sub"
         channels = -env[node.ins[k]] if is_negative and k == 1 else env[node.ins[k]]
@@ -198,10 +198,9 @@ class _Search:
     def _ahead(self, node: Node, env: Mapping[int, Factors]) -> dict[int, Factors]:
         """The channels of the results of a node that only moves values; raises NoFactorsError for others."""
         ins = [env.get(i, nothing(len(shape))) for i, shape in zip(node.ins, node.shapes[0], strict=True)]
-        stride = self.strides.get(node.at, 0)
         if node.name == TURN:
-            outs = [of_turn(ins[0], stride, length_of(node))]
-        elif node.name == SHARED and not stride:
+            outs = [of_turn(ins[0], self.strides.get(node.at, 0), length_of(node))]
+        elif node.name == SHARED:
             outs = ins
         elif node.name in _MOVES:
             outs = RULES[node.name].forward(node, ins)
