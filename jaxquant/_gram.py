@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second moments of the inputs that a weight contracts, which say what an error of the weight costs."""
+"""The moments of the inputs that a weight contracts, which say what an error of the weight costs."""
 
 import functools
 from typing import Any, NamedTuple
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ._ranges._range import for_each
-from ._sharding import is_explicit
+from ._sharding import is_explicit, replicated
 
 
 class Gram(NamedTuple):
-    """The second moments of the inputs that a weight contracts.
+    """The first and second moments of the inputs that a weight contracts.
 
-    The squared error of a layer whose weight W, of shape (K, N), is off by E is `trace(E.T @ products @ E)`.
+    The squared error of a layer whose weight W, of shape (K, N), is off by E is `trace(E.T @ products @ E)`, and the
+    mean of its error `sums @ E / rows`.
 
     Attributes:
       products: float32, or float64 if 64 bits are enabled, (..., K, K): the sum of x^T x over the rows x, K long, that
@@ -23,14 +24,16 @@ class Gram(NamedTuple):
         are the turns of a scan over the weight, and what has a contraction of its own: the axes of a batch, the groups
         of a convolution, the experts of a ragged dot.
       rows: of the dtype of products and the shape of its leading axes: how many there are.
+      sums: of the dtype of products, (..., K): the sum of the rows x.
     """
 
     products: Array
     rows: Array
+    sums: Array
 
 
 def gram(rows: Array, is_met: Array | None = None) -> Gram:
-    """The second moments of rows (..., rows, K); with `is_met` (experts, rows) of the rows that meet each expert."""
+    """The moments of rows (..., rows, K); with `is_met` (experts, rows) of the rows that meet each expert."""
     rows = rows.astype(float)  # float32, or float64 if 64 bits are enabled
     if is_met is not None:
         return lax.map(lambda met: gram(jnp.where(met[:, None], rows, 0))._replace(rows=met.sum(dtype=float)), is_met)
@@ -39,7 +42,7 @@ def gram(rows: Array, is_met: Array | None = None) -> Gram:
     numbers = ((len(lead),), (len(lead),)), (batch, batch)
     whole = jax.NamedSharding(jax.typeof(rows).sharding.mesh, jax.P()) if is_explicit(rows) else None
     products = lax.dot_general(rows, rows, numbers, precision=lax.Precision.HIGHEST, out_sharding=whole)
-    return Gram(products, jnp.full(lead, n, rows.dtype))
+    return Gram(products, jnp.full(lead, n, rows.dtype), replicated(rows.sum(-2)))
 
 
 def matmul(a: Array, b: Array) -> Array:
@@ -53,7 +56,7 @@ def squared_errors(error: Array, products: Array) -> Array:
 
 
 def merge_grams(*grams: Any) -> Any:
-    """The sums of second moments, such as of several batches.
+    """The sums of Grams, such as of several batches.
 
     Args:
       *grams: one or more: Gram, or dicts of them with the same keys, as `q.observe(..., gram=True)` gives them.
@@ -74,8 +77,8 @@ def merge_grams(*grams: Any) -> Any:
     >>> q = quantize_fn(lambda params, x: x @ params["w"], [("w", weight_spec(4))])
     >>> batches = jnp.ones((2, 3)), 2 * jnp.ones((5, 3))
     >>> grams = merge_grams(*(q.observe({"w": jnp.ones((3, 4))}, x, gram=True) for x in batches))
-    >>> grams["w"].products[0].tolist(), grams["w"].rows.item()
-    ([22.0, 22.0, 22.0], 7.0)
+    >>> grams["w"].products[0].tolist(), grams["w"].rows.item(), grams["w"].sums.tolist()
+    ([22.0, 22.0, 22.0], 7.0, [12.0, 12.0, 12.0])
     """
     if not grams or isinstance(grams[0], list):
         raise TypeError(f"merge_grams takes Grams, got {'a list' if grams else 'none'}. Unpack it: (*grams).")
@@ -86,7 +89,7 @@ def merge_grams(*grams: Any) -> Any:
                 f"`products` must have one shape, got {jnp.shape(a.products)} and {jnp.shape(b.products)}: Grams of "
                 "two weights, or of two models. Observe all batches with one function and its parameters."
             )
-        return Gram(a.products + b.products, a.rows + b.rows)
+        return Gram(*(x + y for x, y in zip(a, b, strict=True)))
 
     two = lambda a, b: for_each(merged, Gram, "merge_grams", a=a, b=b)
     return functools.reduce(two, grams[1:], for_each(lambda a: a, Gram, "merge_grams", a=grams[0]))

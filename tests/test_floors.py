@@ -33,7 +33,8 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
     ),
     (
         *("_jaxpr/_program", "_jaxpr/_origin", "_jaxpr/_quantized_param", "_jaxpr/_moves", "_jaxpr/_walk"),
-        *("_jaxpr/_evaluate", "_jaxpr/_calls", "_jaxpr/_flat", "_jaxpr/_channels", "_jaxpr/_folding", "_rule"),
+        *("_jaxpr/_evaluate", "_jaxpr/_calls", "_jaxpr/_flat", "_jaxpr/_channels", "_jaxpr/_folding"),
+        *("_jaxpr/_biases", "_rule"),
     ),
     ("_paths",),
     ("_files", "_params"),
@@ -46,7 +47,7 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
     ("_report",),
     (
         *("solve/_weights", "solve/_gptq", "solve/_ranges", "solve/_adaround", "solve/_low_rank"),
-        *("solve/_folds", "solve/_smooth", "solve/_equalize"),
+        *("solve/_folds", "solve/_smooth", "solve/_equalize", "solve/_bias_correct"),
     ),
 )
 FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second moments of what weights contract, against the inputs that NumPy sees."""
+"""The moments of what weights contract, against the inputs that NumPy sees."""
 
 import functools
 
@@ -24,15 +24,17 @@ def normal(seed, *shape):
 
 
 def moments(rows):
-    """Of rows (..., rows, K), in float64."""
+    """Of rows (..., rows, K), in float64: (..., K + 1, K), of the products and below them of the sums."""
     rows = np.asarray(rows, np.float64)
-    return np.einsum("...rk,...rl->...kl", rows, rows)
+    with_ones = np.concatenate([rows, np.ones((*rows.shape[:-1], 1))], -1)
+    return np.einsum("...rk,...rl->...kl", with_ones, rows)
 
 
-def same(got, products, count):
-    np.testing.assert_allclose(got.products, products, rtol=1e-5, atol=1e-5)
+def same(got, expected, count, tolerance=1e-5, dtype=F):
+    np.testing.assert_allclose(got.products, expected[..., :-1, :], rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(got.sums, expected[..., -1, :], rtol=tolerance, atol=tolerance)
     np.testing.assert_array_equal(got.rows, np.asarray(count, F))
-    assert got.products.dtype == got.rows.dtype == F
+    assert got.products.dtype == got.sums.dtype == got.rows.dtype == dtype
 
 
 X, WIDE = normal(0, 6, 4), normal(1, 5, 3, 4)
@@ -76,7 +78,7 @@ CONVOLUTIONS = {
 
 @cases("name", list(CONVOLUTIONS), ["strides and dilations", "channels first"])
 def test_of_a_convolution(name):
-    """The squared norm of the result of any kernel is what the Gram says of it, feature by feature."""
+    """The squared norm and the sum of the result of any kernel are what the Gram says of them, feature by feature."""
     more, numbers = CONVOLUTIONS[name]
     options = {"window_strides": (1, 1), "padding": ((1, 1), (1, 1))} | more
     groups = options.get("feature_group_count", 1)
@@ -92,6 +94,8 @@ def test_of_a_convolution(name):
     products = np.asarray(got.products, np.float64).reshape(groups, w.shape[1], w.shape[1])
     norms = np.einsum("gkn,gkl,gln->gn", w, products, w).ravel()
     np.testing.assert_allclose(norms, (y**2).sum((0, 1, 2)), rtol=1e-5)
+    sums = np.asarray(got.sums, np.float64).reshape(groups, -1)
+    np.testing.assert_allclose(np.einsum("gkn,gk->gn", w, sums).ravel(), y.sum((0, 1, 2)), rtol=1e-4, atol=1e-4)
     assert got.products.shape == (*([groups] if groups > 1 else []), w.shape[1], w.shape[1])
     np.testing.assert_array_equal(got.rows, np.full([groups] if groups > 1 else [], F(y[..., 0].size)))
 
@@ -115,7 +119,7 @@ LAYERS = {"layers": normal(7, 3, 4, 4), "shared": normal(8, 4, 4)}
 
 @functools.cache
 def of_stacked():
-    layers, shared, h = [], np.zeros((4, 4)), X.astype(np.float64)
+    layers, shared, h = [], np.zeros((5, 4)), X.astype(np.float64)
     for w in LAYERS["layers"]:
         layers.append(moments(h))
         h = np.tanh(h @ w)
@@ -146,7 +150,7 @@ def test_scans_in_scans_have_an_axis_each():
         expected.append(moments(h))
         h = np.tanh(h @ layer)
     got = quantize_fn(f, RULES).observe({"w": w}, X, gram=True)["w"]
-    same(got, np.stack(expected).reshape(2, 3, 4, 4), np.full((2, 3), 6))
+    same(got, np.stack(expected).reshape(2, 3, 5, 4), np.full((2, 3), 6))
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -183,7 +187,9 @@ def test_on_a_mesh_with_explicit_axes_they_are_whole(split):
     q = quantize_fn(lambda p, x: jnp.dot(x, p["w"], out_sharding=P()), RULES)
     with jax.set_mesh(mesh):
         x, w = jax.sharding.reshard(X, split), jax.sharding.reshard(normal(2, 4, 7), P(*split[1:]))
-        same(q.observe({"w": w}, x, gram=True)["w"], moments(X), 6)
+        got = q.observe({"w": w}, x, gram=True)["w"]
+        same(got, moments(X), 6)
+        assert all(v.sharding.is_fully_replicated for v in got)
 
 
 def test_beside_the_value_of_the_quantized_function_and_of_frozen_weights():
@@ -208,8 +214,7 @@ def test_narrow_inputs_are_summed_in_float32():
 def test_with_64_bits_they_are_in_float64():
     with x64(True):
         got = quantize_fn(lambda p, x: x @ p["w"], RULES).observe({"w": normal(2, 4, 7)}, X, gram=True)["w"]
-        assert got.products.dtype == got.rows.dtype == np.float64
-        np.testing.assert_allclose(got.products, moments(X), rtol=1e-14, atol=1e-14)
+        same(got, moments(X), 6, 1e-14, np.float64)
 
 
 PARTS = {
@@ -240,7 +245,7 @@ def test_bad_input():
         q.observe({"w": normal(2, 4, 7)}, X, gram=True, histogram=True)
     with pytest.raises(TypeError, match="`gram`"):
         q.observe({"w": normal(2, 4, 7)}, X, gram=1)
-    one, other = Gram(np.eye(2, dtype=F), F(3)), Gram(np.eye(3, dtype=F), F(3))
+    one, other = Gram(np.eye(2, dtype=F), F(3), np.ones(2, F)), Gram(np.eye(3, dtype=F), F(3), np.ones(3, F))
     with pytest.raises(ValueError, match=r"`products` must have one shape, got \(2, 2\) and \(3, 3\)"):
         merge_grams(one, other)
     with pytest.raises(ValueError, match="the same keys in merge_grams"):

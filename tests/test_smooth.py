@@ -9,7 +9,8 @@ import uses
 from jax import lax
 from lanes import cases
 
-from jaxquant import QuantSpec, Rule, activation_spec, float8_spec, quantize_fn, solve, weight_spec
+from jaxquant import Gram, QuantSpec, Rule, activation_spec, float8_spec, quantize_fn, solve, weight_spec
+from jaxquant.solve._smooth import _Taken
 
 F = np.float32
 W4, W8, A8 = weight_spec(4), weight_spec(8), activation_spec(8)
@@ -276,6 +277,14 @@ def test_heads_that_share_a_value_share_its_factor():
     new, old = leaves(smoothed(f, params, X, alpha=0)), leaves(params)
     rows = np.abs(old["out"]).max(1).reshape(2, 2, 3).max(1).ravel()  # two heads of queries for each of values
     np.testing.assert_allclose(old["v"][0] / new["v"][0], geometric(1, rows, 0), rtol=1e-5)
+
+
+def test_the_moments_of_what_was_divided():
+    s, ids = jnp.array([2.0, 0.5]), np.array([0, 1, -1, 0])
+    of = lambda x: Gram(x.T @ x, jnp.float32(len(x)), x.sum(0))
+    x = normal(1, 6, 4)
+    got = _Taken(x, of(x), ids).divided(s)
+    jax.tree.map(lambda v, w: np.testing.assert_allclose(v, w, rtol=1e-6), got, of(x / jnp.array([[2.0, 0.5, 1, 2]])))
 
 
 def test_channels_that_are_0_stay():

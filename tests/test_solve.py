@@ -47,6 +47,10 @@ def dependent(seed, rows, k):
     return normal(seed, rows, k) @ (np.eye(k, dtype=F) + normal(seed + 1, k, k) / F(np.sqrt(k)))
 
 
+def of_moments(products, rows=1):
+    return Gram(products, F(rows), np.zeros(len(products), F))
+
+
 def served(q, params, x, qparams, rounded):
     """The frozen params, whose real values are those of the solved ones, and whose call has the same bits."""
     frozen = q.freeze(rounded, x, qparams=qparams)
@@ -220,7 +224,7 @@ def test_gptq_of_a_weight_anywhere_is_that_of_its_matrices(name):
     is_changed = False
     for one, found, moments, scale in zip(before, after, products, scales, strict=True):
         own = {"w": QParams(scale, F(0))}
-        alone = solve.gptq({"w": one}, plain, {"w": Gram(moments, F(9))}, normal(0, 2, k), qparams=own)
+        alone = solve.gptq({"w": one}, plain, {"w": of_moments(moments, 9)}, normal(0, 2, k), qparams=own)
         np.testing.assert_array_equal(found, alone["w"])
         is_changed |= bool((found != fake_quant(np.array(one), spec, own["w"])).any())
     assert is_changed
@@ -380,8 +384,8 @@ def of_bad_input():
 
 
 Q, PARAMS, X, GRAMS, QPARAMS = of_bad_input()
-NO_ROWS = Gram(np.zeros((4, 4), F), F(0))
-SINGULAR = Gram(np.ones((4, 4), F), F(1))
+NO_ROWS = of_moments(np.zeros((4, 4), F), 0)
+SINGULAR = of_moments(np.ones((4, 4), F))
 BAD = {
     "no quantized function": (TypeError, "`q` must be what quantize_fn returned", {"q": DOT}),
     "no dict": (TypeError, "`grams` must be a dict", {"grams": GRAMS["w"]}),
@@ -390,11 +394,11 @@ BAD = {
     "another model": (ValueError, "no quantized weight 'v'; the nearest: 'w'", {"grams": {"v": GRAMS["w"]}}),
     "another shape": (
         ValueError, r"At 'w'.*must have shape \(4, 4\).*got \(3, 3\)",
-        {"grams": {"w": Gram(np.eye(3, dtype=F), F(1))}},
+        {"grams": {"w": of_moments(np.eye(3, dtype=F))}},
     ),
     "no rows": (ValueError, "At 'w'.*at least one row", {"grams": {"w": NO_ROWS}}),
-    "NaN": (ValueError, "At 'w'.*NaN or infinite", {"grams": {"w": Gram(np.full((4, 4), np.nan, F), F(1))}}),
-    "infinity": (ValueError, "At 'w'.*NaN or infinite", {"grams": {"w": Gram(np.full((4, 4), np.inf, F), F(1))}}),
+    "NaN": (ValueError, "At 'w'.*NaN or infinite", {"grams": {"w": of_moments(np.full((4, 4), np.nan, F))}}),
+    "infinity": (ValueError, "At 'w'.*NaN or infinite", {"grams": {"w": of_moments(np.full((4, 4), np.inf, F))}}),
     "integers": (ValueError, "At 'w'.*integers already", {"params": Q.freeze(PARAMS, X)}),
 }  # fmt: skip
 

@@ -174,8 +174,7 @@ class _Attempt:
         """What the operands of an equation must have for one of its results."""
         stride = self.space.stride(node)
         if node.name == TURN:
-            each = [factors + np.sign(factors) * t * stride for t in range(length_of(node) if stride else 1)]
-            return [(node.ins[0], np.stack(each))]
+            return [(node.ins[0], of_all_turns(factors, stride, length_of(node)))]
         if node.name == SHARED:
             if stride:
                 raise _Failed("its inputs come from what all turns of a scan share", scan=node.at)
@@ -237,7 +236,7 @@ class _Attempt:
     def _ahead(self, node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
         stride = self.space.stride(node)
         if node.name == TURN and ins[0] is not None:
-            return [_of_turn(ins[0], stride, length_of(node))]
+            return [of_turn(ins[0], stride, length_of(node))]
         if node.name == SHARED and ins[0] is not None:
             if stride:
                 raise NoFactorsError("which all turns share")
@@ -255,7 +254,12 @@ class _Missing(Exception):
         self.value, self.factors, self.words = value, factors, words
 
 
-def _of_turn(v: Factors, stride: int, length: int) -> Factors:
+def of_all_turns(v: Factors, stride: int, length: int) -> Factors:
+    """The factors of what a scan takes, given the factors in one turn: numbered turn by turn, if stride is not 0."""
+    return np.stack([v + np.sign(v) * t * stride for t in range(length if stride else 1)])
+
+
+def of_turn(v: Factors, stride: int, length: int) -> Factors:
     """The factors in a turn of a scan, numbered in it, of what the scan takes turn by turn."""
     turns = np.arange(length).reshape(-1, *[1] * (v.ndim - 1))
     v = v - np.sign(v) * turns * stride

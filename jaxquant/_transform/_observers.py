@@ -168,7 +168,7 @@ TALLIES = Observer(
 
 @functools.cache
 def grams(wanted: frozenset[str] | None) -> Observer:
-    """The observer of second moments, of all weights or those wanted; one object, so that jit knows it again."""
+    """The observer of moments, of all weights or those wanted; one object, so that jit knows it again."""
     return Observer(
         _gram_of,
         merge_grams,

@@ -138,7 +138,7 @@ class QuantizedFunction:
             are given. Differentiate the value with the ranges beside it (`has_aux`) for moving averages in a training
             step.
           histogram: static bool. True counts the values, for `range_from_histogram`.
-          gram: static bool. True gives the second moments of what each weight contracts, K^2 numbers for each.
+          gram: static bool. True gives the moments of what each weight contracts, K^2 + K numbers for each.
           entries: static, paths of the weights to give the second moments for; None is all. Only with `gram`.
 
         Returns:

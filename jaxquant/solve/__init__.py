@@ -2,6 +2,7 @@
 """Weights that are rounded by what their layers make of the error, or made easier to round, without training."""
 
 from ._adaround import adaround as adaround
+from ._bias_correct import bias_correct as bias_correct
 from ._equalize import equalize as equalize
 from ._gptq import gptq as gptq
 from ._low_rank import low_rank as low_rank

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rounding loses of a weight, as the product of two narrow matrices."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -10,12 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from .. import _checks as checks
-from .._affine import fake_quant
 from .._gram import Gram, matmul
 from .._hadamard import hadamard
-from .._paths import with_paths
 from .._transform._quantize_fn import QuantizedFunction
-from ._weights import Form, Weight, array, check_not_singular, checked_damping, damped, model_of
+from ._weights import Form, Weight, check_not_singular, checked_damping, damped, model_of
 
 
 @functools.partial(jax.jit, static_argnames=("form", "rank"))
@@ -61,7 +58,8 @@ def low_rank(
     Gradient: none.
 
     Raises:
-      TypeError, ValueError: as `solve.gptq`; and for a rank that is larger than a weight.
+      TypeError, ValueError: as `solve.gptq`; for a rank that is larger than a weight; and for `solved` of another
+        model.
 
     Source: Zhang et al., 2024, "LQER: Low-Rank Quantization Error Reconstruction for LLMs", with the whole second
     moments in place of their diagonal.
@@ -78,13 +76,7 @@ def low_rank(
     True
     """
     rank, damping = checks.static_int_between("rank", rank, 1, 2**31 - 1), checked_damping(damping)
-    model = model_of(params, q, grams, args, kwargs, qparams)
-    if solved is None:
-        model.on_grids()
-    else:
-        served = dict(with_paths(solved))
-        weights = tuple(dataclasses.replace(weight, served=served[weight.path]) for weight in model.weights)
-        model = model._replace(weights=weights)
+    model = model_of(params, q, grams, args, kwargs, qparams).serving(solved)
     for weight in model.weights:
         *_, k, n = jax.eval_shape(weight.form.matrices, weight.leaf).shape
         if rank > min(k, n):
@@ -93,12 +85,7 @@ def low_rank(
             )
 
     def solve(weight: Weight) -> tuple[Array, Array]:
-        w = weight.form.rotated(array(weight.leaf))
-        rounded = (
-            fake_quant(w, weight.form.spec, weight.qparams) if solved is None
-            else weight.form.rotated(array(weight.served))
-        )  # fmt: skip
-        a, b = _factors(w - rounded, weight.gram, weight.form, rank, damping)
+        a, b = _factors(weight.lost(), weight.gram, weight.form, rank, damping)
         check_not_singular(a.sum())
         return (hadamard(a, (-2,)) if weight.form.is_rotated else a), b
 

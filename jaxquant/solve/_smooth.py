@@ -41,9 +41,9 @@ class _Taken(NamedTuple):
         return jnp.where(self.ids < 0, 1, s[self.ids])
 
     def divided(self, s: Array) -> Gram:
-        """The second moments of the inputs, divided by the factors."""
-        own = self.of_rows(s)
-        return Gram(self.gram.products / (own[..., :, None] * own[..., None, :]), self.gram.rows)
+        """The moments of the inputs, divided by the factors."""
+        own, (products, rows, sums) = self.of_rows(s), self.gram
+        return Gram(products / (own[..., :, None] * own[..., None, :]), rows, sums / own)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "activation"))

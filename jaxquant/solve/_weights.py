@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._affine import fake_quant, real_values
 from .._gram import Gram, squared_errors
 from .._granularity import granularity_of
 from .._grid import Grid, frame_of, grid_of
@@ -103,6 +104,15 @@ class Weight:
         gram, qparams = jax.tree.map(lambda v: v[i], (self.gram, self.qparams))
         return Weight(f"{self.path}[{i}]", form, leaf, gram, qparams, None if self.served is None else self.served[i])
 
+    def lost(self) -> Array:
+        """What it loses, as it is quantized, by being served; rounded to nearest, if it is not served otherwise."""
+        w = self.form.rotated(array(self.leaf))
+        if self.served is None:
+            return w - fake_quant(w, self.form.spec, self.qparams)
+        if is_qarray(self.served):
+            return w - real_values(self.served, w.dtype)
+        return w - self.form.rotated(array(self.served))
+
 
 class Model(NamedTuple):
     """A quantized function and its parameters, as solvers are called with them."""
@@ -123,6 +133,26 @@ class Model(NamedTuple):
                         "q.init_qparams(params, ...)."
                     )
         return self
+
+    def serving(self, solved: Any) -> "Model":
+        """The model with the weights that are served; None is rounded to nearest, and needs qparams of each."""
+        if solved is None:
+            return self.on_grids()
+        served, own = dict(with_paths(solved)), dict(with_paths(self.params))
+        if served.keys() != own.keys():
+            raise ValueError(
+                "`solved` must have the parameters of `params`, as they are served, got "
+                f"{sorted(own.keys() - served.keys())} in `params` alone and {sorted(served.keys() - own.keys())} in "
+                "`solved` alone. Pass what a solver made of these params."
+            )
+        for weight in self.weights:
+            if (shape := getattr(served[weight.path], "shape", None)) != weight.form.layout.shape:
+                raise ValueError(
+                    f"At {weight.path!r}: `solved` must have it in its shape {weight.form.layout.shape}, got {shape}. "
+                    "Pass what a solver made of these params."
+                )
+        each = (dataclasses.replace(weight, served=served[weight.path]) for weight in self.weights)
+        return self._replace(weights=tuple(each))
 
     def found(self, solve: Callable[[Weight], Any], freeze: bool = False) -> dict[str, Any]:
         """What `solve` makes of each weight, by its path; of one after the other, and of turns one by one."""
@@ -249,14 +279,19 @@ def _check_gram(gram: Gram, layout: Layout) -> None:
             f"the products of the Gram must have shape {(*lead, k, k)} for a weight of shape {layout.shape}, got "
             f"{shape}: it is of another model, or of another use of the weight. Observe this one."
         )
-    if isinstance(gram.products, jax.core.Tracer) or isinstance(gram.rows, jax.core.Tracer):
+    if jnp.shape(gram.sums) != (*lead, k):
+        raise ValueError(
+            f"the sums of the Gram must have shape {(*lead, k)} for a weight of shape {layout.shape}, got "
+            f"{jnp.shape(gram.sums)}. Take Grams as q.observe(params, ..., gram=True) and merge_grams give them."
+        )
+    if any(isinstance(v, jax.core.Tracer) for v in gram):
         return
     if not np.all(np.asarray(gram.rows) > 0):
         raise ValueError(
             f"the Gram must be of at least one row for each matrix of the weight, got {np.asarray(gram.rows).tolist()} "
             "rows. Observe batches that reach it, such as all branches and experts; or leave it out of `grams`."
         )
-    if not bool(jnp.isfinite(gram.products).all()):
+    if not all(bool(jnp.isfinite(v).all()) for v in (gram.products, gram.sums)):
         raise ValueError(
             "the Gram has NaN or infinite numbers, so that an input has them, or values whose squares overflow. Look "
             "for them in q.observe(params, ...)."

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mean of what rounding a weight does to its layer's output, made up for by the bias of the layer."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .. import _checks as checks
+from .. import _numerics as num
+from .._gram import Gram, matmul, squared_errors
+from .._jaxpr._biases import Contracted, NoBiasError, biases
+from .._jaxpr._channels import Factors
+from .._jaxpr._flat import Flat
+from .._paths import is_qarray, with_leaves, with_paths
+from .._transform._layout import layout_of
+from .._transform._quantize_fn import Program, QuantizedFunction
+from ._weights import Form, Model, Weight, array, model_of, shapes_of
+
+Progress = Callable[[str, str | None, float, float], None]  # (path, why it is left, error before, error after)
+
+
+class _Error(NamedTuple):
+    """What an output is off by: its mean (..., N); and sums of squares, of the error, of this mean, of the output."""
+
+    mean: Array
+    whole: Array
+    of_mean: Array
+    output: Array
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _error(leaf: Array, lost: Array, gram: Gram, form: Form) -> _Error:
+    w, lost = (form.matrices(v.astype(gram.products.dtype)) for v in (leaf, lost))
+    mean = matmul(gram.sums[..., None, :], lost)[..., 0, :] / gram.rows[..., None]
+    squares = lambda v: squared_errors(v, gram.products).sum()
+    return _Error(mean, squares(lost), (gram.rows[..., None] * mean**2).sum(), squares(w))
+
+
+class _Found(NamedTuple):
+    """By the path of each weight: its biases, with the channels that they are added to; or why there is none."""
+
+    biases: dict[str, dict[str, Factors]]
+    why: dict[str, str]
+
+
+def _contractions(program: Program, weight: Weight) -> list[Contracted]:
+    """The ops that take a weight."""
+    found = []
+    for location, decision in program.decisions.of.items():
+        for side, choice in () if decision.contraction.in_condition else enumerate(decision.operands):
+            if choice.is_weight and weight.path in choice.keys:
+                layout = layout_of(decision, side, weight.form.layout.shape)
+                if layout != weight.form.layout:
+                    raise NoBiasError("several ops take it, with its elements in different orders")
+                found.append(Contracted(location, side, choice.operand.origin.stack, layout.matrix))
+    return found
+
+
+def _found(model: Model, program: Program) -> _Found:
+    """The biases of all weights; raises if there is none."""
+    flat, leaves, found = Flat(program.jaxpr, program.paths), dict(with_paths(model.params)), _Found({}, {})
+    for weight in model.weights:
+        try:
+            own = biases(flat, _contractions(program, weight))
+            for path in own:
+                if is_qarray(leaves[path]) or not checks.is_float(leaves[path].dtype):
+                    raise NoBiasError(f"its bias {path!r} is no array of floats")
+            found.biases[weight.path] = own
+        except NoBiasError as error:
+            found.why[weight.path] = str(error)
+    if not found.biases:
+        path, why = next(iter(found.why.items()))
+        raise ValueError(
+            f"no weight of `grams` has a bias that can make up for its error. At {path!r}: {why}. Leave `bias_correct` "
+            "out, or give the function a bias for each channel of an output."
+        )
+    return found
+
+
+def _of_elements(mean: Array, channels: Factors, shape: tuple[int, ...]) -> Array:
+    """What is added to each element of a bias of this shape."""
+    each = jnp.concatenate([jnp.zeros(1, mean.dtype), mean.reshape(-1)])[np.abs(channels)]
+    return jnp.broadcast_to(each * np.sign(channels).astype(mean.dtype), shape)
+
+
+def _corrected(model: Model, found: _Found, errors: dict[str, _Error]) -> dict[str, Array]:
+    """The biases with the means of the errors of all weights whose outputs they are added to."""
+    leaves, new = dict(with_paths(model.params)), {}
+    for path, own in found.biases.items():
+        for bias, channels in own.items():
+            added = _of_elements(errors[path].mean, channels, leaves[bias].shape)
+            new[bias] = new[bias] + added if bias in new else added
+    wide = {path: array(leaves[path]).astype(num.compute_dtype(leaves[path].dtype)) for path in new}
+    return {path: num.downcast(wide[path] + v.astype(wide[path].dtype), leaves[path].dtype) for path, v in new.items()}
+
+
+def _report(progress: Progress, path: str, why: str | None, error: _Error) -> None:
+    whole, of_mean, output = (v.sum() for v in error[1:])  # over the turns of scans
+    share = lambda v: float(jnp.maximum(v, 0) / jnp.where(output > 0, output, 1))
+    progress(path, why, share(whole), share(whole - of_mean if why is None else whole))
+
+
+def bias_correct(
+    params: Any,
+    q: QuantizedFunction,
+    grams: Any,
+    *args: Any,
+    qparams: Any = None,
+    solved: Any = None,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Adds to each bias what rounding the weights before it takes from its layer's output on average.
+
+    For a weight W of which W_q is served, and inputs x with these Grams, the bias becomes
+
+        b + mean(x) @ (W - W_q)
+
+    so that the mean of the error over these inputs is 0 in each channel of the output; the rest of the error stays as
+    it is. The weights stay as they are. A bias is a parameter that is added to the output of a weight, or subtracted,
+    with one element for each of its channels, whether other values are added before it or not: of a dense layer, of
+    the heads of an attention, of a convolution, or the mean of a batch norm behind one. A bias that several weights
+    share takes up the errors of all, if their outputs are summed.
+
+    Args:
+      params: the parameters of the function, in float.
+      q: what `quantize_fn` returned.
+      grams: {path: Gram}, as `q.observe(params, ..., gram=True)` gives it. The biases behind these weights are
+        corrected.
+      *args, **kwargs: the other arguments of the function; shapes suffice.
+      qparams: {entry: QParams or None} with the grid of each weight; read where `solved` is None.
+      solved: the params that are served, such as `solve.gptq` gives them, also with weights in integers; None is the
+        weights rounded to nearest.
+      progress: (path, why, before, after) -> None, called for each weight with the squared error of its layer's output,
+        relative to the output. `why` is None where its biases are corrected; else it says what stands before a bias,
+        what else the bias is used for, or that there is none, and both errors are equal.
+
+    Returns:
+      `solved`, or `params` if that is None, with new biases of the same dtypes. These are made of the biases of
+      `params`, so that a second call changes nothing.
+
+    Gradient: none.
+
+    Raises:
+      TypeError: for an argument of another kind.
+      ValueError: as `solve.gptq`, for Grams and qparams; for `solved` of another model; and if no weight has a bias
+        that can be corrected, with the reason for the first one.
+
+    Source: Nagel et al., 2019, "Data-Free Quantization Through Weight Equalization and Bias Correction", section 4.2,
+    with means that are observed; Finkelstein et al., 2019, "Fighting Quantization Bias With Bias".
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxquant import quantize_fn, solve, weight_spec
+    >>> f = lambda params, x: x @ params["w"] + params["b"]
+    >>> q = quantize_fn(f, [("w", weight_spec(3))])
+    >>> params = {"w": jax.random.normal(jax.random.key(0), (8, 4)), "b": jnp.zeros((1, 4))}
+    >>> x = 1 + jax.random.normal(jax.random.key(1), (32, 8))
+    >>> grams, qparams = q.observe(params, x, gram=True), q.init_qparams(params, x)
+    >>> corrected = solve.bias_correct(params, q, grams, x, qparams=qparams)
+    >>> error = lambda new: jnp.abs((q(new, x, qparams=qparams) - f(params, x)).mean(0)).max().item()
+    >>> error(params) > 0.1, error(corrected) < 1e-5
+    (True, True)
+    """
+    model = model_of(params, q, grams, args, kwargs, qparams).serving(solved)
+    found = _found(model, q.program(shapes_of(params), args, kwargs))
+
+    def solve(weight: Weight) -> _Error:
+        return _error(weight.form.rotated(array(weight.leaf)), weight.lost(), weight.gram, weight.form)
+
+    errors = model.found(solve)
+    new = _corrected(model, found, errors)
+    if progress is not None and not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(errors)):
+        for path, error in errors.items():
+            _report(progress, path, found.why.get(path), error)
+    served = params if solved is None else solved
+    return with_leaves(served, [new.get(path, leaf) for path, leaf in with_paths(served)])
