@@ -45,6 +45,9 @@ class Flat:
       paths: of each value that is a parameter, its path.
       sources: of each other value that no node gives, what it is, in words.
       neutral: values that any positive factor leaves as they are: zeros, infinities and NaN.
+      shapes: of each value.
+      ties: pairs of values that scans make one: a carry before, inside and behind; what a turn gives and, with an axis
+        more in front, what the scan stacks of it.
     """
 
     def __init__(self, jaxpr: Jaxpr, paths: Sequence[str | None]):
@@ -53,7 +56,8 @@ class Flat:
         self.paths: dict[int, str] = {}
         self.sources: dict[int, str] = {}
         self.neutral: set[int] = set()
-        self._shapes: dict[int, tuple[int, ...]] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.ties: list[tuple[int, int]] = []
         args = [self._source(v, "an argument of the function") for v in jaxpr.invars]
         self.paths = {i: path for i, path in zip(args, paths, strict=True) if path is not None}
         for i in self.paths:
@@ -62,17 +66,17 @@ class Flat:
         self._end(outs, jaxpr.eqns[-1] if jaxpr.eqns else None, (), "the result of the function")
 
     def _source(self, v: Any, words: str) -> int:
-        i = len(self._shapes)
-        self._shapes[i], self.sources[i] = v.aval.shape, words
+        i = len(self.shapes)
+        self.shapes[i], self.sources[i] = v.aval.shape, words
         return i
 
     def _node(
         self, name: str, ins: Sequence[int], outs: Sequence[Any], eqn: Any, at: Location, words: str
     ) -> list[int]:
         """The values that a new node gives, for these variables."""
-        made = [len(self._shapes) + k for k in range(len(outs))]
-        self._shapes |= {i: v.aval.shape for i, v in zip(made, outs, strict=True)}
-        shapes = tuple(tuple(self._shapes[i] for i in of) for of in (ins, made))
+        made = [len(self.shapes) + k for k in range(len(outs))]
+        self.shapes |= {i: v.aval.shape for i, v in zip(made, outs, strict=True)}
+        shapes = tuple(tuple(self.shapes[i] for i in of) for of in (ins, made))
         node = Node(name, tuple(ins), tuple(made), (shapes[0], shapes[1]), eqn, at, words)
         self.nodes.append(node)
         self.maker |= dict.fromkeys(made, node)
@@ -113,15 +117,20 @@ class Flat:
         of_consts, of_carry, of_xs = scan_parts(eqn, body.invars)
         self._end(carry, eqn, at, "the carry of a scan")
         one = lambda name, i, v: self._node(name, [i], [v], eqn, at, f"the {name}")[0]
+        inside = [self._source(v, "the carry of a scan") for v in of_carry]
         args = [
             *(one(SHARED, i, v) for i, v in zip(consts, of_consts, strict=True)),
-            *(self._source(v, "the carry of a scan") for v in of_carry),
+            *inside,
             *(one(TURN, i, v) for i, v in zip(xs, of_xs, strict=True)),
         ]
         outs = self._program(body, args, (*at, 0), within)
         self._end(outs[: len(carry)], eqn, at, "the carry of a scan")
         self._end(outs[len(carry) :], eqn, at, "what a scan stacks")
-        return [self._source(v, "the result of a scan") for v in eqn.outvars]
+        results = [self._source(v, "the result of a scan") for v in eqn.outvars]
+        for values in (carry, outs[: len(carry)], results[: len(carry)]):
+            self.ties += zip(values, inside, strict=True)
+        self.ties += zip(results[len(carry) :], outs[len(carry) :], strict=True)
+        return results
 
 
 def length_of(node: Node) -> int:
