@@ -46,8 +46,8 @@ class Flat:
       sources: of each other value that no node gives, what it is, in words.
       neutral: values that any positive factor leaves as they are: zeros, infinities and NaN.
       shapes: of each value.
-      ties: pairs of values that scans make one: a carry before, inside and behind; what a turn gives and, with an axis
-        more in front, what the scan stacks of it.
+      ties: values that scans make, each with one that it is in some turn: a carry inside with that before and behind a
+        turn, the last one with that inside, and what is stacked, with an axis more in front, with what turns give.
     """
 
     def __init__(self, jaxpr: Jaxpr, paths: Sequence[str | None]):
@@ -127,8 +127,9 @@ class Flat:
         self._end(outs[: len(carry)], eqn, at, "the carry of a scan")
         self._end(outs[len(carry) :], eqn, at, "what a scan stacks")
         results = [self._source(v, "the result of a scan") for v in eqn.outvars]
-        for values in (carry, outs[: len(carry)], results[: len(carry)]):
-            self.ties += zip(values, inside, strict=True)
+        last = results[: len(carry)]
+        for made, others in ((inside, carry), (inside, outs[: len(carry)]), (last, inside)):
+            self.ties += zip(made, others, strict=True)
         self.ties += zip(results[len(carry) :], outs[len(carry) :], strict=True)
         return results
 

@@ -238,9 +238,12 @@ class _Attempt:
             except UnmetError as unmet:
                 raise _Missing(node.ins[unmet.operand], unmet.factors, node.words) from None
             except NoFactorsError as error:
-                is_end = node.name == END
-                where = f"is also {node.words}" if is_end else f"also goes into {node.words}, {error}"
-                raise _Failed(f"what would be divided or multiplied {where}", error) from None
+                paths = [
+                    f"{self.flat.paths[i]!r}, which would be divided or multiplied," for i in node.ins if i in self.own
+                ]
+                what = paths[0] if paths else "what would be divided or multiplied"
+                where = f"is also {node.words}" if node.name == END else f"also goes into {node.words}, {error}"
+                raise _Failed(f"{what} {where}", error) from None
             env |= {i: v for i, v in zip(node.outs, outs, strict=True) if v.any()}
         return env
 

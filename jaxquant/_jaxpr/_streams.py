@@ -139,7 +139,7 @@ class Streams:
         self.flat, self.channels = flat, Channels()
         self.axes: dict[int, Axes] = {}
         self.gains: list[tuple[Gain, Numbers]] = []
-        tied = {i for tie in flat.ties for i in tie}
+        tied = {made for made, _ in flat.ties}
         for i, words in flat.sources.items():
             self.axes[i] = self.new(flat.shapes[i], None if i in tied else f"are also in {words}")
         for i, path in flat.paths.items():
@@ -148,12 +148,12 @@ class Streams:
         for node in flat.nodes:
             outs = self._results(node, [self.axes[i] for i in node.ins])
             self.axes.update(zip(node.outs, outs, strict=True))
-        for i, inside in flat.ties:
-            values = self.axes[i], self.axes[inside]
-            front = len(values[0]) - len(values[1])
-            self.spoil(values[0][:front], "are stacked by a scan")
-            for pair in zip(values[0][front:], values[1], strict=True):
-                self.alike([v for v, of in zip(pair, (i, inside), strict=True) if of not in flat.neutral], "a scan")
+        for tie in flat.ties:
+            made, other = (self.axes[i] for i in tie)
+            front = len(made) - len(other)
+            self.spoil(made[:front], "are stacked by a scan")
+            for pair in zip(made[front:], other, strict=True):
+                self.alike([axis for axis, i in zip(pair, tie, strict=True) if i not in flat.neutral], "a scan")
 
     def _results(self, node: Node, ins: Sequence[Axes]) -> Sequence[Axes]:
         if node.name == END:
@@ -279,12 +279,15 @@ def _multiplied(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     order = (0, 1) if changing[0] < changing[1] else (1, 0)  # a gain changes along fewer axes than what it multiplies
     outs: list[Axis | None] = []
     gains: dict[tuple[int, Made], list[int]] = {}
+    why = f"also go into {node.words}, with others"
     for i, (a, b) in enumerate(_pairs(node, ins)):
         if a is None or b is None or (found := _gain_of((a, b), order)) is None:
-            outs.append(_product_of(s, a, b, f"also go into {node.words}, with others"))
+            outs.append(_product_of(s, a, b, why))
         else:
             gains.setdefault(found, []).append(i)
-            outs.append((b, a)[found[0]]._replace(made=None))
+            of_gain, other = (a, b) if found[0] == 0 else (b, a)
+            s.spoil([of_gain], why)
+            outs.append(other._replace(made=None))
     for (k, gain), axes in gains.items():
         numbers = tuple(itertools.chain(*(axis.numbers for i in axes if (axis := outs[i]))))
         s.gains.append((Gain(gain.path, node.ins[k], tuple(axes), gain.stack), numbers))
@@ -456,7 +459,8 @@ def _unstacked(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
 
 def _gathered(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     """What indices pick along some axes keeps the channels along the others: rows of an embedding."""
-    if param(node.eqn, "fill_value"):  # neither 0 nor None, which is NaN
+    fill = param(node.eqn, "fill_value")
+    if fill and fill == fill:  # neither None, nor 0 or NaN, which are the same rotated
         return _mixed(s, node, ins)
     numbers, sizes = param(node.eqn, "dimension_numbers"), param(node.eqn, "slice_sizes")
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
