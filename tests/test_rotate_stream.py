@@ -143,12 +143,14 @@ EXPERTS = around() | {"up": normal(1, 3, K, 24), "down": normal(2, 3, 24, K)}
 
 
 def moved(p, tokens):
-    """A stream in other orders, in a checkpoint, stacked by a scan, and beside zeros."""
+    """A stream in other orders, in a checkpoint, stacked, cut along the time, and beside zeros."""
 
     @jax.checkpoint
     def turn(x, w):
         h = (-x).transpose(2, 0, 1)
         x = x + jnp.tanh(jnp.einsum("kbt,kn->btn", h, w["up"])) @ w["down"] / 2
+        a, b = jnp.unstack(jnp.stack([x, x / 2], 1), axis=1)
+        x = a + jnp.pad(b[:, 1:], ((0, 0), (1, 0), (0, 0))) + jnp.tile(x[:, :1], (1, 6, 1))
         x = jnp.where((jnp.arange(6) < 4)[None, :, None], x, 0)
         return x, jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, 1:]], 1)
 
@@ -307,6 +309,10 @@ def after(f):
     return lambda p, tokens: plain(p, tokens, f)
 
 
+def turn_of(x, _):
+    return x / 2, x
+
+
 def after_cond(p, tokens):
     y = block(p["embed"][tokens], p)
     return lax.cond(y[0, 0, 0] > 0, lambda: y, lambda: -y) @ p["head"]
@@ -346,6 +352,35 @@ REFUSED = {
     "an order": (after(lambda x, p: x + x[..., ::-1]), "also go into 'rev', which takes them apart"),
     "a row of few": (after(lambda x, p: x.at[:, 0].set(0)), "come out of 'scatter', which passes no rotation"),
     "integers": (after(lambda x, p: x.astype(jnp.int32).astype(F)), "come out of 'convert_element_type', to int32"),
+    "a sum by a dot": (
+        after(lambda x, p: x + x @ jnp.ones((K, K))),
+        "also go into 'dot_general', with what is the same for all of them",
+    ),
+    "one at a time": (
+        after(lambda x, p: jnp.einsum("btk,bk->btk", x, x[:, 0])),
+        "also go into 'dot_general', which takes one at a time",
+    ),
+    "some of them": (
+        after(lambda x, p: jnp.where((jnp.arange(K) < 4)[None, None], x, 0)), "with a condition for each of them",
+    ),
+    "a padding": (
+        after(lambda x, p: jnp.pad(x, ((0, 0), (0, 1), (0, 0)), constant_values=1.0)),
+        "in '_pad', beside what is the same for all of them",
+    ),
+    "a row that is not there": (
+        lambda p, t: p["embed"].at[t].get(mode="fill", fill_value=1.0) @ p["head"],
+        "come out of 'gather', which passes no rotation",
+    ),
+    "rows that are picked": (
+        lambda p, t: plain(p, t) + p["head"][t % K], "also go into 'gather', which takes them apart",
+    ),
+    "what a scan stacks": (
+        lambda p, t: jnp.einsum("lbt,lv->btv", lax.scan(turn_of, p["embed"][t][..., 0], None, length=K)[1], p["head"]),
+        "are stacked by a scan",
+    ),
+    "a reshape": (
+        after(lambda x, p: x.reshape(4, K, 6).transpose(0, 2, 1)), "come out of 'reshape', which groups them in other",
+    ),
     "other groups": (
         after(lambda x, p: x + jnp.concatenate([x, x], -1)[..., 8:24]), "also go into 'concatenate', which takes",
     ),
