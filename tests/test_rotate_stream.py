@@ -92,7 +92,7 @@ def of_layers(*lead, width=K):
 
 def around(width=K):
     return {
-        "embed": normal(11, 20, width), "positions": normal(12, 8, width), "norm": gain(13, width),
+        "embed": normal(11, 20, width), "positions": normal(12, 8, width), "norm": gain(13, width).at[2].set(0),
         "head": normal(14, width, 20),
     }  # fmt: skip
 
@@ -158,6 +158,12 @@ def moved(p, tokens):
     return (stacked.sum(0) + x) @ p["head"]
 
 
+def replaced(p, tokens):
+    """What a turn of a scan gives is made of what it takes by a weight alone."""
+    x, _ = lax.scan(lambda x, w: (normed(x, p["norm"]) @ w, None), p["embed"][tokens], p["w"])
+    return x @ p["head"]
+
+
 # The function, its params, and how many inputs of each weight are rotated together.
 OF_LAYERS = {"q": 16, "k": 16, "v": 16, "out": 4, "gate": 16, "up": 16, "down": 1}
 MODELS = {
@@ -175,6 +181,7 @@ MODELS = {
         joined, JOINED, {"layers/qkv": 16, "layers/out": 4, "layers/up": 16, "layers/down": 1, "head": 16},
     ),
     "experts": (experts, EXPERTS, {"up": 16, "down": 1, "head": 16}),
+    "a weight for each turn alone": (replaced, around() | {"w": normal(1, 2, K, K)}, {"w": 16, "head": 16}),
     "in other orders": (
         moved, around() | {"up": normal(1, 2, K, 24), "down": normal(2, 2, 24, K)}, {"up": 16, "down": 1, "head": 16},
     ),
@@ -378,6 +385,14 @@ REFUSED = {
         lambda p, t: jnp.einsum("lbt,lv->btv", lax.scan(turn_of, p["embed"][t][..., 0], None, length=K)[1], p["head"]),
         "are stacked by a scan",
     ),
+    "rows of experts": (
+        lambda p, t: jnp.einsum(
+            "mn,mv->nv",
+            lax.ragged_dot(p["embed"][:16], jnp.stack([p["up"], 2 * p["up"]]), jnp.int32([10, 6])),
+            p["head"],
+        ),
+        "also go into 'ragged_dot_general', which takes them apart",
+    ),
     "a reshape": (
         after(lambda x, p: x.reshape(4, K, 6).transpose(0, 2, 1)), "come out of 'reshape', which groups them in other",
     ),
@@ -451,12 +466,29 @@ def test_refuses_what_is_integers_already():
     assert changed(frozen, new) == set()
 
 
-def test_a_gain_that_is_also_a_weight_stays():
-    f = lambda p, t: normed(p["embed"][t], p["w"][0]) @ p["head"] + (p["embed"][t] @ p["w"].T)[..., :1]
-    params = around() | {"w": gain(1, 4, K)}
+def test_a_gain_is_no_weight_that_is_rotated():
+    """The gain is folded; what it is contracted with stays as it is, but for the factors."""
+
+    def f(p, tokens):
+        x = p["embed"][tokens]
+        y = jnp.tanh(x @ p["up"]) @ p["down"]
+        return normed(x, p["gain"][:, 0]) @ p["head"] + over(y @ p["gain"], jnp.ones((4, 6, 20)))
+
+    params = PLAIN | {"gain": gain(1, K, 1)}
     new, said = rotated(f, params, TOKENS)
     same_function(f, params, new, TOKENS)
-    assert said["head"][0] == 1
+    assert said["gain"] == (1, "also go into 'mul', with others")
+    assert said["head"] == said["up"] == (K, None)
+
+
+def test_refuses_gains_of_turns_that_share_a_weight():
+    f = lambda p, t: lax.scan(lambda x, g: (block(x, p | {"norm1": g}), None), p["embed"][t], p["gains"])[0] @ p["head"]
+    params = PLAIN | {"gains": gain(1, 2, K)}
+    new, said = rotated(f, params, TOKENS)
+    assert said["head"] == (
+        1, "are multiplied by 'gains', which no weights can take up: several of its elements meet one row",
+    )  # fmt: skip
+    assert changed(params, new) == set()
 
 
 # What it is worth

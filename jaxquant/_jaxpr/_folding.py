@@ -326,9 +326,7 @@ def fold_gain(flat: Flat, gain: Gain) -> Fold:
     found = _fold(flat, value, axes, stack, lambda wanted: [])
     shape = next(flat.shapes[i] for i, other in flat.paths.items() if other == path)
     elements = np.broadcast_to(found.factors[path], shape) > 0
-    if elements.sum() != math.prod([*(n for _, n in stack), *(flat.shapes[value][i] for i in axes)]) or found.paths(
-        1
-    ) != [path]:
+    if elements.sum() != found.size or found.paths(1) != [path]:
         raise NoFactorsError("several of its elements meet one row")
     return found
 
