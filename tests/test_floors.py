@@ -17,8 +17,8 @@ ROOT = pathlib.Path(jaxquant.__file__).parent
 FLOORS = (  # from the ground up; the files of a folder share a floor, and stand on those before them
     ("_checks", "_custom_vjp", "_groups", "_sharding", "_table", "_version"),
     ("_granularity", "_numerics", "_pack"),
-    ("_formats", "_hadamard", "_platform/_cpu", "_platform/_division", "_platform/_dots", "_platform/_gpu"),
-    ("_scale_formats",),
+    ("_formats", "_platform/_cpu", "_platform/_division", "_platform/_dots", "_platform/_gpu"),
+    ("_hadamard", "_scale_formats"),
     ("_spec",),
     ("_qarray", "_qparams", "_recipes"),
     ("_grid",),
@@ -34,7 +34,7 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
     (
         *("_jaxpr/_program", "_jaxpr/_origin", "_jaxpr/_quantized_param", "_jaxpr/_moves", "_jaxpr/_walk"),
         *("_jaxpr/_evaluate", "_jaxpr/_calls", "_jaxpr/_flat", "_jaxpr/_channels", "_jaxpr/_folding"),
-        *("_jaxpr/_biases", "_rule"),
+        *("_jaxpr/_biases", "_jaxpr/_streams", "_rule"),
     ),
     ("_paths",),
     ("_files", "_params"),
@@ -47,7 +47,7 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
     ("_report",),
     (
         *("solve/_weights", "solve/_gptq", "solve/_ranges", "solve/_adaround", "solve/_low_rank"),
-        *("solve/_folds", "solve/_smooth", "solve/_equalize", "solve/_bias_correct"),
+        *("solve/_folds", "solve/_smooth", "solve/_equalize", "solve/_rotate", "solve/_bias_correct"),
     ),
 )
 FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}

@@ -90,7 +90,7 @@ PUBLIC_TF = {
 }
 
 
-PUBLIC_SOLVE = {"adaround", "bias_correct", "equalize", "gptq", "low_rank", "ranges", "smooth"}
+PUBLIC_SOLVE = {"adaround", "bias_correct", "equalize", "gptq", "low_rank", "ranges", "rotate", "smooth"}
 
 
 def names(module):

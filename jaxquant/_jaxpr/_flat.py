@@ -46,6 +46,8 @@ class Flat:
       sources: of each other value that no node gives, what it is, in words.
       neutral: values that any positive factor leaves as they are: zeros, infinities and NaN.
       shapes: of each value.
+      ties: values that scans make, each with one that it is in some turn: a carry inside with that before and behind a
+        turn, the last one with that inside, and what is stacked, with an axis more in front, with what turns give.
     """
 
     def __init__(self, jaxpr: Jaxpr, paths: Sequence[str | None]):
@@ -55,6 +57,7 @@ class Flat:
         self.sources: dict[int, str] = {}
         self.neutral: set[int] = set()
         self.shapes: dict[int, tuple[int, ...]] = {}
+        self.ties: list[tuple[int, int]] = []
         args = [self._source(v, "an argument of the function") for v in jaxpr.invars]
         self.paths = {i: path for i, path in zip(args, paths, strict=True) if path is not None}
         for i in self.paths:
@@ -114,15 +117,21 @@ class Flat:
         of_consts, of_carry, of_xs = scan_parts(eqn, body.invars)
         self._end(carry, eqn, at, "the carry of a scan")
         one = lambda name, i, v: self._node(name, [i], [v], eqn, at, f"the {name}")[0]
+        inside = [self._source(v, "the carry of a scan") for v in of_carry]
         args = [
             *(one(SHARED, i, v) for i, v in zip(consts, of_consts, strict=True)),
-            *(self._source(v, "the carry of a scan") for v in of_carry),
+            *inside,
             *(one(TURN, i, v) for i, v in zip(xs, of_xs, strict=True)),
         ]
         outs = self._program(body, args, (*at, 0), within)
         self._end(outs[: len(carry)], eqn, at, "the carry of a scan")
         self._end(outs[len(carry) :], eqn, at, "what a scan stacks")
-        return [self._source(v, "the result of a scan") for v in eqn.outvars]
+        results = [self._source(v, "the result of a scan") for v in eqn.outvars]
+        last = results[: len(carry)]
+        for made, others in ((inside, carry), (inside, outs[: len(carry)]), (last, inside)):
+            self.ties += zip(made, others, strict=True)
+        self.ties += zip(results[len(carry) :], outs[len(carry) :], strict=True)
+        return results
 
 
 def length_of(node: Node) -> int:

@@ -2,7 +2,7 @@
 """Where a factor for each channel of an operand can be folded into parameters, so that a program stays the same."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from ._program import Location
 _FAR = 1000  # from a parameter: with a contraction, or the like, between
 _MOST_WAYS = 256
 Scans = tuple[tuple[Location, int], ...]
+Demands = Sequence[tuple[int, Factors]]  # values, and the factors that they must have
 
 
 class Fold(NamedTuple):
@@ -60,6 +61,15 @@ class Operand(NamedTuple):
     at: Location
     side: int
     stack: Scans = ()
+
+
+class Gain(NamedTuple):
+    """A parameter that channels are multiplied by: its path, the value, the axes, and the scans over the parameter."""
+
+    path: str
+    value: int
+    axes: tuple[int, ...]
+    stack: Scans
 
 
 class _Space(NamedTuple):
@@ -136,13 +146,13 @@ class _Attempt:
         self.own: dict[int, Factors] = {}
         self.picked: dict[int, int] = {}
 
-    def run(self, node: Node, side: int) -> dict[str, Factors]:
-        sides = sides_of(node)
-        wanted = _distinct(node.shapes[0][side], sides.channels[side], self.space.number)
-        self.demand(node.ins[side], wanted)
-        self.demand(node.ins[1 - side], sides.opposite(side, wanted))
+    def run(self, value: int, axes: Sequence[int], also: Callable[[Factors], Demands]) -> dict[str, Factors]:
+        """Those for a factor for each channel of a value, and for what else must have some then."""
+        wanted = _distinct(self.flat.shapes[value], axes, self.space.number)
+        for demanded in ((value, wanted), *also(wanted)):
+            self.demand(*demanded)
         found = self.forward()
-        if not np.array_equal(found.get(node.ins[side], 0), wanted):
+        if not np.array_equal(found.get(value, 0), wanted):
             raise _Failed("its inputs are made in ways that do not agree")
         return {self.flat.paths[i]: v for i, v in self.own.items()}
 
@@ -227,9 +237,12 @@ class _Attempt:
             except UnmetError as unmet:
                 raise _Missing(node.ins[unmet.operand], unmet.factors, node.words) from None
             except NoFactorsError as error:
-                is_end = node.name == END
-                where = f"is also {node.words}" if is_end else f"also goes into {node.words}, {error}"
-                raise _Failed(f"what would be divided or multiplied {where}", error) from None
+                paths = [
+                    f"{self.flat.paths[i]!r}, which would be divided or multiplied," for i in node.ins if i in self.own
+                ]
+                what = paths[0] if paths else "what would be divided or multiplied"
+                where = f"is also {node.words}" if node.name == END else f"also goes into {node.words}, {error}"
+                raise _Failed(f"{what} {where}", error) from None
             env |= {i: v for i, v in zip(node.outs, outs, strict=True) if v.any()}
         return env
 
@@ -300,16 +313,38 @@ def fold(flat: Flat, operand: Operand) -> Fold:
     node = next((node for node in flat.nodes if node.at == operand.at and node.name in OPS), None)
     if node is None:
         raise NoFactorsError("it is inside a cond, a while loop or a shard_map")
-    axes = sides_of(node).channels[operand.side]
-    count = math.prod(node.shapes[0][operand.side][i] for i in axes)
-    space, distance = _Space(np.arange(count), operand.stack), _distances(flat)
-    first = None
+    sides, side = sides_of(node), operand.side
+    opposite = lambda wanted: [(node.ins[1 - side], sides.opposite(side, wanted))]
+    return _fold(flat, node.ins[side], sides.channels[side], operand.stack, opposite)
+
+
+def fold_gain(flat: Flat, gain: Gain) -> Fold:
+    """How weights can be multiplied by a gain, which becomes ones; static.
+
+    The factors of the fold are the elements of the parameter.
+
+    Raises:
+      NoFactorsError: where they cannot; why, in words.
+    """
+    path, value, axes, stack = gain
+    found = _fold(flat, value, axes, stack, lambda wanted: [])
+    shape = next(flat.shapes[i] for i, other in flat.paths.items() if other == path)
+    elements = np.broadcast_to(found.factors[path], shape) > 0
+    if elements.sum() != found.size or found.paths(1) != [path]:
+        raise NoFactorsError("several of its elements meet one row")
+    return found
+
+
+def _fold(flat: Flat, value: int, axes: Sequence[int], stack: Scans, also: Callable[[Factors], Demands]) -> Fold:
+    count = math.prod(flat.shapes[value][i] for i in axes)
+    space = _Space(np.arange(count), stack)
+    distance, first = _distances(flat), None
     while space.size > 1:
         coarser = None
         ways = _Ways()
         for _ in range(_MOST_WAYS):
             try:
-                factors = _Attempt(flat, distance, space, ways).run(node, operand.side)
+                factors = _Attempt(flat, distance, space, ways).run(value, axes, also)
                 return Fold(factors, tuple(n for _, n in space.turning), space.size)
             except _Failed as error:
                 first = first or error

@@ -7,4 +7,5 @@ from ._equalize import equalize as equalize
 from ._gptq import gptq as gptq
 from ._low_rank import low_rank as low_rank
 from ._ranges import ranges as ranges
+from ._rotate import rotate as rotate
 from ._smooth import smooth as smooth

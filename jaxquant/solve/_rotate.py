@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Channels rotated in the parameters that make and take them, where the function stays the same."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import Array
+
+from .. import _checks as checks
+from .. import _numerics as num
+from .._hadamard import block_of, hadamard
+from .._jaxpr._channels import NoFactorsError
+from .._jaxpr._folding import Fold, Gain, fold_gain
+from .._jaxpr._streams import Numbers, Streams
+from .._paths import is_qarray, with_leaves, with_paths
+from .._transform._quantize_fn import QuantizedFunction
+from ._folds import Operands, folded, of_channels, operands_of
+from ._weights import array, checked_function, shapes_of
+
+Report = Callable[[str, int, str | None], None]  # (path, how many channels are rotated together, why not)
+
+
+class _Rotation:
+    """Which channels of a model are rotated, and the gains that weights take up for it."""
+
+    def __init__(self, operands: Operands):
+        self.operands, self.streams = operands, Streams(operands.flat)
+        self.channels = self.streams.channels
+        inputs = {path: self.streams.inputs(operand) for path, operand in operands.of.items()}
+        self.inputs = {path: self.channels.of(numbers) for path, numbers in inputs.items()}
+        self.axes = self.streams.parameters()
+        self.wanted = set(itertools.chain(*self.inputs.values()))
+        for number in self.wanted:
+            if block_of(n := self.channels.sizes[number]) == 1:
+                self.channels.spoil((number,), f"are {n}, an odd number")
+        for path, axes in self.axes.items():
+            if any(axes) and not self._is_float(path):
+                self.channels.spoil(tuple(itertools.chain(*axes)), f"are also in {path!r}, which is no array of floats")
+        self.folds = [(fold, *gain) for gain in self.streams.gains if (fold := self._fold(*gain))]
+
+    def rotated(self, numbers: Numbers) -> list[int]:
+        """Those of some channels that are rotated."""
+        return [i for i in self.channels.of(numbers) if i in self.wanted and self.channels.why(i) is None]
+
+    def _is_float(self, path: str) -> bool:
+        leaf = self.operands.leaves[path]
+        return not is_qarray(leaf) and checks.is_float(leaf.dtype)
+
+    def _fold(self, gain: Gain, numbers: Numbers) -> Fold | None:
+        """How weights take up a gain of channels that could be rotated; None if they need not, or cannot."""
+        if not self.rotated(numbers):
+            return None
+        try:
+            found = fold_gain(self.operands.flat, gain)
+            for path in itertools.filterfalse(self._is_float, found.factors):
+                raise NoFactorsError(f"{path!r} is no array of floats")
+            return found
+        except NoFactorsError as error:
+            if not _is_constant(self.operands.leaves[gain.path]):
+                why = f"are multiplied by {gain.path!r}, which no weights can take up: {error}"
+                self.channels.spoil(tuple(self.rotated(numbers)), why)
+        return None
+
+    def leaves(self) -> dict[str, Any]:
+        """The parameters, rotated."""
+        leaves = dict(self.operands.leaves)
+        wide = lambda path: (v := array(leaves[path])).astype(num.compute_dtype(v.dtype))
+        for fold, gain, numbers in self.folds:
+            if self.rotated(numbers):
+                leaves |= {path: wide(path) for path in fold.factors}
+                s = of_channels(jax.ops.segment_sum, leaves[gain.path], fold.factors[gain.path], 1, fold.size)
+                for path, factors in fold.factors.items():
+                    leaves[path] = jnp.where(factors > 0, 1, folded(leaves[path], factors, s))
+        for path, axes in self.axes.items():
+            if any(map(self.rotated, axes)):
+                leaves[path] = self._turned(wide(path), axes)
+        return {
+            path: leaf if (old := self.operands.leaves[path]) is leaf else num.downcast(leaf, old.dtype)
+            for path, leaf in leaves.items()
+        }
+
+    def _turned(self, leaf: Array, axes: Sequence[Numbers]) -> Array:
+        numbers = tuple(itertools.chain(*axes))
+        v = leaf.reshape([self.channels.sizes[i] for i in numbers])
+        for i, number in enumerate(numbers):
+            if self.rotated((number,)):
+                v = hadamard(v, (i,))
+        return v.reshape(leaf.shape)
+
+    def together(self, path: str) -> int:
+        """How many inputs of a weight are rotated together; 1 where they stay."""
+        return math.prod(block_of(self.channels.sizes[i]) for i in self.rotated(self.inputs[path]))
+
+    def why(self, path: str) -> str | None:
+        """Why the inputs of a weight are not rotated; None where they are."""
+        if self.rotated(self.inputs[path]):
+            return None
+        return self.channels.why(self.inputs[path][-1]) if self.inputs[path] else "are one alone, or all the same"
+
+
+def _is_constant(leaf: Any) -> bool:
+    v = array(leaf)
+    return not isinstance(v, jax.core.Tracer) and bool((v == v.reshape(-1)[0]).all())
+
+
+def rotate(
+    params: Any,
+    q: QuantizedFunction,
+    *args: Any,
+    unfolded: str = "leave",
+    progress: Report | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Rotates channels in all parameters that make and take them, and leaves the function as it is.
+
+    The channels of a residual stream, and those between any two weights with linear ops between, have no basis of their
+    own. With a Hadamard matrix H, whose square is 1, what makes them becomes W H, what takes them H W, and
+
+        (x H) (H W) = x W
+
+    A few channels that are much larger than others are spread over all of them by it, so that the inputs of these
+    weights become easy to round, and no op is added to the program. A stream is followed through sums, moves, casts,
+    scans, and norms by the root of the mean of squares, whose gains become ones: the weights behind take them up. What
+    makes it may be rows of embeddings, positions and biases; what makes the values of an attention is rotated head by
+    head.
+
+    Args:
+      params: the parameters of the function, in float.
+      q: what `quantize_fn` returned. The inputs of weights that its rules quantize are rotated where it is possible;
+        what else makes or takes these channels is rotated with them.
+      *args, **kwargs: the arguments of the function behind its params; shapes suffice.
+      unfolded: static. "leave" leaves channels as they are that cannot be rotated; "error" raises.
+      progress: (path, together, why) -> None, called for each weight with the number of its inputs that are rotated
+        together, the largest power of two that divides their number; 1 and the reason where they stay as they are.
+
+    Returns:
+      The params, of the same dtypes. The function of them equals that of `params` up to rounding; observe it anew for
+      ranges and Grams.
+
+    Gradient: none.
+
+    Raises:
+      TypeError: for an argument of another kind.
+      ValueError: with unfolded="error" for a weight whose inputs cannot be rotated: because an op that they go through
+        treats each channel by itself, such as a gelu or a product, or sums them, as the mean of a LayerNorm; because
+        they come from an argument or go into the result; or because no weight can take up a gain, as with an
+        embedding that is also the head.
+
+    Source: Ashkboos et al., 2024, "QuaRot"; the rotations R1 and R2 of Liu et al., 2024, "SpinQuant".
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxquant import Rule, activation_spec, quantize_fn, solve, weight_spec
+    >>> f = lambda params, x: (jax.nn.relu(x) @ params["w1"]) @ params["w2"]
+    >>> q = quantize_fn(f, [Rule("w2", weight_spec(8), activation_spec(8))])
+    >>> keys = jax.random.split(jax.random.key(0), 3)
+    >>> params = {"w1": jax.random.normal(keys[0], (8, 16)), "w2": jax.random.normal(keys[1], (16, 4))}
+    >>> params["w1"] = params["w1"].at[:, 3].multiply(100.0)
+    >>> x = jax.random.normal(keys[2], (32, 8))
+    >>> rotated = solve.rotate(params, q, x)
+    >>> bool(jnp.allclose(f(rotated, x), f(params, x), rtol=1e-4, atol=1e-3))
+    True
+    >>> error = lambda params: jnp.square(q(params, x) - f(params, x)).sum().item()
+    >>> error(rotated) < error(params) / 4
+    True
+    """
+    checks.one_of("unfolded", unfolded, ("leave", "error"))
+    program = checked_function(q).program(shapes_of(params), args, kwargs)
+    state = _Rotation(operands_of(program, params))
+    for path in state.inputs:
+        why = state.why(path)
+        if why is not None and unfolded == "error":
+            raise ValueError(
+                f'At {path!r}: its inputs cannot be rotated: their channels {why}. Pass unfolded="leave", or a '
+                "function of `quantize_fn` whose rules leave it out."
+            )
+        if progress is not None:
+            progress(path, state.together(path), why)
+    leaves = state.leaves()
+    return with_leaves(params, [leaves[path] for path, _ in with_paths(params)])
