@@ -143,25 +143,27 @@ for path, gram in grams.items():
 #
 # ## Solve
 #
-# `solve.ranges` fits the scales, `solve.gptq` chooses the levels on the scales it is given; `method="gptq"` compares
-# scales by what GPTQ makes of them. The seconds are of first calls, compiling included: a solver compiles once for each
-# shape of a weight, and what a row above has compiled is not compiled again.
+# `solve.ranges` fits the scales; `solve.gptq` and `solve.adaround` choose the levels on the scales they are given. "Its
+# ranges" are of `method="gptq"`, which compares scales by what GPTQ makes of them. The seconds are of first calls,
+# compiling included: a solver compiles once for each shape of a weight, and what a row above has compiled is not
+# compiled again.
 
 # %%
 minmax = lambda q: q.init_qparams(params, tokens)
 ranges = lambda q, **how: solve.ranges(params, q, grams, tokens, **how)
 
 
-def gptq(q, qparams):
-    return solve.gptq(params, q, grams, tokens, qparams=qparams), qparams
+def rounded(solver, q, qparams):
+    return solver(params, q, grams, tokens, qparams=qparams), qparams
 
 
 WAYS = {
     "nearest": lambda q: (params, minmax(q)),
     "ranges": lambda q: (params, ranges(q)),
-    "gptq": lambda q: gptq(q, minmax(q)),
-    "gptq of ranges": lambda q: gptq(q, ranges(q)),
-    "gptq of its ranges": lambda q: gptq(q, ranges(q, method="gptq")),
+    "gptq": lambda q: rounded(solve.gptq, q, minmax(q)),
+    "gptq of ranges": lambda q: rounded(solve.gptq, q, ranges(q)),
+    "gptq of its ranges": lambda q: rounded(solve.gptq, q, ranges(q, method="gptq")),
+    "adaround of ranges": lambda q: rounded(solve.adaround, q, ranges(q)),
 }
 
 found, live = {}, {}
