@@ -222,7 +222,7 @@ def solvers():
     axes[1].yaxis.set_major_locator(mpl.ticker.FixedLocator([2, 2.5, 3, 3.5, 4, 4.5]))
     axes[1].yaxis.set_major_formatter("{x:g}")
     axes[1].yaxis.set_minor_locator(mpl.ticker.NullLocator())
-    axes[1].legend(loc="upper left")
+    axes[0].legend(loc="upper right", fontsize=9, handletextpad=0.2, borderaxespad=0)
     return figure
 
 
