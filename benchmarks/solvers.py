@@ -4,6 +4,9 @@
 The model is that of notebooks/05_train_freeze_serve, three times as wide, trained in float. The weights of its layers
 are quantized; the embedding, which is the output too, stays in float. Every cell of the table is served once: the
 integers of `q.freeze` must give the logits of the solved parameters, bit for bit.
+
+A full run measures the bits per character that data/solvers.json lacks, such as of a new way, and keeps the others;
+delete the file to measure all of them.
 """
 
 import functools
@@ -11,6 +14,7 @@ import json
 import pathlib
 import pydoc_data.topics
 import time
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +31,7 @@ LAYERS, WIDTH, HEADS, LENGTH = 2, 192, 4, 64
 SEEDS, STEPS, BATCH, RATE = range(3), 1500, 16, 3e-3
 QAT_STEPS, QAT_BATCH, QAT_RATE = 300, 8, 5e-4
 CALIBRATION = 8, 32  # batches, windows in each
+ROUNDS = 5  # of seconds
 
 
 def text():
@@ -101,46 +106,73 @@ def trained(seed, steps):
     return train(model, init(seed), windows(seed, steps, BATCH), RATE)
 
 
-def minmax(q, params, calibration, **kw):
-    return q.init_qparams(params, calibration[0], ranges={}, **kw)
+@functools.cache
+def quantized(rules):
+    return quantize_fn(model, rules)
+
+
+class Case(NamedTuple):
+    """A float model, rules, and what was observed of it."""
+
+    rules: tuple[Rule, ...]
+    params: Any
+    calibration: Any  # batches of tokens
+    grams: Any
+
+    @property
+    def q(self):
+        return quantized(self.rules)
+
+
+def observed(rules, params, calibration):
+    grams = (quantized(rules).observe(params, tokens, gram=True) for tokens in calibration)
+    return Case(rules, params, calibration, merge_grams(*grams))
+
+
+def minmax(case, **kw):
+    return case.q.init_qparams(case.params, case.calibration[0], ranges={}, **kw)
+
+
+def ranges(case, **kw):
+    return solve.ranges(case.params, case.q, case.grams, case.calibration[0], **kw)
+
+
+def nearest(case, scales=minmax):
+    return case.q, case.params, scales(case)
+
+
+def rounded(solver, case, scales=minmax):
+    qparams = scales(case)
+    return case.q, solver(case.params, case.q, case.grams, case.calibration[0], qparams=qparams), qparams
+
+
+def smoothed(case):
+    params = solve.smooth(case.params, case.q, case.grams, case.calibration[0])
+    return observed(case.rules, params, case.calibration)
 
 
 def trained_on(f, params):
     return train(f, params, windows(1000, QAT_STEPS, QAT_BATCH), QAT_RATE)
 
 
-def of_ranges(q, params, grams, calibration):
-    return params, solve.ranges(params, q, grams, calibration[0])
-
-
-def gptq(q, params, grams, calibration, scales=minmax):
-    qparams = scales(q, params, calibration)
-    return solve.gptq(params, q, grams, calibration[0], qparams=qparams), qparams
-
-
-def gptq_of_ranges(q, params, grams, calibration):
-    return gptq(q, params, grams, calibration, lambda *_: of_ranges(q, params, grams, calibration)[1])
-
-
-def qat(q, params, grams, calibration):
-    params = trained_on(q, params)
-    return params, minmax(q, params, calibration)
-
-
-# (q, params, grams, calibration) -> the params and qparams to call q with, or to freeze.
+# case -> the quantized function, and the params and qparams to call it with, or to freeze.
 WAYS = {
-    "nearest": lambda q, params, grams, calibration: (params, minmax(q, params, calibration)),
-    "nearest, mse": lambda q, params, grams, calibration: (params, minmax(q, params, calibration, method="mse")),
-    "ranges": of_ranges,
-    "gptq": gptq,
-    "gptq of ranges": gptq_of_ranges,
-    "QAT": qat,
+    "nearest": nearest,
+    "nearest, mse": lambda case: nearest(case, functools.partial(minmax, method="mse")),
+    "ranges": lambda case: nearest(case, ranges),
+    "gptq": lambda case: rounded(solve.gptq, case),
+    "gptq of ranges": lambda case: rounded(solve.gptq, case, ranges),
+    "gptq of its ranges": lambda case: rounded(solve.gptq, case, functools.partial(ranges, method="gptq")),
+    "adaround": lambda case: rounded(solve.adaround, case),
+    "adaround of ranges": lambda case: rounded(solve.adaround, case, ranges),
+    "smooth, then gptq": lambda case: rounded(solve.gptq, smoothed(case)),
+    "QAT": lambda case: nearest(case._replace(params=trained_on(case.q, case.params))),
 }
 
 
 def rules(weight_bits, block_size=None, input_bits=None):
     activation = input_bits and activation_spec(input_bits, symmetric=True, granularity=PerToken())
-    return [Rule("layers/*", weight_spec(weight_bits, block_size=block_size), activation)]
+    return (Rule("layers/*", weight_spec(weight_bits, block_size=block_size), activation),)
 
 
 SETTINGS = {
@@ -154,11 +186,8 @@ SETTINGS = {
     "w2 in groups of 32": rules(2, 32),
     "w2": rules(2),
 }
-
-
-def calibrated(q, params, seed):
-    calibration = windows(2000 + seed, *CALIBRATION)[..., :-1]
-    return merge_grams(*(q.observe(params, tokens, gram=True) for tokens in calibration)), calibration
+FEW = tuple(name for name in SETTINGS if name[:2] in ("w3", "w2"))
+MANY = tuple(name for name in SETTINGS if name not in FEW)
 
 
 def served(q, params, qparams, what):
@@ -171,50 +200,77 @@ def served(q, params, qparams, what):
     return float(bits(logits, targets))
 
 
+def bits_of(steps, seed, name, ways):
+    """Of each way the bits per character in a setting; each is served."""
+    case = observed(SETTINGS[name], trained(seed, steps), windows(2000 + seed, *CALIBRATION)[..., :-1])
+    return {way: served(*WAYS[way](case), f"{name}, {way}, {seed}") for way in ways}
+
+
+def bits_in_float(steps, seed, _, ways):
+    """Of the model as it was trained, and trained on for as many steps as QAT."""
+    params = {"nearest": lambda params: params, "QAT": lambda params: trained_on(model, params)}
+    test = lambda params: float(bits(jax.jit(model)(params, TEST[:, :-1]), TEST[:, 1:]))
+    return {way: test(params[way](trained(seed, steps))) for way in ways}
+
+
+def before():
+    """What the last full run has found."""
+    return json.loads(DATA.read_text()) if DATA.exists() else {"bits": {}, "seconds": {}}
+
+
+def measured(steps, names):
+    """{setting: {way: bits per character of each seed}}. A full run keeps what DATA has, and writes it as it goes."""
+    found = before() if steps == STEPS else {"bits": {}}
+    seeds = SEEDS if steps == STEPS else SEEDS[:1]
+    for name in ("float32", *names):
+        ways, of = (("nearest", "QAT"), bits_in_float) if name == "float32" else (tuple(WAYS), bits_of)
+        had = found["bits"].get(name, {})
+        missing = [way for way in ways if way not in had]
+        if missing and name != "float32":
+            again = [bits_in_float(steps, seed, name, ["nearest"])["nearest"] for seed in seeds]
+            if again != found["bits"]["float32"]["nearest"]:
+                raise AssertionError(f"Other models than those of {DATA.name} have been trained: delete it.")
+        each = [of(steps, seed, name, missing) for seed in seeds] if missing else []
+        found["bits"][name] = {way: had.get(way) or [one[way] for one in each] for way in ways}
+        if steps == STEPS:
+            DATA.write_text(json.dumps(found, indent=1) + "\n")
+    return found["bits"]
+
+
 def cell(values, in_float):
     """The mean over the seeds, and how much more it is than in float, give or take half of what the seeds span."""
     more = np.subtract(values, in_float)
     return f"{np.mean(values):.3f} ({more.mean():+.3f} ± {np.ptp(more) / 2:.3f})"
 
 
-def bit_rows(steps, *names):
-    seeds = SEEDS if steps == STEPS else SEEDS[:1]
-    test = lambda params: float(bits(jax.jit(model)(params, TEST[:, :-1]), TEST[:, 1:]))
-    in_float = [test(trained(seed, steps)) for seed in seeds]
-    longer = [test(trained_on(model, trained(seed, steps))) for seed in seeds]
-    found = {"float32": {"nearest": in_float, "QAT": longer}}
-    yield "float32", *(cell(found["float32"][way], in_float) if way in found["float32"] else "" for way in WAYS)
-    for name in names:
-        q, of_setting = quantize_fn(model, SETTINGS[name]), {way: [] for way in WAYS}
-        for seed in seeds:
-            params = trained(seed, steps)
-            grams, calibration = calibrated(q, params, seed)
-            for way, solved in WAYS.items():
-                of_setting[way].append(served(q, *solved(q, params, grams, calibration), f"{name}, {way}, {seed}"))
-        found[name] = of_setting
-        yield name, *(cell(values, in_float) for values in of_setting.values())
-    if steps == STEPS:
+def bit_rows(columns, steps, *names):
+    found = measured(steps, names)
+    in_float = found["float32"]["nearest"]
+    for way in WAYS:
+        each = (found.get(name, {}).get(way) for name in columns)
+        yield way, *(cell(values, in_float) if values else "" for values in each)
+
+
+def second_rows(rounds, name):
+    """The CPU time of each way, which is the same for all parameters: with compiling, and of calls after it."""
+    found = before()
+    for way, solved in WAYS.items():
+        quantized.cache_clear()
+        case = observed(SETTINGS[name], init(0), windows(2000, *CALIBRATION)[..., :-1])
+        jax.clear_caches()
+        times = []
+        for _ in range(1 + rounds):
+            start = time.process_time()
+            jax.block_until_ready(solved(case)[1:])
+            times.append(time.process_time() - start)
+        found["seconds"][way] = [times[0], float(np.median(times[1:]))]
+        yield way, times[0], Ratio(*np.quantile(times[1:], [0.5, 0.25, 0.75]))
+    if rounds == ROUNDS:
         DATA.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def second_rows(rounds, *names):
-    """The CPU time of each way, which is the same for all parameters: with compiling, and of calls after it."""
-    for name in names:
-        params = init(0)
-        for way, solved in WAYS.items():
-            q = quantize_fn(model, SETTINGS[name])
-            grams, calibration = calibrated(q, params, 0)
-            jax.clear_caches()
-            times = []
-            for _ in range(1 + rounds):
-                start = time.process_time()
-                jax.block_until_ready(solved(q, params, grams, calibration))
-                times.append(time.process_time() - start)
-            yield f"{way}, {name}", times[0], Ratio(*np.quantile(times[1:], [0.5, 0.25, 0.75]))
-
-
 def gram_rows(rounds):
-    q, params, tokens = quantize_fn(model, SETTINGS["w4"]), init(0), windows(0, CALIBRATION[1])[:, :-1]
+    q, params, tokens = quantized(SETTINGS["w4"]), init(0), windows(0, CALIBRATION[1])[:, :-1]
     observe = lambda **kw: kept(lambda p, x: q.observe(p, x, gram=True, **kw), params, tokens)
     small = ["layers/qkv", "layers/out", "layers/up"]
     runs = {"evaluation": kept(model, params, tokens), "all": observe(), "small": observe(entries=small)}
@@ -225,7 +281,10 @@ def gram_rows(rounds):
 
 PACKAGES = ("optax",)
 PARTS = {
-    "bits": Part(("bits per character", *WAYS), bit_rows, STEPS, tuple(SETTINGS)),
-    "seconds": Part(("CPU seconds", "first call", "another"), second_rows, 5, ("w4",)),
+    "bits": Part(
+        ("bits per character", "float32", *MANY), functools.partial(bit_rows, ("float32", *MANY)), STEPS, MANY
+    ),
+    "few_bits": Part(("bits per character", *FEW), functools.partial(bit_rows, FEW), STEPS, FEW),
+    "seconds": Part(("CPU seconds, w4", "first call", "another"), second_rows, ROUNDS, ("w4",)),
     "gram": Part(("to an evaluation in float", "time", "goal"), gram_rows, 40),
 }

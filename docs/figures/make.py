@@ -192,18 +192,28 @@ def benchmarks():
     return figure
 
 
+SOLVED = {  # of the ways of benchmarks/solvers.py
+    "nearest": ("o", COLORS[0]),
+    "ranges": ("s", COLORS[1]),
+    "gptq": ("D", COLORS[2]),
+    "gptq of its ranges": ("^", COLORS[3]),
+    "adaround of ranges": ("v", COLORS[4]),
+    "smooth, then gptq": ("X", "#14b8a6"),
+    "QAT": ("P", GRAY),
+}
+
+
 def solvers():
     """Bits per character of a language model by its weights' bits: what each solver and QAT make of them."""
-    found = json.loads((FOLDER.parents[1] / "benchmarks" / "data" / "solvers.json").read_text())
+    found = json.loads((FOLDER.parents[1] / "benchmarks" / "data" / "solvers.json").read_text())["bits"]
     means = {name: {way: np.mean(values) for way, values in ways.items()} for name, ways in found.items()}
     in_float = means.pop("float32")["nearest"]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=(5, 4))
     few = [name for name in means if name[:2] in ("w3", "w2")]
     for axis, names in zip(axes, ([name for name in means if name not in few], few), strict=True):
-        ways = list(means[names[0]])
-        for k, (way, marker) in enumerate(zip(ways, "osD^vP", strict=True)):
-            at = np.arange(len(names)) + 0.12 * (k - (len(ways) - 1) / 2)
-            axis.plot(at, [means[name][way] for name in names], marker, label=way, color=[*COLORS, GRAY][k])
+        for k, (way, (marker, color)) in enumerate(SOLVED.items()):
+            at = np.arange(len(names)) + 0.11 * (k - (len(SOLVED) - 1) / 2)
+            axis.plot(at, [means[name][way] for name in names], marker, label=way, color=color)
         axis.axhline(in_float, color=GRAY, linewidth=0.8, linestyle="--")
         axis.set_xticks(range(len(names)), [name.replace(" in ", "\nin ") for name in names])
         axis.set_xlim(-0.5, len(names) - 0.5)
@@ -212,7 +222,7 @@ def solvers():
     axes[1].yaxis.set_major_locator(mpl.ticker.FixedLocator([2, 2.5, 3, 3.5, 4, 4.5]))
     axes[1].yaxis.set_major_formatter("{x:g}")
     axes[1].yaxis.set_minor_locator(mpl.ticker.NullLocator())
-    axes[1].legend(loc="upper left")
+    axes[0].legend(loc="upper right", fontsize=9, handletextpad=0.2, borderaxespad=0)
     return figure
 
 
