@@ -9,6 +9,7 @@ A full run measures the bits per character that data/solvers.json lacks, such as
 delete the file to measure all of them.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -151,6 +152,11 @@ def smoothed(case):
     return observed(case.rules, params, case.calibration)
 
 
+def rotated(case):
+    rules = tuple(dataclasses.replace(rule, rotate="hadamard") for rule in case.rules)
+    return observed(rules, case.params, case.calibration)
+
+
 def trained_on(f, params):
     return train(f, params, windows(1000, QAT_STEPS, QAT_BATCH), QAT_RATE)
 
@@ -165,7 +171,10 @@ WAYS = {
     "gptq of its ranges": lambda case: rounded(solve.gptq, case, functools.partial(ranges, method="gptq")),
     "adaround": lambda case: rounded(solve.adaround, case),
     "adaround of ranges": lambda case: rounded(solve.adaround, case, ranges),
+    "smooth": lambda case: nearest(smoothed(case)),
     "smooth, then gptq": lambda case: rounded(solve.gptq, smoothed(case)),
+    "rotate": lambda case: nearest(rotated(case)),
+    "rotate, then gptq": lambda case: rounded(solve.gptq, rotated(case)),
     "QAT": lambda case: nearest(case._replace(params=trained_on(case.q, case.params))),
 }
 
