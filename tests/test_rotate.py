@@ -319,6 +319,18 @@ def test_turns_of_a_scan_and_what_is_lost_of_them():
     assert_same_bits(q(q.freeze(solved, x, qparams=qparams), x, qparams=qparams), q(solved, x, qparams=qparams))
 
 
+def test_biases_make_up_for_what_rotated_weights_lose():
+    f = lambda p, x: x @ p["w"] + p["b"][None]
+    params, x = {"w": normal(1, 24, 5), "b": normal(3, 5)}, with_outliers(2, 50, 24) + F(3)
+    q = quantize_fn(f, [ROTATED("w", weight_spec(3))])
+    grams, qparams = q.observe(params, x, gram=True), q.init_qparams(params, x)
+    off = lambda new: np.abs(np.asarray(q(new, x, qparams=qparams) - f(params, x)).mean(0)).max()
+    for solved in (None, q.freeze(params, x, qparams=qparams), solve.gptq(params, q, grams, x, qparams=qparams)):
+        corrected = solve.bias_correct(params, q, grams, x, qparams=qparams, solved=solved)
+        assert off(params if solved is None else solved) > 0.02
+        assert off(corrected) < 1e-4
+
+
 def test_narrow_weights_that_would_lose_levels():
     params, x = {"w": jnp.asarray(normal(1, 64, 32), jnp.bfloat16)}, jnp.asarray(normal(2, 100, 64), jnp.bfloat16)
     coarse, fine = (quantize_fn(DOT, [ROTATED("w", spec)]) for spec in (W4, QuantSpec(format="float8_e4m3fn")))

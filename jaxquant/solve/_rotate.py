@@ -22,7 +22,7 @@ from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, of_channels, operands_of
 from ._weights import array, checked_function, shapes_of
 
-Report = Callable[[str, int, str | None], None]  # (path, how many channels are rotated together, why not)
+Progress = Callable[[str, int, str | None], None]  # (path, how many channels are rotated together, why not)
 
 
 class _Rotation:
@@ -113,7 +113,7 @@ def rotate(
     q: QuantizedFunction,
     *args: Any,
     unfolded: str = "leave",
-    progress: Report | None = None,
+    progress: Progress | None = None,
     **kwargs: Any,
 ) -> Any:
     """Rotates channels in all parameters that make and take them, and leaves the function as it is.
@@ -149,7 +149,7 @@ def rotate(
       ValueError: with unfolded="error" for a weight whose inputs cannot be rotated: because an op that they go through
         treats each channel by itself, such as a gelu or a product, or sums them, as the mean of a LayerNorm; because
         they come from an argument or go into the result; or because no weight can take up a gain, as with an
-        embedding that is also the head.
+        embedding that is also the head. And for a weight that the rule rotates in the program, too.
 
     Source: Ashkboos et al., 2024, "QuaRot"; the rotations R1 and R2 of Liu et al., 2024, "SpinQuant".
 
@@ -177,6 +177,11 @@ def rotate(
             raise ValueError(
                 f'At {path!r}: its inputs cannot be rotated: their channels {why}. Pass unfolded="leave", or a '
                 "function of `quantize_fn` whose rules leave it out."
+            )
+        if why is None and program.decisions.entries.of[path].layout is not None:
+            raise ValueError(
+                f"At {path!r}: its inputs are rotated in the parameters, and the `rotate` of its rule would rotate "
+                "them back. Drop it there: it is for inputs that come out of a gelu and the like."
             )
         if progress is not None:
             progress(path, state.together(path), why)
