@@ -55,6 +55,11 @@ def squared_errors(error: Array, products: Array) -> Array:
     return (error * matmul(products, error)).sum(-2)
 
 
+def relative(error: Array, output: Array) -> Array:
+    """A squared error relative to the square of the output; of a layer that gives zeros alone, the error itself."""
+    return error / jnp.where(output > 0, output, 1)
+
+
 def merge_grams(*grams: Any) -> Any:
     """The sums of Grams, such as of several batches.
 

@@ -15,7 +15,7 @@ from jax import Array, lax
 from . import _checks as checks
 from ._affine import fake_quant
 from ._files import saved_bytes
-from ._gram import Gram, squared_errors
+from ._gram import Gram, relative, squared_errors
 from ._groups import reduce_groups
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from ._qparams import QParams
@@ -48,7 +48,7 @@ class ReportRow(NamedTuple):
         loss.
       by_bits: {bits: change} of a parameter at other widths, with ranges by min-max; empty without a loss.
       layer_error: the squared error of the layer's results relative to them, `tr(dW^T H dW) / tr(W^T H W)`, with H of
-        the Gram of a parameter; None without one.
+        the Gram of a parameter, 0 for a layer of zeros; None without one.
     """
 
     entry: str
@@ -303,7 +303,7 @@ def _layer_errors(
             leaf = entries.of[path].rotated(leaves[path])
             rounded = fake_quant(leaf, to_nearest(entries.of[path].spec), (qparams or {}).get(path))
             of = lambda v, layout=layout, path=path: squared_errors(layout.matrices(v), grams[path].products).sum()
-            found[path] = float(of(leaf - rounded) / of(leaf))
+            found[path] = float(relative(of(leaf - rounded), of(leaf)))
     return found
 
 

@@ -364,6 +364,8 @@ def test_the_error_of_a_layer_is_that_of_its_results():
     one = report(Q, PARAMS, X, grams={"v": grams["v"]}, qparams=Q.init_qparams(PARAMS, X))
     assert one["w"].layer_error is None
     assert one["v"].layer_error == rows["v"].layer_error
+    zeros = PARAMS | {"v": np.zeros_like(PARAMS["v"])}
+    assert report(Q, zeros, X, grams={"v": grams["v"]})["v"].layer_error == 0
     frozen = Q.freeze(PARAMS, X)
     assert all(row.layer_error is None for row in report(Q, frozen, X, grams=grams))
     with pytest.raises(ValueError, match="no quantized weight 'z'"):

@@ -198,7 +198,8 @@ SOLVED = {  # of the ways of benchmarks/solvers.py
     "gptq": ("D", COLORS[2]),
     "gptq of its ranges": ("^", COLORS[3]),
     "adaround of ranges": ("v", COLORS[4]),
-    "smooth, then gptq": ("X", "#14b8a6"),
+    "rotate": ("<", "#f59e0b"),
+    "rotate, then gptq": ("X", "#14b8a6"),
     "QAT": ("P", GRAY),
 }
 

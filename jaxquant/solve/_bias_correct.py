@@ -13,7 +13,7 @@ from jax import Array
 
 from .. import _checks as checks
 from .. import _numerics as num
-from .._gram import Gram, matmul, squared_errors
+from .._gram import Gram, matmul, relative, squared_errors
 from .._jaxpr._biases import Contracted, NoBiasError, biases
 from .._jaxpr._channels import Factors
 from .._jaxpr._flat import Flat
@@ -102,7 +102,7 @@ def _corrected(model: Model, found: _Found, errors: dict[str, _Error]) -> dict[s
 
 def _report(progress: Progress, path: str, why: str | None, error: _Error) -> None:
     whole, of_mean, output = (v.sum() for v in error[1:])  # over the turns of scans
-    share = lambda v: float(jnp.maximum(v, 0) / jnp.where(output > 0, output, 1))
+    share = lambda v: float(relative(jnp.maximum(v, 0), output))
     progress(path, why, share(whole), share(whole - of_mean if why is None else whole))
 
 

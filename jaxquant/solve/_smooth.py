@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from .. import _checks as checks
-from .._gram import Gram, squared_errors
+from .._gram import Gram, relative, squared_errors
 from .._granularity import PerToken
 from .._jaxpr._channels import NoFactorsError
 from .._jaxpr._folding import Fold
@@ -110,7 +110,7 @@ class _Set(NamedTuple):
         each = zip(self.taken, self.weights, self.activations, strict=True)
         errors, wholes = zip(*(_errors(taken, s, weight.form, spec) for taken, weight, spec in each), strict=True)
         whole = jnp.stack(wholes).sum()
-        return jnp.stack(errors).sum() / jnp.where(whole > 0, whole, 1)
+        return relative(jnp.stack(errors).sum(), whole)
 
     def best(self, found: Fold, leaves: Mapping[str, Any], alphas: Sequence[float | None]) -> _Best:
         """The factors with the least error; None as an alpha is no change."""

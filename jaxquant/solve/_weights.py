@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import fake_quant, real_values
-from .._gram import Gram, squared_errors
+from .._gram import Gram, relative, squared_errors
 from .._granularity import granularity_of
 from .._grid import Grid, frame_of, grid_of
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
@@ -394,7 +394,7 @@ def no_worse(w: Array, products: Array, grid: Grid, levels: Array) -> Found:
     is_better = ~(before < found)  # of no number, too, so that it is seen
     levels = jnp.where(is_better[..., None, :], levels, others)
     whole = squared_errors(w, products).sum()
-    share = lambda errors: errors.sum() / jnp.where(whole > 0, whole, 1)
+    share = lambda errors: relative(errors.sum(), whole)
     return Found(levels, share(before), share(jnp.where(is_better, found, before)))
 
 
