@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotation by a Hadamard matrix: large values of a few channels are spread over all of them."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -22,22 +23,35 @@ def hadamard(x: Array, axes: Sequence[int]) -> Array:
     In blocks of `block_of(channels)`. Sums of two, one after the other, and one product at the end: the bits of a dot
     would depend on what stands next to it.
     """
-    axes, last = [axis % x.ndim for axis in axes], range(x.ndim - len(axes), x.ndim)
-    moved = jnp.moveaxis(replicated(x, axes), axes, last)
+    axes = [axis % x.ndim for axis in axes]
+    x = replicated(x, axes)
+    if len(axes) == 1:
+        return _butterfly(x, axes[0])
+    last = range(x.ndim - len(axes), x.ndim)
+    moved = jnp.moveaxis(x, axes, last)
     flat = moved.reshape(*moved.shape[: last.start], -1)
-    return jnp.moveaxis(_butterfly(flat).reshape(moved.shape), last, axes)
+    return jnp.moveaxis(_butterfly(flat, flat.ndim - 1).reshape(moved.shape), last, axes)
 
 
-@jax.jit
-def _butterfly(x: Array) -> Array:
-    shape, block = x.shape, block_of(x.shape[-1])
-    of_pairs = *shape[:-1], shape[-1] // block, block // 2, 2
+@functools.partial(jax.jit, static_argnames="axis")
+def _butterfly(x: Array, axis: int) -> Array:
+    shape, length = x.shape, x.shape[axis]
+    block = block_of(length)
+    stages = block.bit_length() - 1
 
-    def stage(_, v: Array) -> Array:
-        v = v.reshape(of_pairs)
-        a, b = v[..., 0], v[..., 1]
-        return lax.concatenate([a + b, a - b], v.ndim - 2).reshape(shape)
+    def parts(v: Array, count: int) -> list[Array]:
+        of_parts = *shape[:axis], length // block, block // count, count, *shape[axis + 1 :]
+        return lax.split(v.reshape(of_parts), (1,) * count, axis + 2)  # whose gradient is a butterfly, too
+
+    def two_stages(_, v: Array) -> Array:
+        a, b, c, d = parts(v, 4)
+        left, right = (a + b, a - b), (c + d, c - d)
+        both = [*map(jnp.add, left, right), *map(jnp.subtract, left, right)]
+        return lax.concatenate(both, axis + 1).reshape(shape)
 
     v = num.guard(x).astype(num.compute_dtype(x.dtype))
-    v = lax.fori_loop(0, block.bit_length() - 1, stage, v)
+    if stages % 2:
+        a, b = parts(v, 2)
+        v = lax.concatenate([a + b, a - b], axis + 1).reshape(shape)
+    v = lax.fori_loop(0, stages // 2, two_stages, v)
     return num.guard(v * block**-0.5).astype(x.dtype)
