@@ -39,7 +39,7 @@ def _butterfly(x: Array, axis: int) -> Array:
     block = block_of(length)
     stages = block.bit_length() - 1
 
-    def parts(v: Array, count: int) -> list[Array]:
+    def parts(v: Array, count: int) -> Sequence[Array]:
         of_parts = *shape[:axis], length // block, block // count, count, *shape[axis + 1 :]
         return lax.split(v.reshape(of_parts), (1,) * count, axis + 2)  # whose gradient is a butterfly, too
 
