@@ -28,8 +28,7 @@ class Frozen(NamedTuple):
       from_qparams: whether its scale came from qparams; else it was fitted to the values.
       static_inputs: whether an input of the ops that use it had qparams.
       activation: the QuantSpec of these inputs in the rule, None where they stay in float.
-      rotated: how many rows were rotated together, by Rule(rotate=), 0 if none: the values are then not those of the
-        parameter, but of the rotated one.
+      rotated: how many rows were rotated together, by Rule(rotate=), 0 if none. Its values are rotated.
     """
 
     shape: tuple[int, ...]
@@ -316,8 +315,8 @@ def checked_operand(name: str, q: Any) -> QArray:
     q = checked_qarray(name, q)
     if q.frozen and q.frozen.rotated:
         raise ValueError(
-            f"`{name}` was frozen by a rule with rotate=, so that its rows are those of the rotated parameter, which "
-            "meet rotated inputs alone. Serve it by q(params, ...), with the rules that it was frozen with."
+            f"`{name}` was frozen by a rule with rotate=, so that it holds the rotated parameter, which meets rotated "
+            "inputs alone. Serve it by q(params, ...), with the rules that it was frozen with."
         )
     return q
 

@@ -22,6 +22,7 @@ from jaxquant import (
     activation_spec,
     dequantize,
     dot_general,
+    fake_quant,
     fake_quant_params,
     load,
     mxfp4_spec,
@@ -199,9 +200,12 @@ def test_what_is_frozen_serves_the_same_bits(name, specs, tmp_path):
     want = q(params, X, qparams=qparams)
     frozen = q.freeze(params, X, qparams=qparams)
     assert_same_bits(q(frozen, X, qparams=qparams), want)
-    np.testing.assert_allclose(q.observe(frozen, X, with_value=True)[0], f(params, X), rtol=0.5, atol=6)
     if weight is None:
         return
+    # In float, integers count as what they stand for, rotated back.
+    turned_back = {path: hadamard(dequantize(dataclasses.replace(w, frozen=None)), axes) for path, w in frozen.items()}
+    seen = q.observe(frozen, X, with_value=True)[0]
+    np.testing.assert_allclose(seen, f(turned_back, X), rtol=1e-4, atol=1e-4)
     for path, w in frozen.items():
         own = q.plan(params, X)[path].entry_spec
         assert_same_bits(w.values.astype(np.int8), quantize(hadamard(params[path], axes), own, qparams[path]).values)
@@ -232,6 +236,18 @@ def test_an_input_is_rotated_once_for_all_that_take_it():
     assert [site.entry for site in mixed.plan(params, X)] == ["q:input", "q", "k:input", "k"]
     want = quantize_fn(lambda p, x: hadamard(x, (1,)) @ p["q"] + jnp.tanh(x @ p["k"]), [Rule("*", W4, A8)])
     assert_same_bits(mixed(params, X), want(params | {"q": hadamard(params["q"], (0,))}, X))
+
+
+def test_one_input_along_two_axes():
+    f = lambda p, x: x @ p["a"] + x.T @ p["b"] + lax.dot_general(x, p["c"], (((0,), (0,)), ((), ())))
+    by_hand = lambda p, x: (
+        hadamard(x, (1,)) @ p["a"]
+        + hadamard(x.T, (1,)) @ p["b"]
+        + lax.dot_general(hadamard(x, (0,)), p["c"], (((0,), (0,)), ((), ())))
+    )
+    params, x = {name: normal(i, 24, 5) for i, name in enumerate("abc")}, with_outliers(9, 24, 24)
+    want = quantize_fn(by_hand, [Rule("*", W4, A8)])({name: hadamard(w, (0,)) for name, w in params.items()}, x)
+    assert_same_bits(quantize_fn(f, [ROTATED("*", W4, A8)])(params, x), want)
 
 
 def test_the_plan_says_what_is_rotated():
@@ -270,12 +286,31 @@ def test_what_is_observed_is_rotated():
     np.testing.assert_allclose(found["w"].layer_error, (lost**2).sum() / ((x @ params["w"]) ** 2).sum(), rtol=1e-3)
     assert found["w"].levels == 15
     np.testing.assert_allclose(found["w"].change, found["w"].predicted, rtol=0.1)
+    turned_w = np.asarray(hadamard(params["w"], (0,)))
+    assert found["w"].max_error == np.abs(fake_quant(turned_w, weight_spec(4, channel_axis=1)) - turned_w).max()
+    alone = quantize_fn(DOT, [ROTATED("w", W4)])(params, x)
+    change = np.square(alone).mean() - np.square(x @ params["w"]).mean()
+    np.testing.assert_allclose(found["w"].change, change, rtol=1e-2)
+    np.testing.assert_allclose(found["w"].by_bits[4], change, rtol=1e-2)
 
 
 def rounded(q, params, x, qparams, axes):
     """The weight in float that has the effect of the rotated integers."""
     integers = dataclasses.replace(q.freeze(params, x, qparams=qparams)["w"], frozen=None)
     return hadamard(dequantize(integers), axes)
+
+
+def test_scales_are_of_the_rotated_weight():
+    """Of min-max, and of the search by the layer's error: as for the function with the rotation written down."""
+    params, x = {"w": normal(1, 24, 5) * np.linspace(0.1, 3, 24, dtype=F)[:, None]}, with_outliers(2, 50, 24)
+    q, want = quantize_fn(DOT, [ROTATED("w", W4)]), quantize_fn(rotating_input(DOT), [Rule("w", W4)])
+    turned = {"w": hadamard(params["w"], (0,))}
+    np.testing.assert_array_equal(q.init_qparams(params, x)["w"].scale, want.init_qparams(turned, x)["w"].scale)
+    got = solve.ranges(params, q, q.observe(params, x, gram=True), x)["w"]
+    expected = solve.ranges(turned, want, want.observe(turned, x, gram=True), x)["w"]
+    np.testing.assert_array_equal(got.scale, expected.scale)
+    plain = quantize_fn(DOT, [("w", W4)])
+    assert (got.scale != solve.ranges(params, plain, plain.observe(params, x, gram=True), x)["w"].scale).any()
 
 
 GRIDS = {
@@ -326,7 +361,11 @@ def test_biases_make_up_for_what_rotated_weights_lose():
     grams, qparams = q.observe(params, x, gram=True), q.init_qparams(params, x)
     off = lambda new: np.abs(np.asarray(q(new, x, qparams=qparams) - f(params, x)).mean(0)).max()
     for solved in (None, q.freeze(params, x, qparams=qparams), solve.gptq(params, q, grams, x, qparams=qparams)):
-        corrected = solve.bias_correct(params, q, grams, x, qparams=qparams, solved=solved)
+        said = []
+        note = lambda *of, said=said: said.append(of)
+        corrected = solve.bias_correct(params, q, grams, x, qparams=qparams, solved=solved, progress=note)
+        lost = q(params if solved is None else solved, x, qparams=qparams) - f(params, x)
+        np.testing.assert_allclose(said[0][2], np.square(lost).sum() / np.square(x @ params["w"]).sum(), rtol=1e-3)
         assert off(params if solved is None else solved) > 0.02
         assert off(corrected) < 1e-4
 

@@ -274,3 +274,14 @@ def test_errors(f, rules, message):
 def test_a_rule_for_values_is_of_no_product(kw):
     with pytest.raises(ValueError, match='kind="value"'):
         Rule("v", activation=A8, kind="value", **kw)
+
+
+def test_a_value_with_the_name_of_a_parameter_is_refused():
+    """The parameter would be quantized as if it were the value, though no rule is for it."""
+    scores = lambda p, x: quant_point(x * p["q"][None], "q") @ quant_point(x, "k").T
+    q = quantize_fn(scores, [Rule("*", activation=A8, kind="act_act")])
+    with pytest.raises(ValueError, match="'q' is the path of a parameter and the name of an input"):
+        q({"q": np.ones(4, np.float32)}, np.ones((3, 4), np.float32))
+    value = quantize_fn(lambda p, x: p["q"][None] + quant_point(x, "q"), [Rule("q", activation=A8, kind="value")])
+    with pytest.raises(ValueError, match="'q' is the path of a parameter"):
+        value({"q": np.ones(4, np.float32)}, np.ones((3, 4), np.float32))

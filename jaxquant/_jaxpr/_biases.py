@@ -73,7 +73,7 @@ class _Search:
     """Follows channels as factors are followed: in the same numbers, by the same rules.
 
     Attributes:
-      strides: of the scans over the weight, how far the channels of one turn are from those of the next.
+      strides: of the scans over the weight, how far the channels of one turn are from the next turn's.
       sums: of the result of each sum with a bias, which operand the bias is, and its channels.
       notes: what else is made of parameters alone and added, in words.
     """

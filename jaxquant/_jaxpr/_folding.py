@@ -147,7 +147,7 @@ class _Attempt:
         self.picked: dict[int, int] = {}
 
     def run(self, value: int, axes: Sequence[int], also: Callable[[Factors], Demands]) -> dict[str, Factors]:
-        """Those for a factor for each channel of a value, and for what else must have some then."""
+        """The factors of parameters for one of each channel of a value, and for what else must have some then."""
         wanted = _distinct(self.flat.shapes[value], axes, self.space.number)
         for demanded in ((value, wanted), *also(wanted)):
             self.demand(*demanded)

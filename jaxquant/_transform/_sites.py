@@ -152,13 +152,9 @@ class SiteEvaluator(NamedTuple):
                 values[side] = self.read(ins[side], choice.name)
         for i, v in enumerate(ins[2:], 2):
             values[i] = self.read(v, decision.contraction.op) if isinstance(v, QuantizedParam) else v
-        in_float, values = (
-            values,
-            [
-                *(self._rotated(choice, v, scope) for choice, v in zip(decision.operands, values, strict=False)),
-                *values[2:],
-            ],
-        )
+        in_float, choices = values, decision.operands
+        rotated = [self._rotated(choice, v, scope) for choice, v in zip(choices, values, strict=False)]
+        values = [*rotated, *values[2:]]
         observe(values, scope)
         if self.is_float:
             return eqn.primitive.bind(*in_float, **eqn.params)

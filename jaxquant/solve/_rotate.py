@@ -44,7 +44,7 @@ class _Rotation:
         self.folds = [(fold, *gain) for gain in self.streams.gains if (fold := self._fold(*gain))]
 
     def rotated(self, numbers: Numbers) -> list[int]:
-        """Those of some channels that are rotated."""
+        """The numbers, of some channels, of what is rotated."""
         return [i for i in self.channels.of(numbers) if i in self.wanted and self.channels.why(i) is None]
 
     def _is_float(self, path: str) -> bool:
@@ -139,8 +139,8 @@ def rotate(
         together, the largest power of two that divides their number; 1 and the reason where they stay as they are.
 
     Returns:
-      The params, of the same dtypes. The function of them equals that of `params` up to rounding; observe it anew for
-      ranges and Grams.
+      The params, of the same dtypes. The function gives the same results up to rounding; observe it anew for ranges
+      and Grams.
 
     Gradient: none.
 
