@@ -42,12 +42,12 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
         *("_transform/_plan", "_transform/_call", "_transform/_axes", "_transform/_match", "_transform/_backward"),
         *("_transform/_errors", "_transform/_choices", "_transform/_layout", "_transform/_entries"),
         *("_transform/_decide", "_transform/_freezing", "_transform/_observers", "_transform/_sites"),
-        *("_transform/_quantize_fn",),
+        *("_transform/_source", "_transform/_quantize_fn"),
     ),
     ("_report",),
     (
         *("solve/_weights", "solve/_gptq", "solve/_ranges", "solve/_adaround", "solve/_low_rank"),
-        *("solve/_folds", "solve/_smooth", "solve/_equalize", "solve/_rotate", "solve/_bias_correct"),
+        *("solve/_folds", "solve/_smooth", "solve/_gains", "solve/_equalize", "solve/_rotate", "solve/_bias_correct"),
     ),
 )
 FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}

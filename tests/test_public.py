@@ -90,7 +90,7 @@ PUBLIC_TF = {
 }
 
 
-PUBLIC_SOLVE = {"adaround", "bias_correct", "equalize", "gptq", "low_rank", "ranges", "rotate", "smooth"}
+PUBLIC_SOLVE = {"adaround", "bias_correct", "equalize", "gptq", "low_rank", "ranges", "rotate", "smooth", "with_gains"}
 
 
 def names(module):

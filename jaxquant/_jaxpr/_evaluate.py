@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
@@ -111,7 +112,8 @@ class Replacements:
                 with eqn.ctx.manager:  # such as another mesh
                     outs = [self.contractions[here](eqn, ins, scope)]
             elif here in self.around or (has_parameter and kind(eqn) in self.calls):
-                outs = self.calls[kind(eqn)].evaluate(self, Step(eqn, ins, here, scope))
+                with jax.named_scope(str(eqn.source_info.name_stack)):  # which is part of the names inside
+                    outs = self.calls[kind(eqn)].evaluate(self, Step(eqn, ins, here, scope))
             elif has_parameter and move and move.takes(eqn, ins):
                 with eqn.ctx.manager:
                     outs = move.parameters(eqn, ins)

@@ -18,10 +18,8 @@ from jax import Array
 from .. import _checks as checks
 from .._integer._dot import LOWERINGS
 from .._integer._lowering import checked_execution
-from .._jaxpr._calls import CALLS
 from .._jaxpr._evaluate import Scope
-from .._jaxpr._program import POINT, traced
-from .._jaxpr._walk import Walk
+from .._jaxpr._program import POINT
 from .._params import checked_lsq_gradient, with_lsq_gradient
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from .._qparams import QParams
@@ -33,23 +31,18 @@ from ._call import (
     OWN_ARGUMENTS,
     Call,
     Static,
-    arrays_of,
     call_of,
-    is_traced,
     misuse,
-    noted,
-    origins_of,
-    refuse_lost_changes,
     with_own,
 )
-from ._decide import Decisions, decide
+from ._decide import Decisions
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
 from ._layout import Layout
-from ._match import Matcher
 from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, check_weights, grams, has_range, uses_of_weights
 from ._plan import Plan, Site
 from ._sites import ReadInFloat, SiteEvaluator, View, is_stochastic
+from ._source import Program, Source, value_of
 
 
 class _How(NamedTuple):
@@ -58,18 +51,6 @@ class _How(NamedTuple):
     observer: Observer | None = None  # of inputs
     is_float: bool = False
     lsq_gradient: bool = False
-
-
-class Program(NamedTuple):
-    """A function as a program, with what it is decided to do with it."""
-
-    jaxpr: Any
-    consts: Sequence[Any]
-    paths: Sequence[str | None]  # of the parameters among its arguments
-    walk: Walk
-    decisions: Decisions
-    structure: Any
-    static: tuple[Static | None, ...]  # of the results; None where an array is
 
 
 class QuantizedFunction:
@@ -321,7 +302,7 @@ class QuantizedFunction:
             with self._explained(args, kwargs):
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
                 leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op))
-            return _value(leaves, structure)
+            return value_of(leaves, structure)
 
         return view
 
@@ -338,7 +319,7 @@ class QuantizedFunction:
                 entries = lambda: self._decided(call, how, arrays, key, qparams).entries
                 self._compared.check(arrays, args[self._argnum], qparams, entries)
             leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams)
-        return _value(leaves, structure), observed
+        return value_of(leaves, structure), observed
 
     def _planned(self, args: tuple, kwargs: dict[str, Any]) -> Decisions:
         key, qparams, lsq_gradient = self._own(kwargs)
@@ -385,27 +366,7 @@ class QuantizedFunction:
         return {} if qparams is None else {"qparams": qparams}
 
     def _program(self, call: Call, arrays: Sequence[Any], static: Set[str]) -> Program:
-        results = []
-
-        def flat(arrays):
-            args, kwargs = call.arguments(arrays)
-            before = arrays_of(args, kwargs)
-            with noted(args[self._argnum], static):
-                leaves, structure = jax.tree.flatten(self._f(*args, **kwargs))
-            refuse_lost_changes(before, arrays_of(args, kwargs), arrays, leaves)
-            results[:] = structure, tuple(None if is_traced(leaf) else Static.of(leaf) for leaf in leaves)
-            return list(filter(is_traced, leaves))
-
-        # The function sees integers as what they stand for: an array of the shape, and the sharding, they have.
-        jaxpr, consts = traced(flat, [v.values.astype(v.dtype) if is_qarray(v) else v for v in arrays])
-        params, origins = origins_of(call, jaxpr.invars, self._argnum)
-        paths = [origin.path for origin in origins]
-        walk = Walk(CALLS)
-        walk.read(walk.program(jaxpr, origins), "the result of the function")
-        frozen = {path for path, v in zip(paths, arrays, strict=True) if path is not None and is_qarray(v)}
-        matcher = Matcher(self._rules, params, f"params_argnum={self._argnum}")
-        decisions = decide(walk, matcher, self._strict, static, frozen)
-        return Program(jaxpr, consts, paths, walk, decisions, *results)
+        return Source(self._f, self._rules, self._argnum, self._strict).program(call, arrays, static)
 
     def _evaluated(
         self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, view: View | None = None
@@ -467,10 +428,6 @@ class QuantizedFunction:
                 if not error.can_be_given or read.issuperset(error.paths):
                     raise
                 read.update(error.paths)
-
-
-def _value(leaves: Sequence[Any], structure: Static) -> Any:
-    return jax.tree.unflatten(structure.value, [v.value if isinstance(v, Static) else v for v in leaves])
 
 
 def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:

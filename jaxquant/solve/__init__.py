@@ -4,6 +4,7 @@
 from ._adaround import adaround as adaround
 from ._bias_correct import bias_correct as bias_correct
 from ._equalize import equalize as equalize
+from ._gains import with_gains as with_gains
 from ._gptq import gptq as gptq
 from ._low_rank import low_rank as low_rank
 from ._ranges import ranges as ranges

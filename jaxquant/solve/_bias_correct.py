@@ -19,7 +19,8 @@ from .._jaxpr._channels import Factors
 from .._jaxpr._flat import Flat
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._layout import layout_of
-from .._transform._quantize_fn import Program, QuantizedFunction
+from .._transform._quantize_fn import QuantizedFunction
+from .._transform._source import Program
 from ._weights import Form, Model, Weight, array, model_of, shapes_of
 
 Progress = Callable[[str, str | None, float, float], None]  # (path, why it is left, error before, error after)

@@ -16,7 +16,7 @@ from .._jaxpr._channels import NoFactorsError
 from .._jaxpr._flat import Flat
 from .._jaxpr._folding import Fold, Operand, fold
 from .._paths import is_qarray, with_paths
-from .._transform._quantize_fn import Program
+from .._transform._source import Program
 from ._weights import array
 
 Reduce = Callable[..., Array]  # such as jax.ops.segment_max

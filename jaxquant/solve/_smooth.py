@@ -212,6 +212,7 @@ def smooth(
         quantizes the inputs to integers, of uniform rounding noise in these, whose range is taken as 4 times the
         root mean square of the largest channel.
       unfolded: static. "leave" leaves weights as they are for whose inputs no parameter can make up; "error" raises.
+        `solve.with_gains` gives such inputs a product that takes up the factor, and stays in the program.
       progress: (path, alpha, before, after) -> None, called for each weight with the predicted squared error of its
         output, and of the others that take the same inputs, relative to the output. Alpha is None where it stays as it
         is: because nothing can be folded, or no alpha is better.
@@ -260,7 +261,10 @@ def smooth(
                 state.smooth(weight)
             except NoFactorsError as error:
                 if unfolded == "error":
-                    fix = 'Pass unfolded="leave", or leave it out of `grams`.'
+                    fix = (
+                        'Pass unfolded="leave", leave it out of `grams`, or give its inputs a gain by '
+                        f"solve.with_gains(f, {weight.path!r})."
+                    )
                     raise ValueError(f"{in_words(weight.path, error)} {fix}") from None
                 state.leave(weight)
     return with_leaves(params, [state.leaves[path] for path, _ in with_paths(params)])

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function as the program of one call, with what the rules decide about it."""
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+
+from .._jaxpr._calls import CALLS
+from .._jaxpr._program import traced
+from .._jaxpr._walk import Walk
+from .._paths import is_qarray
+from .._rule import Rule
+from ._call import Call, Static, arrays_of, is_traced, noted, origins_of, refuse_lost_changes
+from ._decide import Decisions, decide
+from ._match import Matcher
+
+
+class Program(NamedTuple):
+    """A function as a program, with what it is decided to do with it."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    paths: Sequence[str | None]  # of the parameters among its arguments
+    walk: Walk
+    decisions: Decisions
+    structure: Any
+    static: tuple[Static | None, ...]  # of the results; None where an array is
+
+
+class Source(NamedTuple):
+    """A function of params that are one of its arguments, and the rules about it."""
+
+    f: Callable
+    rules: Sequence[Rule]
+    argnum: int
+    strict: bool = False
+
+    def program(self, call: Call, arrays: Sequence[Any], static: Set[str] = frozenset()) -> Program:
+        """The program of a call; `static` are the entries that have qparams."""
+        results = []
+
+        def flat(arrays):
+            args, kwargs = call.arguments(arrays)
+            before = arrays_of(args, kwargs)
+            with noted(args[self.argnum], static):
+                leaves, structure = jax.tree.flatten(self.f(*args, **kwargs))
+            refuse_lost_changes(before, arrays_of(args, kwargs), arrays, leaves)
+            results[:] = structure, tuple(None if is_traced(leaf) else Static.of(leaf) for leaf in leaves)
+            return list(filter(is_traced, leaves))
+
+        # The function sees integers as what they stand for: an array of the shape, and the sharding, they have.
+        jaxpr, consts = traced(flat, [v.values.astype(v.dtype) if is_qarray(v) else v for v in arrays])
+        params, origins = origins_of(call, jaxpr.invars, self.argnum)
+        paths = [origin.path for origin in origins]
+        walk = Walk(CALLS)
+        walk.read(walk.program(jaxpr, origins), "the result of the function")
+        frozen = {path for path, v in zip(paths, arrays, strict=True) if path is not None and is_qarray(v)}
+        matcher = Matcher(self.rules, params, f"params_argnum={self.argnum}")
+        decisions = decide(walk, matcher, self.strict, static, frozen)
+        return Program(jaxpr, consts, paths, walk, decisions, *results)
+
+
+def value_of(leaves: Sequence[Any], structure: Static) -> Any:
+    """The results of a function, as it returns them."""
+    return jax.tree.unflatten(structure.value, [v.value if isinstance(v, Static) else v for v in leaves])

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products in front of weights whose inputs no parameter can make up for: places for the factors of `smooth`."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .. import _checks as checks
+from .. import _numerics as num
+from .._granularity import PerTensor
+from .._jaxpr._calls import CALLS
+from .._jaxpr._channels import sides_of
+from .._jaxpr._evaluate import Replacements, Scope
+from .._jaxpr._flat import Flat
+from .._jaxpr._program import Location, evaluated
+from .._paths import named_in_errors
+from .._rule import Rule, checked_rules
+from .._spec import QuantSpec
+from .._transform._call import Call, Static, call_of
+from .._transform._choices import Decision
+from .._transform._sites import inputs_of
+from .._transform._source import Program, Source, value_of
+
+_TENSOR = QuantSpec(granularity=PerTensor())  # which any operand can have: it is not quantized here
+
+
+class _Gain(NamedTuple):
+    """A gain: its shape, with the turns of scans in front, and the dtype."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class WithGains:
+    """A function with a product in front of some weights, as `solve.with_gains` returns it.
+
+    Called as the function, with `{"params": params, "gains": gains}` in place of the params, which `init` makes. It can
+    be transformed as the function can. The original function is `f.__wrapped__`.
+    """
+
+    def __init__(self, f: Callable, rules: Sequence[Rule], argnum: int):
+        functools.update_wrapper(self, f, ("__module__", "__name__", "__qualname__"), ())
+        self._source, self._argnum = Source(f, rules, argnum), argnum
+        self.__signature__ = inspect.signature(f)
+        self._jitted = jax.jit(self._function, static_argnums=0)  # as in QuantizedFunction
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = args[self._argnum] if len(args) > self._argnum else None
+        if not isinstance(given, Mapping) or set(given) != {"params", "gains"}:
+            raise TypeError(
+                f"The params, argument {self._argnum}, must be a dict of 'params' and 'gains', got "
+                f"{checks.kind(given)}. Make it of the params by f.init(params, ...)."
+            )
+        call, arrays = self._call(args, given["params"], kwargs)
+        leaves, structure = self._jitted(call, arrays, given["gains"])
+        return value_of(leaves, structure)
+
+    def init(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The params with gains of ones: of the function that stays the same.
+
+        Args:
+          *args, **kwargs: the arguments of the original function; shapes suffice for all but the params.
+
+        Returns:
+          {"params": params, "gains": {name: array}}, a gain for each input of the weights, by the name of the first of
+          its sites. Its shape is (*turns of scans over the weight, *shape of the input, with 1 along all axes but those
+          of the channels), in float32, or float64 for inputs in float64.
+
+        Raises:
+          TypeError, ValueError: as a call.
+        """
+        params = args[self._argnum]
+        call, arrays = self._call(args, params, kwargs)
+        gains = _gains(self._source.program(call, arrays))
+        return {"params": params, "gains": {key: jnp.ones(gain.shape, gain.dtype) for key, gain in gains.items()}}
+
+    def _call(self, args: tuple, params: Any, kwargs: Mapping[str, Any]) -> tuple[Call, list[Any]]:
+        n = self._argnum
+        return call_of((*args[:n], params, *args[n + 1 :]), kwargs, n)
+
+    def _function(self, call: Call, arrays: Sequence[Any], given: Any) -> tuple[list[Any], Static]:
+        """The results, without what is static of them; and their structure."""
+        program = self._source.program(call, arrays)
+        gains = _gains(program)
+        checks.same_keys("gains", given, gains, "Make them by f.init(params, ...) of this call.")
+        for key, gain in gains.items():
+            checks.shape(f"gains[{key!r}]", given[key], gain.shape, "one for each channel of this input")
+        decisions = program.decisions
+        multiplied = {at: functools.partial(_multiplied, of, program) for at, of in decisions.of.items()}
+        inputs, _ = inputs_of(decisions, None)
+        replacements = Replacements(multiplied, {}, program.walk.with_integers, _read, inputs, CALLS)
+        outs = iter(replacements.program(program.jaxpr, program.consts, arrays, (), Scope(given, None, {}, {})))
+        return [next(outs) if s is None else s for s in program.static], Static.of(program.structure)
+
+
+def _gains(program: Program) -> dict[str, _Gain]:
+    """The gains of a function."""
+    nodes = {node.at: node for node in Flat(program.jaxpr, program.paths).nodes if node.at in program.decisions.of}
+    found: dict[str, _Gain] = {}
+    for location, decision in program.decisions.of.items():
+        with named_in_errors(*decision.op.names):
+            _check(location, program, location in nodes)
+            for key, side in _inputs(decision):
+                operand, stack = decision.contraction.operands[side], program.decisions.entries.of[key].stack
+                channels = sides_of(nodes[location]).channels[side]
+                own = [n if i in channels else 1 for i, n in enumerate(operand.shape)]
+                gain = _Gain((*(n for _, n in stack), *own), num.compute_dtype(operand.dtype))
+                if found.setdefault(key, gain) != gain:
+                    raise ValueError(
+                        f"the input of shape {operand.shape} goes into several weights, which take it along other "
+                        "axes. Give each a gain by a call of its own: with_gains(with_gains(f, ...), ...)."
+                    )
+    return found
+
+
+def _check(location: Location, program: Program, is_found: bool) -> None:
+    if not is_found:
+        raise ValueError(
+            "it is inside a cond, a while loop or a shard_map, where no factor is followed. Take its path out of "
+            "`patterns`."
+        )
+    if any(location[: len(at)] == at for at in program.decisions.custom):
+        raise ValueError(
+            "it is inside a function with a derivative of its own (jax.custom_jvp or custom_vjp), which is of inputs "
+            "without a gain. Take its path out of `patterns`."
+        )
+
+
+def _inputs(decision: Decision) -> list[tuple[str, int]]:
+    """The inputs that are multiplied at an op: their keys, and the sides."""
+    each = enumerate(decision.operands)
+    return [(choice.keys[0], side) for side, choice in each if choice.spec and not choice.is_weight]
+
+
+def _multiplied(decision: Decision, program: Program, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
+    """The result of an op on inputs that are multiplied by their gains, once for all ops that take one."""
+    operands = list(ins)
+    for key, side in _inputs(decision):
+        known_by = id(ins[side]), key
+        if known_by not in scope.memo:
+            scope.memo[known_by] = ins[side], _product(ins[side], scope.qparams[key])
+        operands[side] = scope.memo[known_by][1]
+    return evaluated(eqn, operands, program.jaxpr)[0]
+
+
+def _product(x: Array, gain: Array) -> Array:
+    return num.downcast(x.astype(gain.dtype) * gain, x.dtype)
+
+
+def _read(parameter: Any, by: str | None) -> Array:
+    raise NotImplementedError("nothing is quantized here")  # so that nothing is read
+
+
+def with_gains(f: Callable, patterns: str | Sequence[str], *, params_argnum: int = 0) -> WithGains:
+    """A function with a product by ones in front of some weights, for `solve.smooth` to fold its factors into.
+
+    Where the inputs of a weight come out of a gelu, a residual, or the values of an attention that shares them, no
+    parameter can make up for a factor. Here the inputs are multiplied by a gain, a parameter that is new:
+
+        y = (x * gain) @ w
+
+    The gains are ones, so that the function stays the same; `smooth` finds them as it finds the gain of a norm, and
+    divides them by the factors that it multiplies the weight by. What follows, from `q.observe` to `q.freeze`, sees a
+    function as any other. A product for each element of the input is what it costs in each call.
+
+    Args:
+      f: as in `quantize_fn`.
+      patterns: static, the paths of the weights, as patterns of `Rule`. Weights that take one input share its gain.
+      params_argnum: as in `quantize_fn`.
+
+    Returns:
+      WithGains: f, with `{"params": params, "gains": gains}` in place of the params; `init(params, *args)` makes it of
+      the params and the other arguments of f. So the paths that rules match begin with "params/".
+
+    Gradient: of the products, with respect to gains, too. To leave them as they are, differentiate with respect to
+      the params alone, or mask them in the optimizer.
+
+    Raises:
+      TypeError: for an `f` that is no function; in a call for params without gains.
+      ValueError: in a call, for a pattern that matches no weight; for a weight inside a cond, a while loop, a shard_map
+        or a function with a derivative of its own; for gains of other entries or shapes.
+
+    Source: Xiao et al., 2022, "SmoothQuant", where the factor is not folded.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxquant import Rule, activation_spec, quantize_fn, solve, weight_spec
+    >>> f = solve.with_gains(lambda params, x: jax.nn.gelu(x) @ params["w"], "w")
+    >>> x = jax.random.normal(jax.random.key(0), (32, 8)).at[:, 0].multiply(100.0)
+    >>> params = f.init({"w": jax.random.normal(jax.random.key(1), (8, 4))}, x)
+    >>> q = quantize_fn(f, [Rule("**", weight_spec(8), activation_spec(8))])
+    >>> smoothed = solve.smooth(params, q, q.observe(params, x, gram=True), x)
+    >>> error = lambda params: jnp.square(q(params, x) - f(params, x)).sum().item()
+    >>> error(smoothed) < error(params) / 4
+    True
+    """
+    if not callable(f):
+        raise TypeError(f"`f` must be a function, got {checks.kind(f)}. Pass one such as lambda params, x: ....")
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    rules = checked_rules([Rule(pattern, _TENSOR, _TENSOR, custom="inline") for pattern in patterns])
+    return WithGains(f, rules, checks.static_int_between("params_argnum", params_argnum, 0, 255))
