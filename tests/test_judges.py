@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other judges: onnxruntime's QuantizeLinear and integer kernels, PyTorch's fake quantize and its learned gradients,
-and torchao's MX and NVFP4.
+torchao's MX and NVFP4; and the solvers of others, qwix, llm-compressor, torchao and Brevitas, on the same data.
 
 Needs the `judges` extra. Every run draws another seed, which is printed with the counts; JAXQUANT_SEED
 repeats a run.
@@ -453,3 +453,148 @@ def test_gptq_is_that_of_qwix(size, compared):
     assert error(solved["w"]) < 1.001 * others
     ranges = solve.ranges({"w": w}, q, grams, x)
     assert error(solve.gptq({"w": w}, q, grams, x, qparams=ranges)["w"]) < others
+
+
+def layers(rng):
+    """Three layers of one model, each a name, its inputs and its weight.
+
+    A few channels of the first inputs are large; those of the second come out of a relu and so have a mean; those of
+    the third depend on each other.
+    """
+    weight = lambda k, n: (rng.normal(size=(k, n)) / np.sqrt(k)).astype(np.float32)
+    x = rng.normal(size=(256, 64)) @ (np.eye(64) + rng.normal(size=(64, 64)) / 8)
+    x = (x * rng.permutation(np.where(np.arange(64) < 4, 20, 1))).astype(np.float32)
+    up, down, head = weight(64, 128), weight(128, 64), weight(64, 32)
+    hidden = np.maximum(x @ up, 0)
+    return [("up", x, up), ("down", hidden, down), ("head", hidden @ down, head)]
+
+
+def squared_error(x, w, served, axis=None):
+    """Of a layer's results, in float64."""
+    return np.square(x.astype(np.float64) @ (w - np.asarray(served, np.float64))).sum(axis)
+
+
+groups = pytest.mark.parametrize("size", [None, 32])
+
+
+def to_tie(target, scale):
+    """How many steps a value is away from where rounding turns."""
+    steps = target / scale
+    return abs(steps - np.floor(steps) - 0.5)
+
+
+@groups
+@pytest.mark.parametrize("activation_order", [False, True])
+def test_gptq_is_that_of_llm_compressor(activation_order, size, torch, compared):
+    """The same levels in each layer, but below a row that comes next to a tie, from where on a column may differ."""
+    peer, quantization = installed("llmcompressor.modifiers.gptq.gptq_quantize", "compressed_tensors.quantization")
+    for name, x, w in layers(np.random.default_rng([SEED, size or 0])):
+        k, n = w.shape
+        spec = QuantSpec(bits=4, narrow_range=False, granularity=PerBlock(0, size or k))
+        q = quantize_fn(lambda params, x: x @ params["w"], [("w", spec)])
+        grams, qparams = q.observe({"w": w}, x, gram=True), q.init_qparams({"w": w}, x)
+        solved = solve.gptq({"w": w}, q, grams, x, qparams=qparams, activation_order=activation_order)
+        scale, products = np.asarray(qparams["w"].scale), np.asarray(grams["w"].products).reshape(k, k)
+        args = quantization.QuantizationArgs(
+            num_bits=4,
+            strategy="group" if size else "channel",
+            group_size=size,
+            actorder="static" if activation_order else None,
+        )
+        of_rows = torch.tensor(scale.T)[None]
+        found, *_ = peer.quantize_weight(
+            torch.tensor(w.T)[None], torch.tensor(products)[None], of_rows, torch.zeros_like(of_rows), None, args
+        )
+        steps = np.repeat(scale, size or k, 0)
+        levels = lambda v, steps=steps: np.round(np.asarray(v) / steps)
+        theirs, ours, nearest = levels(found[0].numpy().T), levels(solved["w"]), levels(dequantize(quantize(w, spec)))
+        # Which llm-compressor does not do: a column whose nearest levels are better gets these.
+        errors = [squared_error(x, w, v * steps, axis=0) for v in (theirs, nearest)]
+        theirs = np.where(errors[1] < errors[0], nearest, theirs)
+        columns = np.flatnonzero((ours != theirs).any(0))
+        order = np.argsort(-np.diagonal(products)) if activation_order else np.arange(k)
+        h = (products + 0.01 * products.diagonal().mean() * np.eye(k)).astype(np.float64)[order][:, order]
+        for column in columns:
+            first = np.flatnonzero(ours[order, column] != theirs[order, column])[0]
+            made = ((ours * steps - w)[order, column])[:first]
+            row = order[first]
+            target = w[row, column] - np.linalg.solve(h[first:, first:], h[first:, :first] @ made)[0]
+            assert to_tie(target, steps[row, column]) < 1e-3, f"seed {SEED}, {name}, {column}"
+        what = f"GPTQ of {name} in groups of {size}, but {len(columns)} columns"
+        compared(f"llm-compressor, seed {SEED}", what, (n - len(columns)) * k, 0)
+        assert len(columns) < n / 10, f"seed {SEED}, {name}"
+
+
+@groups
+def test_ranges_beside_the_clipping_of_awq(size, torch, compared):
+    """On the same grid "full" has the smaller error over the layers; "diagonal" has where a few channels are large.
+
+    "diagonal" takes inputs for independent, as those of the other two layers are not.
+    """
+    names = "brevitas.nn", "brevitas.quant.scaled_int", "brevitas_examples.common.generative.quantizers"
+    nn, per_channel, per_group, awq = installed(*names, "brevitas_examples.llm.llm_quant.awq.auto_clip")
+    ratios = []
+    for name, x, w in layers(np.random.default_rng([SEED, size or 0, 1])):
+        k, n = w.shape
+        grid = {"weight_bit_width": 4, "weight_group_size": size} if size else {"weight_bit_width": 4}
+        kind = per_group.IntWeightSymmetricGroupQuant if size else per_channel.Int8WeightPerChannelFloat
+        linear = nn.QuantLinear(k, n, bias=False, weight_quant=kind, **grid).eval()
+        linear.weight.data = torch.tensor(w.T)
+        spec = QuantSpec(bits=4, granularity=PerBlock(0, size or k))
+        scale = awq.auto_clip_layer(linear, torch.tensor(x)).numpy()[..., 0].T / spec.qmax
+        q = quantize_fn(lambda params, x: x @ params["w"], [("w", spec)])
+        grams = q.observe({"w": w}, x, gram=True)
+
+        def error(qparams, x=x, w=w, spec=spec):
+            return squared_error(x, w, dequantize(quantize(w, spec, qparams)))
+
+        theirs = error(QParams(jnp.asarray(scale), jnp.zeros(scale.shape)))
+        ours = {
+            method: error(solve.ranges({"w": w}, q, grams, x, method=method)["w"]) / theirs
+            for method in ("full", "diagonal")
+        }
+        what = ", ".join(f"{ratio:.2f} of its error with {method!r}" for method, ratio in ours.items())
+        compared(f"Brevitas, seed {SEED}", f"AWQ's clipping of {name} in groups of {size}: {what}", scale.size, 0)
+        assert theirs < error(None), f"seed {SEED}, {name}"
+        assert ours["full"] < 1.1, f"seed {SEED}, {name}: {ours}"
+        assert name != "up" or ours["diagonal"] < 1.05, f"seed {SEED}, {name}: {ours}"
+        ratios.append(ours["full"])
+    assert np.prod(ratios) < 1, f"seed {SEED}: {ratios}"
+
+
+@groups
+def test_smooth_beside_the_scales_of_awq(size, torch, compared):
+    """torchao's search, on our grid. They try other factors, so that of one layer either may be the better one."""
+    core, config, transform = installed(
+        "torchao.prototype.awq.core", "torchao.core.config", "torchao.quantization.transform_module"
+    )
+
+    class OurGrid(config.AOBaseConfig):
+        """The grid of a weight (channels, inputs), for what takes a config of torchao."""
+
+        spec = QuantSpec(bits=4, granularity=PerBlock(1, size) if size else PerChannel(0))
+
+    @transform.register_quantize_module_handler(OurGrid)
+    def rounded(module, config):
+        real = dequantize(quantize(jnp.asarray(module.weight.detach().numpy()), config.spec))
+        module.weight = torch.nn.Parameter(torch.tensor(np.asarray(real)))
+        return module
+
+    ratios = []
+    for name, x, w in layers(np.random.default_rng([SEED, size or 0, 2])):
+        k, _ = w.shape
+        observer = core.AWQObserver(torch.tensor(w.T), None, OurGrid())
+        observer(torch.tensor(x), None)
+        s = observer.calculate_qparams().numpy()[:, None]
+        spec = QuantSpec(bits=4, granularity=PerBlock(0, size or k))
+        params = {"w": w, "gain": np.ones((1, k), np.float32)}
+        q = quantize_fn(lambda params, x: (x * params["gain"]) @ params["w"], [("w", spec)])
+        found = solve.smooth(params, q, q.observe(params, x, gram=True), x)
+        error = lambda w_now, s, x=x, w=w, spec=spec: squared_error(x, w, dequantize(quantize(w_now, spec)) / s)
+        ours, theirs = error(found["w"], 1 / np.asarray(found["gain"]).T), error(w * s, s)
+        ratios.append(ours / theirs)
+        compared(
+            f"torchao, seed {SEED}", f"AWQ of {name} in groups of {size}: {ratios[-1]:.2f} of its error", s.size, 0
+        )
+        assert ours < error(w, 1) * (0.75 if name == "up" else 1.0001), f"seed {SEED}, {name}"
+    assert max(ratios) < 1.3, f"seed {SEED}: {ratios}"
