@@ -109,6 +109,10 @@ class ContractionOp(abc.ABC):
         """Whether `contracted_axes` are pairs that meet, so that both operands can be rotated along them."""
         return False
 
+    def columns(self, side: int, ndims: Sequence[int]) -> tuple[int, int] | None:
+        """The last axis of operand `side` that is not summed, and where it is in the result; None if it is nowhere."""
+        return None
+
     def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:
         """The axes of an operand in the order in memory that an integer product reads fastest; empty if any will do."""
         return ()

@@ -53,6 +53,12 @@ class Dot(ContractionOp):
         free, contracted = self._free(ndim, side), self.contracted[side]
         return (*self.batch[side], *free, *contracted) if len(free) == len(contracted) == 1 else ()
 
+    def columns(self, side: int, ndims: Sequence[int]) -> tuple[int, int] | None:
+        free = [self._free(ndim, i) for i, ndim in enumerate(ndims)]
+        if not free[side]:
+            return None
+        return free[side][-1], len(self.batch[0]) + len(free[0]) + (len(free[1]) if side else 0) - 1
+
     @property
     def pairs_axes(self) -> bool:
         return True

@@ -61,6 +61,10 @@ class Ragged(ContractionOp):
         of_group = group[None] == jnp.arange(shape[self.group], dtype=group.dtype)[:, None]
         return rows, of_group
 
+    def columns(self, side: int, ndims: Sequence[int]) -> tuple[int, int] | None:
+        free = self._free(1, ndims[1])
+        return (free[-1], len(self.batch[0]) + len(self._free(0, ndims[0])) + len(free) - 1) if side and free else None
+
     @property
     def pairs_axes(self) -> bool:
         return True

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax.ad_checkpoint
 from jax import Array, lax
 
 from .. import _checks as checks
+from .. import _groups as grouping
 from .. import _numerics as num
 from .._affine import fake_quant, real_values
 from .._granularity import granularity_of
@@ -22,11 +24,12 @@ from .._integer._ops import OPS
 from .._jaxpr._calls import CALLS
 from .._jaxpr._evaluate import Inputs, Replacements, Scope
 from .._jaxpr._program import NAME, Location, params_of
-from .._jaxpr._quantized_param import QuantizedParam, dequantized, from_integers, qarray
+from .._jaxpr._quantized_param import QuantizedParam, dequantized, from_integers, ordered, qarray
 from .._paths import named_in_errors
+from .._platform._tiles import in_tiles, tile_of
 from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
-from .._sharding import replicated
+from .._sharding import is_explicit, replicated
 from .._spec import QuantSpec, qparams_shape
 from .._straight_through import nan_flags, quantize_straight_through, with_gradient_of
 from ._choices import Choice, Decision
@@ -202,7 +205,13 @@ class SiteEvaluator(NamedTuple):
                     qparams = scope.qparams.get(choice.keys[0])
                     operands[side] = _fake_quantized(values[side], choice.spec, qparams, key)
         unguarded = functools.partial(_value, guarded=False)
-        return from_integers(lambda *values: eqn.primitive.bind(*values, **eqn.params), operands, unguarded)
+        whole = lambda *operands: from_integers(
+            lambda *values: eqn.primitive.bind(*values, **eqn.params), operands, unguarded
+        )
+        for side, v in enumerate(operands[:2]):
+            if isinstance(v, QuantizedParam) and v.real is None and decision.operands[side].is_weight:
+                return _by_columns(decision, whole, side, operands)
+        return whole(*operands)
 
     def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
         operands = list(values)
@@ -370,6 +379,33 @@ def _checked(v: Any) -> QuantizedParam:
         "follow. Report the program that does this; until then quantize the operand by fake_quant_params, or drop the "
         "rule of the value."
     )
+
+
+def _by_columns(decision: Decision, whole: Callable[..., Array], side: int, operands: Sequence[Any]) -> Array:
+    """The product with a weight that is integers alone, by tiles of its columns where a platform wants it so."""
+    ndims = [len(operand.shape) for operand in decision.contraction.operands]
+    columns, weight = decision.contraction.as_op().columns(side, ndims), operands[side]
+    shape, other = weight.quantized.shape, operands[1 - side]
+    summed = decision.operands[1 - side].contracted
+    rows = math.prod(n for i, n in enumerate(other.shape) if i not in summed)
+    axis, of_result = columns or (0, 0)
+    tile = tile_of(rows, math.prod(shape), shape[axis]) if columns else 0
+    moves = decision.operands[side].operand.origin.moves
+    # Of a transpose XLA makes another product in a loop than outside.
+    is_moved = moves is None or any(move.primitive is lax.transpose_p for move in moves)
+    # Nor of floats of 8 bits, which XLA:CPU converts on one thread as slowly as it writes them.
+    is_whole = is_moved or weight.quantized.spec.format or isinstance(other, QuantizedParam) or is_explicit(other)
+    if not tile or is_whole:
+        return whole(*operands)
+
+    def part(start: Array, *operands: Any) -> Array:
+        own = ordered(operands[side])
+        of_values = lambda v: lax.dynamic_slice_in_dim(v, start, tile, axis)
+        own = own.map(of_values, lambda v: grouping.picked(v, axis, shape[axis], start, tile))
+        return whole(*(own if i == side else v for i, v in enumerate(operands)))
+
+    value = in_tiles(whole, part, of_result, shape[axis], tile, *lax.stop_gradient(tuple(operands)))
+    return with_gradient_of(whole(*operands), value)
 
 
 def _value(parameter: QuantizedParam, guarded: bool = True) -> Array:

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight-only products of a few rows, tile by tile, where a platform would write the whole weight in float first."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._sharding import vary_together
+
+_MOST_ROWS = 64  # with more, the weight is converted once for many
+_LEAST = 2**18  # elements of a weight; smaller ones are in the cache anyway, and their products in another kernel
+_TILE = 2**19  # elements of a tile, which stays in the cache as floats
+
+
+def tile_of(rows: Any, size: int, columns: int) -> int:
+    """How many of the columns of a weight of this size are a tile for so many rows; 0 where all are converted."""
+    if not isinstance(rows, int) or not 0 < rows <= _MOST_ROWS or size < _LEAST or not columns:
+        return 0
+    tile = min(2 ** int(_TILE * columns / size).bit_length() // 2, columns & -columns)
+    return tile if 64 <= tile < columns else 0
+
+
+def in_tiles(
+    whole: Callable[..., Array], part: Callable[..., Array], axis: int, columns: int, tile: int, *args: Any
+) -> Array:
+    """`whole(*args)`; on XLA:CPU put together of `part(start, *args)`, `tile` columns of it, along an axis.
+
+    XLA:CPU writes a weight that is converted, on one thread, and reads it again: many times what a product of a few
+    rows takes. One tile stays in the cache. Of columns, because each is then the same sum as before: the bits stay.
+    """
+
+    def by_tiles(*args: Any) -> Array:
+        first = part(jnp.int32(0), *args)  # for its type alone: XLA drops the value
+        shape = [columns if i == axis else n for i, n in enumerate(first.shape)]
+        start, _ = vary_together(jnp.zeros(shape, first.dtype), first)
+
+        def put(i: Array, y: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(y, part(i * tile, *args), i * tile, axis)
+
+        return lax.fori_loop(0, columns // tile, put, start)
+
+    return lax.platform_dependent(*args, cpu=by_tiles, default=whole)

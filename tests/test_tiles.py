@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight-only products of a few rows, which XLA:CPU computes tile by tile: the bits of the whole product."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from lanes import cases
+
+from jaxquant import QuantSpec, float8_spec, quantize_fn, weight_spec
+from jaxquant._platform._tiles import tile_of
+
+pytestmark = pytest.mark.bits
+
+
+def normal(*shape, dtype=jnp.float32, seed=0):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
+
+
+def plain(w, x):
+    return x @ w
+
+
+def over_layers(w, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w)[:, : w.shape[0]], None), x, w)[0]
+
+
+BF16 = jnp.bfloat16
+# The function, its weight, and its input.
+USES = {
+    "a matrix": (plain, normal(512, 2048), normal(3, 512)),
+    "one row": (plain, normal(2048, 1024), normal(1, 2048)),
+    "odd sizes": (plain, normal(1003, 1408), normal(63, 1003)),
+    "heads": (lambda w, x: jnp.einsum("bd,dhk->bhk", x, w), normal(512, 4, 1024), normal(2, 512)),
+    "what heads give": (lambda w, x: jnp.einsum("bhk,hkd->bd", x, w), normal(8, 64, 2048), normal(2, 8, 64)),
+    "experts": (lambda w, x: jnp.einsum("ecd,edf->ecf", x, w), normal(4, 256, 2048), normal(4, 2, 256)),
+    "a ragged dot": (
+        lambda w, x: lax.ragged_dot(x, w, jnp.int32([2, 3, 1])), normal(3, 512, 1024), normal(6, 512),
+    ),
+    "layers in a scan": (over_layers, normal(2, 1024, 1536), normal(2, 1024)),
+    "bfloat16": (plain, normal(512, 2048, dtype=BF16), normal(3, 512, dtype=BF16)),
+    "cast to bfloat16": (lambda w, x: x @ w.astype(BF16), normal(512, 2048), normal(3, 512, dtype=BF16)),
+    "a reshaped one": (lambda w, x: x @ w.reshape(512, 2048), normal(8, 64, 2048), normal(3, 512)),
+}  # fmt: skip
+SPECS = {
+    "8 bits": weight_spec(8), "4 bits": weight_spec(4), "affine": QuantSpec(symmetric=False),
+    "4 bits in groups": weight_spec(4, block_size=32),
+}  # fmt: skip
+EVERY = [
+    (use, spec) for use in USES for spec in SPECS if not ("groups" in spec and use in ("odd sizes", "what heads give"))
+]
+
+
+def served(f, spec, w, x):
+    q = quantize_fn(f, [("", spec)])
+    return q, q.freeze(w, x)
+
+
+def compiled(q, *args):
+    return jax.jit(q).lower(*args).compile()
+
+
+def loops(program):
+    return len(re.findall(r" while\(", program.as_text()))
+
+
+@cases("use, spec", EVERY, [("a matrix", "4 bits in groups"), ("one row", "8 bits"), ("layers in a scan", "affine")])
+def test_the_bits_are_those_of_the_whole_product(use, spec):
+    f, w, x = USES[use]
+    q, frozen = served(f, SPECS[spec], w, x)
+    want, program = jax.jit(q)(w, x), compiled(q, frozen, x)
+    np.testing.assert_array_equal(program(frozen, x), want)
+    np.testing.assert_array_equal(q(frozen, x), want)
+    assert loops(program) == 1 + ("scan" in use)
+
+
+def test_no_float_weight_is_written():
+    q, frozen = served(*[USES["a matrix"][0], SPECS["8 bits"], *USES["a matrix"][1:]])
+    text = compiled(q, frozen, USES["a matrix"][2]).as_text()
+    assert "s8[512,2048]" in text
+    assert "f32[512,1024]" in text
+    assert "f32[512,2048]" not in text
+
+
+def test_in_a_batch():
+    f, w, x = USES["a matrix"]
+    q, frozen = served(f, SPECS["4 bits"], w, x)
+    np.testing.assert_array_equal(jax.vmap(q, (None, 0))(frozen, x[:, None])[:, 0], q(w, x))
+
+
+def test_gradients_are_those_of_the_whole_product():
+    f, w, x = USES["a matrix"]
+    q, frozen = served(f, SPECS["8 bits"], w, x)
+    grad = lambda w: jax.grad(lambda x: jnp.sin(q(w, x)).sum())(x)
+    np.testing.assert_array_equal(grad(frozen), grad(w))
+    second = lambda w: jax.grad(lambda x: jnp.sin(jax.grad(lambda x: jnp.sin(q(w, x)).sum())(x)).sum())(x)
+    np.testing.assert_allclose(second(frozen), second(w), rtol=1e-4, atol=1e-3)
+
+
+def test_on_devices():
+    f, w, x = USES["a matrix"]
+    q, frozen = served(f, SPECS["8 bits"], w, x)
+    mesh = jax.make_mesh((4,), ("model",), (jax.sharding.AxisType.Auto,))
+    on = jax.shard_map(
+        q, mesh=mesh, in_specs=(jax.P(None, None), jax.P()), out_specs=jax.P(None, None), check_vma=False
+    )
+    np.testing.assert_array_equal(jax.jit(on)(frozen, x), q(w, x))
+    of_rows = jax.device_put(jnp.tile(x, (4, 1)), jax.NamedSharding(mesh, jax.P("model")))
+    np.testing.assert_array_equal(jax.jit(q)(frozen, of_rows)[:3], q(w, x))
+
+
+WHOLE = {
+    "a transpose": (lambda w, x: x @ w.T, normal(2048, 512), normal(3, 512)),
+    "the first operand": (lambda w, x: w.T @ x.T, normal(512, 2048), normal(3, 512)),
+    "a small weight": (plain, normal(256, 512), normal(3, 256)),
+    "many rows": (plain, normal(512, 2048), normal(65, 512)),
+    "columns of no power of two": (plain, normal(512, 2100), normal(3, 512)),
+}
+
+
+@pytest.mark.parametrize("use", list(WHOLE))
+def test_others_stay_whole(use):
+    f, w, x = WHOLE[use]
+    q, frozen = served(f, SPECS["8 bits"], w, x)
+    program = compiled(q, frozen, x)
+    assert loops(program) == 0
+    np.testing.assert_array_equal(program(frozen, x), jax.jit(q)(w, x))
+
+
+def test_floats_stay_whole():
+    f, w, x = USES["a matrix"]
+    q, frozen = served(f, float8_spec(), w, x)
+    assert loops(compiled(q, frozen, x)) == 0
+
+
+def test_other_platforms_have_the_whole_product():
+    f, w, x = USES["a matrix"]
+    q, frozen = served(f, SPECS["8 bits"], w, x)
+    lowered = lambda platform: jax.jit(q).trace(frozen, x).lower(lowering_platforms=(platform,)).as_text()
+    assert "stablehlo.while" in lowered("cpu")
+    assert "stablehlo.while" not in lowered("tpu")
+    assert "stablehlo.while" not in lowered("cuda")
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "expected"),
+    [
+        (1, (2048, 2048), 256), (64, (2048, 2048), 256), (65, (2048, 2048), 0), (1, (2048, 5632), 256),
+        (1, (5632, 2048), 64), (1, (512, 512), 0), (1, (512, 2048), 1024), (1, (128, 2048), 0),
+        (1, (2048, 50257), 0), (1, (16384, 4096), 0), (0, (2048, 2048), 0), ("b", (2048, 2048), 0),
+    ],
+)  # fmt: skip
+def test_how_many_columns_are_a_tile(rows, shape, expected):
+    assert tile_of(rows, shape[0] * shape[1], shape[1]) == expected
