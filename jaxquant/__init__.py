@@ -7,6 +7,9 @@ from ._affine import dequantize as dequantize
 from ._affine import fake_quant as fake_quant
 from ._affine import quantize as quantize
 from ._affine import scale_gradient as scale_gradient
+from ._cache import dynamic_slice as dynamic_slice
+from ._cache import update_slice as update_slice
+from ._cache import zeros as zeros
 from ._files import load as load
 from ._files import save as save
 from ._gram import Gram as Gram

@@ -7,7 +7,8 @@ own, and between them the number of blocks. `v` is such an array, of the rank of
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -118,6 +119,28 @@ def picked(v: Array, axis: int, n: int, start: Array, size: int) -> Array:
     if v.shape[axis] == 1 or size == n:
         return v
     return lax.dynamic_slice_in_dim(apart(v, axis, n), start, size, axis)
+
+
+# A part of a tensor: of each axis on which it is no whole one, {axis: (where it starts, how many elements it has)}.
+Windows = Mapping[int, tuple[Any, int]]
+
+
+def windows_of_groups(groups: Sequence[int], shape: Sequence[int], windows: Windows) -> Windows:
+    """The part of the values that those elements have: they are whole groups along an axis, or one element."""
+    lengths = {i: n // max(g, 1) for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if g != 1}
+    of = lambda start, size, n: (start, size) if n == 1 else (start // n, -(-size // n))
+    return {i: of(*window, lengths[i]) for i, window in windows.items() if i in lengths}
+
+
+def part(v: Array, windows: Windows) -> Array:
+    """A part of an array."""
+    whole = [windows.get(i, (0, n)) for i, n in enumerate(v.shape)]
+    return lax.dynamic_slice(v, [start for start, _ in whole], [n for _, n in whole]) if windows else v
+
+
+def with_part(v: Array, new: Array, windows: Windows) -> Array:
+    """An array with a part of other values."""
+    return lax.dynamic_update_slice(v, new, [windows.get(i, (0, n))[0] for i, n in enumerate(v.shape)])
 
 
 def joined(parts: Sequence[Array], shapes: Sequence[tuple[int, ...]], axis: int) -> Array:

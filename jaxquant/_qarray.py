@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -76,8 +77,9 @@ class QArray(checks.NotAnArray):
     `dataclasses.replace(q, values=...)` gives other integers with the same qparams, and without sums.
 
     A stack (L, ...) is scanned and vmapped along its first axis like any pytree, if its granularity keeps that axis:
-    PerChannel((0, -1)). `q.T`, `q.reshape(...)` and `q[i]`, along the first axis, are QArrays whose granularity follows
-    their new axes. A QArray is not an array: `dequantize` gives the real values, `dot_general` contracts.
+    PerChannel((0, -1)). `q.T`, `q.reshape(...)` and `q[i]` are QArrays whose granularity follows their new axes;
+    `dynamic_slice` and `update_slice` read and write a part. A QArray is not an array: `dequantize` gives the real
+    values, `dot_general` contracts.
     """
 
     @property
@@ -147,22 +149,21 @@ class QArray(checks.NotAnArray):
         values = self.values.reshape(sizes)
         return self._moved(values, lambda v: grouping.reshaped(v, self.shape, values.shape))
 
-    def __getitem__(self, i: Any) -> "QArray":
-        """The part at an index of the first axis, static or traced."""
-        index: Any = checks.unwrapped(i)
-        if not checks.is_index(index):
-            raise TypeError(
-                f"A QArray is indexed by one integer, of its first axis, got {checks.kind(i)}. Params that q.freeze "
-                "made are for q(frozen, ...), not for the function itself; else index dequantize(v) or v.values."
-            )
-        inside = self.ndim and (not isinstance(index, int) or -self.shape[0] <= index < self.shape[0])
-        if not inside:  # which ends an iteration
-            raise IndexError(f"The index {i} is out of range for a QArray of shape {self.shape}.")
-        at = lambda v: lax.dynamic_index_in_dim(v, index, 0, keepdims=False)
-        of_groups = lambda v: at(grouping.apart(v, 0, self.shape[0])) if v.shape[0] > 1 else lax.squeeze(v, [0])
-        if self.order and len(self.order) == self.ndim:
-            return self._moved(at(self.values), of_groups)
-        part = changed(self, stored=at(self.stored))  # of a stack, whose elements lie as before
+    def __getitem__(self, index: Any) -> "QArray":
+        """The part at an index of the first axes: integers, static or traced, and static slices, as of an array.
+
+        An integer has the scale of its group. A slice may be a part of a group that spans its axis, but not of a block.
+        """
+        windows, picked = _indexed(self, index)
+        return self._part(windows, picked)
+
+    def _part(self, windows: grouping.Windows, picked: Sequence[int] = ()) -> "QArray":
+        """A part, without the axes of which one element is picked."""
+        at = lambda v, windows: lax.squeeze(grouping.part(v, windows), picked)
+        of_groups = lambda v: at(v, grouping.windows_of_groups(v.shape, self.shape, windows))
+        if self.order and any(axis >= self.ndim - len(self.order) for axis in windows):
+            return self._moved(at(self.values, windows), of_groups)
+        part = changed(self, stored=at(self.stored, windows))  # whose elements lie as before
         q = self._moved(part.values, of_groups)
         return changed(q, stored=part.stored, order=self.order, sums=q.sums, summed=q.summed)
 
@@ -209,6 +210,83 @@ def scales_of(q: QArray) -> Scales:
 def groups_of(q: QArray) -> tuple[int, ...]:
     """How many groups with a scale there are along each axis of `q`."""
     return (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
+
+
+def _indexed(q: QArray, index: Any) -> tuple[grouping.Windows, list[int]]:
+    """The part at an index, as windows, and the axes of which one element is picked."""
+    entries = [checks.unwrapped(i) for i in (index if isinstance(index, tuple) else (index,))]
+    wrong = [i for i in entries if not (isinstance(i, slice) or checks.is_index(i))]
+    if wrong:
+        raise TypeError(
+            f"A QArray is indexed by integers and static slices, one for each of its first axes, got "
+            f"{checks.kind(wrong[0])}. Params that q.freeze made are for q(frozen, ...), not for the function itself; "
+            "else index dequantize(v) or v.values."
+        )
+    if len(entries) > q.ndim:
+        raise IndexError(
+            f"`index` must have at most {q.ndim} axes for a QArray of shape {q.shape}, got {len(entries)}."
+        )
+    windows, picked = {}, []
+    for axis, i in enumerate(entries):
+        if isinstance(i, slice):
+            start, size = _bounds(i, q.shape[axis])
+            windows[axis] = window_of("index", q, axis, start, size)
+        else:
+            windows[axis] = start_of("index", i, axis, q.shape, 1), 1
+            picked.append(axis)
+    return {axis: of for axis, of in windows.items() if axis in picked or of[1] != q.shape[axis]}, picked
+
+
+def _bounds(i: slice, n: int) -> tuple[int, int]:
+    """Where a slice of an axis starts, and its size."""
+    for v in (i.start, i.stop, i.step):
+        if v is not None:
+            checks.static_int("a slice of a QArray", v)
+    start, stop, step = i.indices(n)
+    if step != 1:
+        raise ValueError(f"A slice of a QArray must have step 1, got {i}. Index dequantize(v) or v.values by others.")
+    return start, max(stop - start, 0)
+
+
+def start_of(name: str, start: Any, axis: int, shape: tuple[int, ...], size: int) -> Any:
+    """Where a window starts, in bounds: of a static start that is checked, a traced one is clamped.
+
+    Negatives count from the end.
+    """
+    n, start = shape[axis], checks.unwrapped(start)
+    if not checks.is_index(start):
+        raise TypeError(
+            f"`{name}` must be integers, static or traced, got {checks.kind(start)}. Pass one for each axis."
+        )
+    if not isinstance(start, Array):
+        first = operator.index(start)
+        if not 0 <= (first + n if first < 0 else first) <= n - size:
+            raise IndexError(
+                f"`{name}` must be in [0, {n - size}], or from the end in [{-n}, {-size}], for a part of size {size} "
+                f"along axis {axis}, got {first}, which is out of range for a QArray of shape {shape}. Only traced "
+                "integers are clamped."
+            )
+        return first % n if n else 0
+    wide = start.astype(jnp.int32) if start.dtype.itemsize < 4 else start
+    return jnp.clip(jnp.where(wide < 0, wide + n, wide), 0, n - size).astype(jnp.int32)
+
+
+def window_of(name: str, q: QArray, axis: int, start: Any, size: int) -> tuple[Any, int]:
+    """A window along an axis, in bounds, which cuts no block: a traced start is rounded down to that of one."""
+    n, g = q.shape[axis], groups_of(q)[axis]
+    start, block = start_of(name, start, axis, q.shape, size), n // g if g > 1 else 1
+    if size % block or (isinstance(start, int) and start % block):
+        at = f"{start} to {start + size}" if isinstance(start, int) else f"{size} elements from a traced one"
+        raise ValueError(
+            f"`{name}` must not cut the blocks of {block} that share a scale along axis {axis} of a QArray of shape "
+            f"{q.shape}, got {at}. Start and end at multiples of {block}, or give the spec smaller blocks."
+        )
+    return start if block == 1 or isinstance(start, int) else start // block * block, size
+
+
+def packed_dtype(spec: QuantSpec) -> Any:
+    """The dtype that holds two integers in a byte; None if they have more than 4 bits, or are floats."""
+    return None if spec.bits > 4 or spec.format else jnp.int4 if spec.signed else jnp.uint4
 
 
 def moved(q: QArray, values: Any, f: Callable[[Array], Array]) -> QArray:
@@ -360,8 +438,11 @@ def check_sums(name: str, q: QArray) -> None:
 
 def check_dtypes(name: str, q: QArray) -> None:
     """Raises for arrays that something has cast: integers in floats are other numbers, and scales other scales."""
-    packed = [jnp.int4 if q.spec.signed else jnp.uint4] if q.spec.bits <= 4 and not q.spec.format else []
-    expected = {"values": [q.spec.dtype, *packed], "scale": [q.spec.scale_dtype], "zero_point": [q.spec.dtype]}
+    expected = {
+        "values": [q.spec.dtype, *filter(None, [packed_dtype(q.spec)])],
+        "scale": [q.spec.scale_dtype],
+        "zero_point": [q.spec.dtype],
+    }
     if q.spec.has_tensor_scale:
         expected["tensor_scale"] = ["float32"]
     if q.summed is not None:

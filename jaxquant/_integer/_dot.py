@@ -2,9 +2,10 @@
 """The general dot product of quantized arrays."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +13,19 @@ from jax import Array, lax
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._affine import real_values
+from .._granularity import granularity_of
 from .._groups import broadcast_groups
 from .._platform._dots import bfloat16_dot, float_dot, integer_dot
 from .._qarray import QArray, changed, checked_operand, groups_of, moved, permutation, scales_of
 from .._sharding import shard_like, vary_together
-from .._spec import QuantSpec
+from .._spec import QuantSpec, checked_spec
+from .._straight_through import quantize_straight_through
 from ._axes import Matrix, arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
-from ._contract import ContractionOp, contraction, scaled, with_real_values, without_zeros
+from ._contract import ContractionOp, contract, contraction, scaled, with_real_values, without_zeros
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
-from ._operands import centred, codes, largest_magnitude, plain, rounded, sums_along
+from ._operands import QuantizedOperand, centred, codes, largest_magnitude, plain, rounded, sums_along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,21 +118,11 @@ class Dot(ContractionOp):
         if isinstance(precision, QuantSpec) and precision.granularity.sizes and len(summed) > 1:
             dot, g, q = self._with_one_summed(side, g, q, self._free(q.ndim, 1 - side))
             return dot.operand_gradient(side, g, q, shape, key)
-        groups, lengths = (dict(zip(other, sizes, strict=True)) for sizes in (groups_of(q), q.shape))
-        step, folded = lax.reshape(q.step, groups_of(q)), any(groups[n] not in (0, 1) for n in summed)
-        inner = [other[i] for i in self.contracted[1 - side]]
-        split = [n for n in inner if folded and groups[n] not in (0, 1)]
-        with_blocks = lambda names: [part for n in names for part in ((blocks_of(n), n) if n in split else (n,))]
-        lead = [*batch, *map(blocks_of, split)]
-        of_g, of_q = [*lead, *output[len(batch) :]], with_blocks(other)
-        g = lax.expand_dims(g, range(len(batch), len(lead)))
-        if folded:
-            sizes = tuple(groups[n] if n in inner else lengths[n] for n in other)
-            each = jnp.broadcast_to(broadcast_groups(step, sizes), sizes)
-            g = g * arranged(each, [blocks_of(n) if n in split else n for n in other], of_g)
-        for n in split:
-            lengths |= {blocks_of(n): groups[n], n: lengths[n] // groups[n]}
-        in_blocks = [lengths[n] for n in of_q]
+        groups = dict(zip(other, groups_of(q), strict=True))
+        folded = any(groups[n] not in (0, 1) for n in summed)
+        of = _scaled_by(g, output, q, other, len(batch)) if folded else _Factors(g, output, other, q.shape, [])
+        g, of_g, of_q, in_blocks = of.x, of.of_x, of.of_q, of.shape
+        lead = of_g[: len(batch) + len(of.split)]
         # In the order of the result, which is not transposed: it is as large as the weight.
         names = *in_order(of_g, of_q), summed, lead
         dot, of_y = Dot(*dot_numbers(*names), self.most, execution=self.execution), dot_output(*names)
@@ -140,8 +134,9 @@ class Dot(ContractionOp):
             values = lax.reshape(centred(q, jnp.float32).astype(jnp.bfloat16), in_blocks)
             y = bfloat16_dot(*in_order(g.astype(jnp.bfloat16), values), (dot.contracted, dot.batch))
             if not folded:
+                step = lax.reshape(q.step, groups_of(q))
                 y = num.guard(y * in_output("q", step, q.shape, other, of_y))
-        return lax.reshape(arranged(y, of_y, with_blocks(own)), shape)
+        return lax.reshape(arranged(y, of_y, of.in_blocks(own)), shape)
 
     def _with_one_summed(self, side: int, g: Array, q: QArray, summed: Sequence[int]) -> tuple["Dot", Array, QArray]:
         """The dot, g and q with the axes that a gradient sums, which lie together, as one: rows of blocks."""
@@ -163,7 +158,8 @@ class Dot(ContractionOp):
             raise ValueError(
                 f"Axis {i} of `a`, shape {a.shape}, and axis {j} of `b`, shape {b.shape}, are contracted, and one of "
                 f"them has a scale of its own for each element: {specs[0]}, {specs[1]}. Share the scale along it: "
-                "PerTensor, PerChannel on another axis, or PerBlock along it."
+                "PerTensor, PerChannel on another axis, or PerBlock along it; or pass dot_general the other operand in "
+                "float with spec=, so that the scale is multiplied into it first."
             )
         return length // math.gcd(*(length // max(n, 1) for n in runs)) if length else 1
 
@@ -256,6 +252,46 @@ LOWERINGS = {
 }
 
 
+class _Factors(NamedTuple):
+    """The factors of a contraction, one of which has the scales of the other, that of integers.
+
+    Attributes:
+      x: the factor with the scales.
+      of_x, of_q: the names of the axes of both.
+      shape: that of the integers.
+      split: the axes of the integers that are in blocks now, with one that counts them, which is of the batch.
+    """
+
+    x: Array
+    of_x: Sequence[str]
+    of_q: Sequence[str]
+    shape: Sequence[int]
+    split: Sequence[str]
+
+    def in_blocks(self, names: Sequence[str]) -> list[str]:
+        return [part for n in names for part in ((blocks_of(n), n) if n in self.split else (n,))]
+
+
+def _scaled_by(x: Array, of_x: Sequence[str], q: QArray, of_q: Sequence[str], at: int) -> _Factors:
+    """A factor `x` of a contraction with `q`, whose scales are multiplied into it, and the integers without them.
+
+    Where a scale changes along an axis that `q` alone has, there is a factor for each of its blocks; the axis that
+    counts these stands among the axes of x from `at` on.
+    """
+    groups, lengths = (dict(zip(of_q, sizes, strict=True)) for sizes in (groups_of(q), q.shape))
+    alone = [n for n in of_q if n not in of_x]
+    of = _Factors(x, of_x, of_q, q.shape, [n for n in alone if groups[n] not in (0, 1)])
+    of_x = [*of_x[:at], *map(blocks_of, of.split), *of_x[at:]]
+    sizes = tuple(groups[n] if n in alone else lengths[n] for n in of_q)
+    each = jnp.broadcast_to(broadcast_groups(lax.reshape(q.step, groups_of(q)), sizes), sizes)
+    each = arranged(each, [blocks_of(n) if n in of.split else n for n in of_q], of_x)
+    x = lax.expand_dims(x, range(at, at + len(of.split))) * each.astype(x.dtype)
+    for n in of.split:
+        lengths |= {blocks_of(n): groups[n], n: lengths[n] // groups[n]}
+    of_q = of.in_blocks(of_q)
+    return of._replace(x=x, of_x=of_x, of_q=of_q, shape=[lengths[n] for n in of_q])
+
+
 def _factor(q: QArray, folded: bool, shape: Sequence[int]) -> QArray:
     """The integers of q in this shape, with its scales, or without where these are folded into the other factor."""
     if not folded:
@@ -320,7 +356,50 @@ def _in_order_of(own: Sequence[int], other: Sequence[int]) -> list[int]:
     return [axis for _, axis in sorted(zip(own, other, strict=True))]
 
 
-def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "auto") -> Array:
+def _checked_beside(a: Any, b: Any, spec: Any) -> Callable[[str, Any], Any]:
+    """What checks an operand where `spec` is for the one in float."""
+    if isinstance(a, QArray) == isinstance(b, QArray):
+        raise TypeError(
+            f"`spec` is for an operand in float that meets a QArray, got {checks.kind(a)} and {checks.kind(b)}. Drop "
+            "it for two QArrays; of two floats, quantize one."
+        )
+    if checked_spec(spec).rounding == "stochastic":
+        raise ValueError(
+            f"`spec` must round to nearest, got {spec}. Pass the operand as quantize(x, spec, key=jax.random.key(...))."
+        )
+    return lambda name, v: checked_operand(name, v) if isinstance(v, QArray) else checks.float_array(name, v)
+
+
+@functools.partial(jax.jit, static_argnames=("side", "spec", "dot"))
+def _quantized_dot(x: Array, q: QArray, side: int, spec: QuantSpec, dot: Dot) -> Array:
+    """`dot` of operand `side` in float, quantized here, and a QArray, in the dtype of the former."""
+    in_order = lambda own, other: (own, other) if side == 0 else (other, own)
+    *operands, output = dot_axes(dot.contracted, dot.batch, [v.ndim for v in in_order(x, q)])
+    (of_x, of_q), inner = in_order(*operands), dot.contracted[side]
+    summed, batch = [of_x[i] for i in inner], output[: len(dot.batch[0])]
+    lengths, dtype = dict(zip((*of_x, *of_q), (*x.shape, *q.shape), strict=True)), x.dtype
+    granularity = spec.granularity.of_op(inner, x.shape) if spec.granularity.is_of_op else spec.granularity
+    groups = granularity.scale_shape(x.shape, spec)
+    x = num.upcast(x, num.compute_dtype(dtype))
+    of = _Factors(x, of_x, of_q, q.shape, [])
+    if any(g == lengths[n] > 1 for g, n in zip(groups_of(q), of_q, strict=True) if n in summed):
+        of = _scaled_by(x, of_x, q, of_q, 0)
+        x, q, blocks = of.x, _factor(q, True, of.shape), of.x.shape[: len(of.split)]
+        # The factor for each block of the integers is quantized on its own.
+        granularity = granularity_of((*blocks, *[1] * (len(of_x) - len(groups)), *groups), x.shape)
+    names = *in_order(of.of_x, of.of_q), summed, [*of.of_x[: len(of.split)], *batch]
+    contracted, batched = dot_numbers(*names)
+    spec, q = dataclasses.replace(spec, granularity=granularity), changed(q, dtype=jnp.dtype(jnp.float32))
+    own = QuantizedOperand(*quantize_straight_through(x, spec, contracted[side], None))
+    other = QuantizedOperand(real_values(q, q.dtype), q)
+    y = contract(dataclasses.replace(dot, contracted=contracted, batch=batched), *in_order(own, other))
+    y = lax.reshape(arranged(y, dot_output(*names), of.in_blocks(output)), [lengths[n] for n in output])
+    return y.astype(dtype)
+
+
+def dot_general(
+    a: Any, b: Any, dimension_numbers: Any, *, spec: QuantSpec | None = None, execution: str = "auto"
+) -> Array:
     """The general dot product of the real values of two quantized arrays, computed in integers.
 
         acc * (a.scale * b.scale),  acc = the contraction of (a.values - a.zero_point) and (b.values - b.zero_point)
@@ -329,24 +408,32 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
     this operand and the other one dequantized. If a scale changes along the contracted axis (PerBlock), the products of
     each block are added in order.
 
+    With `spec`, the operand in float is quantized here, by its range, so that it is a contraction of integers too. Then
+    a scale of the other one may change with every element along a contracted axis, as that of cached values changes
+    with the token: all its scales are multiplied into the operand in float, which is quantized after that, once for
+    each block along the axes that the other one keeps. So the probabilities of an attention meet its values.
+
     Args:
       a, b: QArrays of any shapes. Scales may differ along batch and free axes, and by blocks along contracted axes. One
         of the two may be a floating array; the scales of the other may then be of any kind.
       dimension_numbers: static, ((contracted a, contracted b), (batch a, batch b)) as in `jax.lax.dot_general`.
+      spec: static QuantSpec for an operand in float; None leaves it in float. PerToken() is a scale for each of its
+        rows along the contracted axes, PerBlock(None, size) for blocks of them; other granularities name its axes.
       execution: static; does not affect the result. "int8": int8 x int8 -> int32, int32 for values wider than 8 bits.
         "float32": integers in float32, in chunks that are exact. "auto" is "int8".
 
     Returns:
       float32, or the dtype of the operand in float; its axes are batch, free of a, free of b.
 
-    Gradient: as `lax.dot_general` of the dequantized arrays, so with respect to the scales; integers have none.
-    `jax.jvp` raises.
+    Gradient: as `lax.dot_general` of the dequantized arrays, so with respect to the scales and an operand in float, as
+    by `fake_quant` with `spec`; integers have none. `jax.jvp` raises.
 
     Raises:
-      TypeError: for anything but two QArrays, or one and a floating array.
-      ValueError: for dimension numbers or shapes that do not fit, a scale that changes with every element along a
-        contracted axis, or a contraction so long that it may not fit int32: 133,144 products at 8 x 8 bits
-        symmetric, 66,311 if one is affine, 516 at 16 x 8. Products beyond 2 ** 24 have no execution="float32".
+      TypeError: for anything but two QArrays, or one and a floating array, and for `spec` with two QArrays.
+      ValueError: for dimension numbers or shapes that do not fit, stochastic rounding by `spec`, a scale that changes
+        with every element along a contracted axis of two QArrays, or a contraction so long that it may not fit int32:
+        133,144 products at 8 x 8 bits symmetric, 66,311 if one is affine, 516 at 16 x 8. Products beyond 2 ** 24 have
+        no execution="float32".
 
     Source: Jacob et al., 2018; ONNX MatMulInteger.
 
@@ -355,10 +442,13 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
     >>> q = quantize(jnp.array([1.0, 2.0]), QuantSpec(), QParams(0.5, 0.0))
     >>> dot_general(q, q, (((0,), (0,)), ((), ()))).item()
     5.0
+    >>> dot_general(jnp.array([0.2, 1.0]), q, (((0,), (0,)), ((), ())), spec=QuantSpec(bits=2)).item()
+    2.0
     """
     execution = checked_execution(execution, LOWERINGS)
-    in_float = with_real_values(a, b, execution)
-    a, b = in_float or (checked_operand("a", a), checked_operand("b", b))
+    in_float = with_real_values(a, b, execution) if spec is None else None
+    checked = checked_operand if spec is None else _checked_beside(a, b, spec)
+    a, b = in_float or (checked("a", a), checked("b", b))
     (ca, cb), (ba, bb) = _dimension_numbers(dimension_numbers)
     _axes("dimension_numbers of a", (*ca, *ba), a.ndim)
     _axes("dimension_numbers of b", (*cb, *bb), b.ndim)
@@ -371,4 +461,7 @@ def dot_general(a: Any, b: Any, dimension_numbers: Any, *, execution: str = "aut
             )
     if in_float:
         return lax.dot_general(a, b, ((ca, cb), (ba, bb)))
-    return contraction(a, b, Dot((ca, cb), (ba, bb), execution=execution))
+    dot = Dot((ca, cb), (ba, bb), execution=execution)
+    if spec is None:
+        return contraction(a, b, dot)
+    return _quantized_dot(b, a, 1, spec, dot) if isinstance(a, QArray) else _quantized_dot(a, b, 0, spec, dot)

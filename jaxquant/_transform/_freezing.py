@@ -16,7 +16,7 @@ from jax import Array
 from .._affine import is_quantized_with, quantize
 from .._integer._operands import with_own_sums
 from .._paths import is_qarray, named_in_errors, with_paths
-from .._qarray import Frozen, QArray, check_dtypes, check_sums
+from .._qarray import Frozen, QArray, check_dtypes, check_sums, packed_dtype
 from .._qparams import QParams
 from .._scale_formats import TINY
 from .._sharding import is_inside_shard_map
@@ -40,8 +40,8 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
 def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QParams | None]) -> QArray:
     """Integers of a parameter, rounded to nearest or given by a solver, as they lie in memory when they are served."""
     values, spec = q.values, entry.spec
-    if spec.bits <= 4 and not spec.format and not entry.is_multiplied:
-        values = values.astype(jnp.int4 if spec.signed else jnp.uint4)
+    if (packed := packed_dtype(spec)) and not entry.is_multiplied:
+        values = values.astype(packed)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
     block = entry.layout.block if entry.layout else 0
     frozen = Frozen(q.shape, qparams.get(entry.key) is not None, has_static_inputs, entry.rule.activation, block)

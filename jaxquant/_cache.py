@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized arrays that are written and read in parts, such as the keys and values of an attention."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from . import _checks as checks
+from ._affine import quantize, real_values
+from ._granularity import granularity_of
+from ._groups import Windows, windows_of_groups, with_part
+from ._qarray import (
+    QArray,
+    Scales,
+    changed,
+    checked_operand,
+    groups_of,
+    packed_dtype,
+    permutation,
+    window_of,
+)
+from ._qparams import QParams
+from ._spec import QuantSpec, checked_spec, has_grid_of, qparams_shape
+
+
+def zeros(shape: Any, spec: QuantSpec, qparams: QParams | None = None, *, dtype: Any = jnp.float32) -> QArray:
+    """A quantized array of zeros, in the fewest bytes: an empty cache.
+
+    `quantize(jnp.zeros(shape, dtype), spec, qparams)`, with integers of 4 bits and fewer two in a byte.
+
+    Args:
+      shape: static, a tuple of ints.
+      spec: QuantSpec, static. A scale for each token and head of (batch, time, heads, features) is PerChannel((0, 1,
+        2)); one for each feature in blocks of 32 tokens PerBlock(1, 32).
+      qparams: QParams, traced or not, for a static scale such as PerTensor(). None is for scales that `update_slice`
+        fits to what it writes.
+      dtype: static, the floating dtype that `dequantize` returns.
+
+    Returns:
+      QArray. Where it is large, call this under `jax.jit`, which keeps no zeros in float.
+
+    Gradient: none; integers.
+
+    Raises:
+      TypeError, ValueError: as `quantize`.
+
+    Source: `jax.numpy.zeros`.
+
+    >>> from jaxquant import PerChannel, QuantSpec, zeros
+    >>> zeros((1, 64, 2, 16), QuantSpec(bits=4, granularity=PerChannel((0, 1, 2)))).stored.dtype
+    dtype(int4)
+    """
+    shape, packed = checks.static_ints("shape", shape), packed_dtype(checked_spec(spec))
+    q = quantize(jnp.zeros(shape, dtype), spec, qparams)
+    return dataclasses.replace(q, values=q.values.astype(packed)) if packed else q
+
+
+def dynamic_slice(operand: Any, start_indices: Any, slice_sizes: Any) -> QArray:
+    """A part of a quantized array, of static size, from where data say: such as a window of a cache.
+
+    Args:
+      operand: QArray of any shape.
+      start_indices: a tuple of one integer for each axis, static or traced. Negatives count from the end. A static one
+        must fit; a traced one is clamped as `lax.dynamic_slice` does, so that the part lies inside, and along an axis
+        with blocks then rounded down to the start of a block.
+      slice_sizes: static, a tuple of one int for each axis; whole blocks. Of values that share one scale along all of
+        an axis it may be any number.
+
+    Returns:
+      QArray of that shape, whose granularity follows its axes. `q[...]` is the same for static slices, and takes
+      integers.
+
+    Gradient: with respect to the scale, when its real values are used; integers have none.
+
+    Raises:
+      TypeError: for anything but a QArray, integers and static sizes.
+      ValueError: for tuples of another length, sizes beyond the shape, or a part that cuts blocks.
+      IndexError: for a static start that is out of range.
+
+    Source: `jax.lax.dynamic_slice`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import PerChannel, QuantSpec, dequantize, dynamic_slice, quantize
+    >>> q = quantize(jnp.array([[1.0], [2.0], [3.0]]), QuantSpec(granularity=PerChannel(0)))
+    >>> dequantize(dynamic_slice(q, (jnp.int32(1), 0), (2, 1))).tolist()
+    [[2.0], [3.0]]
+    """
+    q = checked_operand("operand", operand)
+    sizes = checks.static_ints("slice_sizes", slice_sizes)
+    _check_fits("slice_sizes", sizes, q.shape)
+    starts = _one_for_each_axis("start_indices", start_indices, q.shape)
+    return q._part(_windows("start_indices", q, starts, sizes))
+
+
+def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray:
+    """A quantized array with a part of it written anew: `lax.dynamic_update_slice` of values and of their scales.
+
+    Groups that share a scale lie wholly in the part that is written, and get the scale of `new`: the result is that
+    of quantizing the real values whole. A token of a cache (batch, time, heads, features) with a scale for each token
+    and head is written by `update_slice(cache, token[:, None], (0, t, 0, 0))`. A scale that no part of this shape could
+    change stays: that of PerTensor(), and those that are shared along each axis on which `new` is the smaller one.
+    `new` is then quantized with it, and what is larger saturates.
+
+    Under `jax.jit(..., donate_argnames=...)` and in the carry of `lax.scan` it is written in place. All is static but
+    arrays and traced indices, so that no step is traced or compiled again.
+
+    Args:
+      cache: QArray of any shape.
+      new: floating array of the rank of the cache and at most its size on each axis, quantized here by the spec of the
+        cache; or a QArray of this spec and these groups. Where a scale stays, a QArray is quantized again with it,
+        which keeps its integers if it has the same scale.
+      index: a tuple of one integer for each axis, static or traced: where `new` starts. Negatives count from the end. A
+        static one must fit; a traced one is clamped as `lax.dynamic_update_slice` does, so that `new` lies inside (a
+        token beyond the last overwrites the last), and along an axis with blocks then rounded down to the start of a
+        block.
+      key: PRNG key, for stochastic rounding alone.
+
+    Returns:
+      QArray, of the same structure, shapes and dtypes as the cache.
+
+    Gradient: none with respect to `new`, as `quantize`.
+
+    Raises:
+      TypeError: for an argument of another kind.
+      ValueError: for a shape, spec or tuple that does not fit, groups of which `new` is only a part, or scales with a
+        scale of the tensor (NVFP4), which is of all blocks.
+      IndexError: for a static index that is out of range.
+
+    Source: `jax.lax.dynamic_update_slice`; scales for each token, and keys for each channel in blocks of tokens: Liu et
+    al., 2024, "KIVI".
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import PerChannel, QuantSpec, dequantize, update_slice, zeros
+    >>> cache = zeros((3, 2), QuantSpec(granularity=PerChannel(0)))
+    >>> dequantize(update_slice(cache, jnp.array([[1.0, -1.0]]), (1, 0))).tolist()
+    [[0.0, 0.0], [1.0, -1.0], [0.0, 0.0]]
+    """
+    cache = checked_operand("cache", cache)
+    new = checked_operand("new", new) if isinstance(new, QArray) else checks.float_array("new", new)
+    if cache.spec.has_tensor_scale:
+        raise ValueError(
+            f"`cache` must have scales of its groups alone, got {cache.spec}, whose scale of the tensor is of all "
+            "groups, also of those that are not written. Use mxfp4_spec(axis), or float32 scales."
+        )
+    _check_fits("new", new.shape, cache.shape)
+    keeps = _keeps_scales(cache, new.shape)
+    if not keeps:
+        _check_whole_groups(cache, new.shape)
+    windows = _windows("index", cache, _one_for_each_axis("index", index, cache.shape), new.shape)
+    groups = tuple(
+        g if g <= 1 else g * size // n for g, size, n in zip(groups_of(cache), new.shape, cache.shape, strict=True)
+    )
+    q = _quantized_like(cache, new, groups, keeps, key)
+    if not keeps:
+        places = windows_of_groups(groups_of(cache), cache.shape, windows)
+        write = lambda v, new: _written(v, lax.reshape(new, groups), places)
+        cache = changed(cache, Scales(write(cache.scale, q.scale), write(cache.zero_point, q.zero_point), None))
+    there = permutation(cache.order, cache.ndim)
+    values = lax.transpose(q.values, there).astype(cache.stored.dtype)
+    as_stored = {there.index(axis): window for axis, window in windows.items()}
+    return changed(cache, stored=_written(cache.stored, values, as_stored))
+
+
+def _written(v: Array, new: Array, windows: Windows) -> Array:
+    """An array with a part of new values, in place if nothing else needs it."""
+    if not jnp.issubdtype(v.dtype, jnp.floating) or jnp.finfo(v.dtype).bits != 8:
+        return with_part(v, new, windows)
+    # As bytes: XLA:CPU would convert all the float8 of the array to float16, and back.
+    in_bytes = lambda v: lax.bitcast_convert_type(v, jnp.uint8)
+    return lax.bitcast_convert_type(with_part(in_bytes(v), in_bytes(new), windows), v.dtype)
+
+
+def _keeps_scales(cache: QArray, shape: tuple[int, ...]) -> bool:
+    """Whether no part of this shape could change a scale: each is also of what lies beside the part."""
+    smaller = [i for i, (size, n) in enumerate(zip(shape, cache.shape, strict=True)) if size < n]
+    groups, has_blocks = groups_of(cache), bool(cache.spec.granularity.sizes)
+    return cache.scale.ndim == 0 or (bool(smaller) and not has_blocks and all(groups[i] == 1 for i in smaller))
+
+
+def _check_whole_groups(cache: QArray, shape: tuple[int, ...]) -> None:
+    for axis, (g, size, n) in enumerate(zip(groups_of(cache), shape, cache.shape, strict=True)):
+        if g == 1 and size < n:
+            raise ValueError(
+                f"`new` must hold whole groups that share a scale, which span axis {axis} of `cache`, shape "
+                f"{cache.shape}, got shape {shape}: the scale is also of the values that stay. Write all {n} of them, "
+                f"or name axis {axis} in the granularity of the cache, which is that of {cache.spec}."
+            )
+
+
+def _quantized_like(cache: QArray, new: Array | QArray, groups: tuple[int, ...], keeps: bool, key: Any) -> QArray:
+    """What is written, with so many groups along its axes; with the scales of the cache where these stay."""
+    spec = dataclasses.replace(cache.spec, granularity=granularity_of(groups, new.shape))
+    if isinstance(new, QArray):
+        checks.rounding_key(key, False, "a QArray as `new`")
+        if not has_grid_of(new.spec, spec) or (not keeps and groups_of(new) != groups):
+            raise ValueError(
+                f"`new` must be of the spec of the cache, {cache.spec}, with a scale for each of {groups} groups along "
+                f"its axes, got {new.spec} with {groups_of(new)}. Pass it in float, and it is quantized here."
+            )
+        if not keeps:
+            return new
+        new, spec = real_values(new, jnp.dtype(jnp.float32)), dataclasses.replace(spec, rounding="half_even")
+    if not keeps:
+        return quantize(new, spec, key=key)
+    own = lambda v: v.astype(jnp.float32).reshape(qparams_shape(spec, new.shape))
+    return quantize(new, spec, QParams(own(cache.scale), own(cache.zero_point)), key=key)
+
+
+def _windows(name: str, q: QArray, starts: Sequence[Any], sizes: Sequence[int]) -> Windows:
+    """A part of a QArray that cuts no block."""
+    of = {axis: window_of(name, q, axis, *window) for axis, window in enumerate(zip(starts, sizes, strict=True))}
+    return {axis: window for axis, window in of.items() if window[1] != q.shape[axis]}
+
+
+def _one_for_each_axis(name: str, index: Any, shape: tuple[int, ...]) -> Sequence[Any]:
+    if not isinstance(index, tuple | list) or len(index) != len(shape):
+        got = f"{len(index)} of them" if isinstance(index, tuple | list) else checks.kind(index)
+        zeros = ", ".join(["0"] * len(shape))
+        raise ValueError(
+            f"`{name}` must be a tuple of {len(shape)} integers, one for each axis of shape {shape}, got {got}. "
+            f"The start is ({zeros})."
+        )
+    return index
+
+
+def _check_fits(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    what = f"`{name}`" if name == "slice_sizes" else f"the shape of `{name}`"
+    if len(sizes) != len(shape) or not all(0 <= size <= n for size, n in zip(sizes, shape, strict=True)):
+        raise ValueError(
+            f"{what} must have one size for each axis of a QArray of shape {shape}, and none above its own, got "
+            f"{sizes}. Add axes of size 1, or pass a smaller part."
+        )
