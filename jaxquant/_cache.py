@@ -54,7 +54,8 @@ def zeros(shape: Any, spec: QuantSpec, qparams: QParams | None = None, *, dtype:
     dtype(int4)
     """
     shape, packed = checks.static_ints("shape", shape), packed_dtype(checked_spec(spec))
-    q = quantize(jnp.zeros(shape, dtype), spec, qparams)
+    zero = lax.optimization_barrier(jnp.zeros((), dtype))  # else XLA computes it all while compiling, in minutes
+    q = quantize(jnp.broadcast_to(zero, shape), spec, qparams)
     return dataclasses.replace(q, values=q.values.astype(packed)) if packed else q
 
 
