@@ -17,7 +17,7 @@ ROOT = pathlib.Path(jaxquant.__file__).parent
 FLOORS = (  # from the ground up; the files of a folder share a floor, and stand on those before them
     ("_checks", "_custom_vjp", "_groups", "_sharding", "_table", "_version"),
     ("_granularity", "_numerics", "_pack"),
-    ("_formats", "_platform/_cpu", "_platform/_division", "_platform/_dots", "_platform/_gpu"),
+    ("_formats", "_platform/_cpu", "_platform/_division", "_platform/_dots", "_platform/_gpu", "_platform/_tiles"),
     ("_hadamard", "_scale_formats"),
     ("_spec",),
     ("_qarray", "_qparams", "_recipes"),
