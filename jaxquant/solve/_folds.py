@@ -75,12 +75,20 @@ def of_channels(reduce: Reduce, v: Any, factors: np.ndarray, sign: int, count: i
 
 def largest(leaves: Mapping[str, Any], found: Fold, paths: list[str], sign: int) -> Array:
     """The largest magnitude of what each factor changes in some parameters; 0 if it changes nothing there."""
-    each = [
-        of_channels(jax.ops.segment_max, jnp.abs(array(leaves[path])), found.factors[path], sign, found.size)
-        for path in paths
-    ]
-    highest = functools.reduce(jnp.maximum, [v.astype(jnp.float32) for v in each])
+
+    def of(path: str) -> Array:
+        factors = found.factors[path]
+        alike = tuple(axis for axis, n in enumerate(factors.shape) if n == 1)
+        return of_channels(jax.ops.segment_max, _largest(array(leaves[path]), alike), factors, sign, found.size)
+
+    highest = functools.reduce(jnp.maximum, [of(path).astype(jnp.float32) for path in paths])
     return jnp.where(highest > 0, highest, 0)  # of nothing: -inf
+
+
+@functools.partial(jax.jit, static_argnames="axes")
+def _largest(leaf: Array, axes: tuple[int, ...]) -> Array:
+    """The largest magnitude along some axes, on each device of its own part: flat, a parameter would be gathered."""
+    return jnp.abs(leaf).max(axes, keepdims=True, initial=0)
 
 
 def folded(leaf: Any, factors: np.ndarray, s: Array) -> Array:

@@ -19,12 +19,19 @@ from ._weights import Form, Weight, check_not_singular, checked_damping, damped,
 def _factors(lost: Array, gram: Gram, form: Form, rank: int, damping: Any) -> tuple[Array, Array]:
     """The product of rank r with which the squared error of the layer is least, of what is lost."""
     lost, moments = form.matrices(lost.astype(gram.products.dtype)), damped(gram.products, damping)
-    # With H = L L^T the error is |L^T E|^2, whose best approximation is in its singular vectors.
+    # With H = L L^T the error is |L^T E|^2, whose best approximation is in its singular vectors. Those of the shorter
+    # side are eigenvectors of its second moments, a sum over the longer side, which stays on its devices.
     lower = jnp.linalg.cholesky(moments)
-    left, values, right = jnp.linalg.svd(matmul(lower.mT, lost), full_matrices=False)
-    root = jnp.sqrt(values[..., :rank])
-    a = jax.scipy.linalg.solve_triangular(lower.mT, left[..., :rank] * root[..., None, :], lower=False)
-    return a, root[..., None] * right[..., :rank, :]
+    error = form.by_columns(matmul(lower.mT, lost))
+    is_wide = error.shape[-2] <= error.shape[-1]
+    wide = form.by_columns(error if is_wide else error.mT)
+    short = jnp.linalg.eigh(matmul(wide, wide.mT))[1][..., ::-1][..., :rank]  # largest first
+    long = matmul(short.mT, wide)
+    values = jnp.linalg.norm(long, axis=-1, keepdims=True)
+    root = jnp.sqrt(jnp.where(values > 0, values, 1))
+    short, long = short * root.mT, long / root
+    left, right = (short, long) if is_wide else (long.mT, short.mT)
+    return jax.scipy.linalg.solve_triangular(lower.mT, left, lower=False), right
 
 
 def low_rank(

@@ -52,7 +52,7 @@ def _errors(taken: _Taken, s: Array, form: Form, activation: QuantSpec | None) -
     gram = taken.divided(s)
     dtype = gram.products.dtype
     original = form.matrices(taken.leaf.astype(dtype))
-    w = original * taken.of_rows(s)[..., None]
+    w = form.by_columns(original * taken.of_rows(s)[..., None])
     qparams = fit_qparams(form.parameter(w).astype(taken.leaf.dtype), form.spec)
     grid = grid_in_matrices(form, qparams, dtype)
     error = squared_errors(grid.value(nearest(w, grid)) - w, gram.products).sum()

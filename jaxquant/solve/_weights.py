@@ -51,7 +51,10 @@ class Form(NamedTuple):
 
     def matrices(self, v: Array) -> Array:
         """The matrices (..., K, N) of an array of the weight's shape, split along N where the weight is split."""
-        v = self.layout.matrices(v)
+        return self.by_columns(self.layout.matrices(v))
+
+    def by_columns(self, v: Array) -> Array:
+        """Matrices (..., K, N), split along N where the weight is split."""
         if self.sharding is None:
             return v
         # Columns are solved each by itself; rows on other devices would be gathered for each.
