@@ -4,6 +4,8 @@
 import functools
 import math
 import re
+import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -505,6 +507,41 @@ def test_solvers_under_jit():
     for solver in (solve.gptq, solve.adaround):
         call = lambda params, grams, solver=solver: solver(params, q, grams, x, qparams=qparams)
         np.testing.assert_array_equal(jax.jit(call)(params, grams)["w"], call(params, grams)["w"])
+
+
+LAYERED = {"a": normal(1, 3, 8, 8), "b": normal(2, 8, 8)}
+
+
+def layered():
+    q = quantize_fn(lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["a"])[0] @ p["b"], [("*", W4)])
+    x = normal(3, 20, 8)
+    return q, x, q.observe(LAYERED, x, gram=True), q.init_qparams(LAYERED, x)
+
+
+@pytest.mark.parametrize("solver", [solve.gptq, solve.adaround])
+def test_a_jitted_call_may_take_the_memory_of_its_params(solver):
+    """Also of a stack, of which traced turns are put together; every buffer is of use."""
+    q, x, grams, qparams = layered()
+    call = lambda params, grams: solver(params, q, grams, x, qparams=qparams)
+    params = jax.tree.map(jnp.array, LAYERED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solved = jax.jit(call, donate_argnums=0)(params, grams)
+    assert all(v.is_deleted() for v in params.values())
+    jax.tree.map(np.testing.assert_array_equal, solved, call(LAYERED, grams))
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_weights_that_are_solved_in_calls_of_their_own_are_freed_one_by_one(freeze):
+    q, x, grams, qparams = layered()
+    params = jax.tree.map(jnp.array, LAYERED)
+    held = {name: weakref.ref(v) for name, v in params.items()}
+    for path, gram in grams.items():
+        params = solve.gptq(params, q, {path: gram}, x, qparams=qparams, freeze=freeze)
+        assert held.pop(path)() is None
+        assert all(ref() is not None for ref in held.values())
+    expected = solve.gptq(LAYERED, q, grams, x, qparams=qparams, freeze=freeze)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
 def test_params_that_are_not_the_first_argument_and_keywords():

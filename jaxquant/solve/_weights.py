@@ -206,9 +206,10 @@ def _in_turns(solve: Callable[[Weight], Any], weight: Weight) -> Any:
 
 
 def _stack(v: Array, n: int) -> Array:
-    """Room for n arrays, on the devices of the first."""
-    sharding = v.sharding if isinstance(v.sharding, jax.NamedSharding) else None
-    device = sharding and jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec))
+    """Room for n arrays, on the devices of the first; where it is traced, XLA chooses."""
+    sharding = None if isinstance(v, jax.core.Tracer) else v.sharding
+    is_named = isinstance(sharding, jax.NamedSharding)
+    device = jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec)) if is_named else None
     return jnp.zeros((n, *v.shape), v.dtype, device=device)
 
 
