@@ -28,6 +28,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "formats",
     "learned_scales",
     "solvers",
+    "memory",
     "devices",
     "accelerator",
 )
