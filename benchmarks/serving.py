@@ -34,12 +34,13 @@ GOALS = {1: 0.6, 8: 0.45, 128: 0.2}
 
 def serving_rows(rounds, *batches):
     q = quantize_fn(mlp, [Rule("*", weight_spec(8), SYMMETRIC)])
-    weight_only = quantize_fn(mlp, [("*", weight_spec(8))])
+    weights = {"": weight_spec(8), ", 4 bits": weight_spec(4), ", 4 bits in groups": weight_spec(4, block_size=32)}
     for rows in batches:
         x = normal(rows, 2048)
         s = q.init_qparams(PARAMS, x)
         frozen = q.freeze(PARAMS, x, qparams=s)
-        static, only = (lambda p, x, s: q(p, x, qparams=s)), weight_only.freeze(PARAMS, x)
+        static = lambda p, x, s: q(p, x, qparams=s)
+        only = {f"weight-only, frozen{name}": quantize_fn(mlp, [("*", spec)]) for name, spec in weights.items()}
         to = ratios(
             {
                 "float": kept(mlp, PARAMS, x),
@@ -47,7 +48,7 @@ def serving_rows(rounds, *batches):
                 "frozen, dynamic": kept(q, frozen, x),
                 "q(params, qparams=)": kept(static, PARAMS, x, s),
                 "q(params)": kept(q, PARAMS, x),
-                "weight-only, frozen": kept(weight_only, only, x),
+                **{name: kept(of, of.freeze(PARAMS, x), x) for name, of in only.items()},
             },
             "float",
             rounds,

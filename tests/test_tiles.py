@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight-only products of a few rows, which XLA:CPU computes tile by tile: the bits of the whole product."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,7 +11,17 @@ import pytest
 from jax import lax
 from lanes import cases
 
-from jaxquant import QuantSpec, float8_spec, quantize_fn, weight_spec
+from jaxquant import (
+    PerBlock,
+    PerChannel,
+    QuantSpec,
+    dequantize,
+    dot_general,
+    float8_spec,
+    quantize,
+    quantize_fn,
+    weight_spec,
+)
 from jaxquant._platform._tiles import tile_of
 
 pytestmark = pytest.mark.bits
@@ -41,6 +52,9 @@ USES = {
         lambda w, x: lax.ragged_dot(x, w, jnp.int32([2, 3, 1])), normal(3, 512, 1024), normal(6, 512),
     ),
     "layers in a scan": (over_layers, normal(2, 1024, 1536), normal(2, 1024)),
+    "rows of the weight": (
+        lambda w, x: lax.dot_general(x, w, (((1,), (1,)), ((), ()))), normal(2048, 512), normal(1, 512),
+    ),
     "bfloat16": (plain, normal(512, 2048, dtype=BF16), normal(3, 512, dtype=BF16)),
     "cast to bfloat16": (lambda w, x: x @ w.astype(BF16), normal(512, 2048), normal(3, 512, dtype=BF16)),
     "a reshaped one": (lambda w, x: x @ w.reshape(512, 2048), normal(8, 64, 2048), normal(3, 512)),
@@ -75,6 +89,32 @@ def test_the_bits_are_those_of_the_whole_product(use, spec):
     np.testing.assert_array_equal(program(frozen, x), want)
     np.testing.assert_array_equal(q(frozen, x), want)
     assert loops(program) == 1 + ("scan" in use)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("columns", [0, 1])
+def test_dot_general_by_hand(columns, spec):
+    """Also with the rows of the weight as its columns, and a cache's keys, whose scales are of a token."""
+    shape = (512, 2048) if columns else (2048, 512)
+    axis = 1 - columns
+    own = dataclasses.replace(SPECS[spec], granularity=PerBlock(axis, 32) if "groups" in spec else PerChannel(columns))
+    w, x, numbers = quantize(normal(*shape), own), normal(3, 512), (((1,), (axis,)), ((), ()))
+    product = jax.jit(lambda x, w: dot_general(x, w, numbers))
+    want = jax.jit(lambda x, w: lax.dot_general(x, dequantize(w), numbers))(x, w)
+    np.testing.assert_array_equal(product(x, w), want)
+    assert loops(product.lower(x, w).compile()) == 1
+    np.testing.assert_array_equal(
+        jax.jit(lambda x, w: dot_general(w, x, (((axis,), (1,)), ((), ()))))(x, w),
+        jax.jit(lambda x, w: lax.dot_general(dequantize(w), x, (((axis,), (1,)), ((), ()))))(x, w),
+    )
+
+
+def test_scores_of_a_cache():
+    keys = quantize(normal(2, 1024, 4, 64), QuantSpec(granularity=PerChannel((0, 1, 2))))
+    query, numbers = normal(2, 4, 64), (((2,), (3,)), ((0, 1), (0, 2)))
+    product = jax.jit(lambda x, w: dot_general(x, w, numbers))
+    want = jax.jit(lambda x, w: lax.dot_general(x, dequantize(w), numbers))(query, keys)
+    np.testing.assert_array_equal(product(query, keys), want)
 
 
 def test_no_float_weight_is_written():
@@ -116,7 +156,7 @@ WHOLE = {
     "a transpose": (lambda w, x: x @ w.T, normal(2048, 512), normal(3, 512)),
     "the first operand": (lambda w, x: w.T @ x.T, normal(512, 2048), normal(3, 512)),
     "a small weight": (plain, normal(256, 512), normal(3, 256)),
-    "many rows": (plain, normal(512, 2048), normal(65, 512)),
+    "many rows": (plain, normal(512, 2048), normal(129, 512)),
     "columns of no power of two": (plain, normal(512, 2100), normal(3, 512)),
 }
 
@@ -148,7 +188,7 @@ def test_other_platforms_have_the_whole_product():
 @pytest.mark.parametrize(
     ("rows", "shape", "expected"),
     [
-        (1, (2048, 2048), 256), (64, (2048, 2048), 256), (65, (2048, 2048), 0), (1, (2048, 5632), 256),
+        (1, (2048, 2048), 256), (128, (2048, 2048), 256), (129, (2048, 2048), 0), (1, (2048, 5632), 256),
         (1, (5632, 2048), 64), (1, (512, 512), 0), (1, (512, 2048), 1024), (1, (128, 2048), 0),
         (1, (2048, 50257), 0), (1, (16384, 4096), 0), (0, (2048, 2048), 0), ("b", (2048, 2048), 0),
     ],

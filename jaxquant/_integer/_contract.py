@@ -179,17 +179,26 @@ def contraction(a: QArray, b: QArray, op: ContractionOp) -> Array:
     return contract(op, *(QuantizedOperand(real_values(q, q.dtype), q) for q in in_float32))
 
 
-def with_real_values(a: Any, b: Any, execution: str) -> tuple[Array, Array] | None:
-    """The real values of both operands if one of them is in float; None if both are integers."""
+def is_weight_only(a: Any, b: Any, execution: str) -> bool:
+    """Whether one of two operands is in float, for which there is no execution."""
     if isinstance(a, QArray) == isinstance(b, QArray):
-        return None
+        return False
     if execution not in ("auto", "int8"):
         raise ValueError(
             f"`execution` is for two QArrays, got {execution!r} with one operand in float, which is a contraction in "
             "float. Drop it, or quantize the other operand."
         )
-    if isinstance(a, QArray):
-        b = checks.float_array("b", b)
-        return real_values(checked_operand("a", a), b.dtype), b
-    a = checks.float_array("a", a)
-    return a, real_values(checked_operand("b", b), a.dtype)
+    return True
+
+
+def checked_either(name: str, v: Any) -> Any:
+    """Returns `v`, which must be a QArray, or a floating array beside one."""
+    return checked_operand(name, v) if isinstance(v, QArray) else checks.float_array(name, v)
+
+
+def with_real_values(a: Any, b: Any) -> tuple[Array, Array]:
+    """The operands, of which one is in float, with the real values of the other one in its dtype."""
+    a, b = checked_either("a", a), checked_either("b", b)
+    dtype = (b if isinstance(a, QArray) else a).dtype
+    real = lambda v: real_values(v, dtype) if isinstance(v, QArray) else v
+    return real(a), real(b)

@@ -19,7 +19,14 @@ from .._platform._gpu import convolution
 from .._qarray import QArray, checked_operand
 from .._spec import QuantSpec
 from ._axes import Matrix, in_output
-from ._contract import ContractionOp, contraction, scaled, with_real_values, without_zeros
+from ._contract import (
+    ContractionOp,
+    contraction,
+    is_weight_only,
+    scaled,
+    with_real_values,
+    without_zeros,
+)
 from ._conv_gradient import Transposed
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen
@@ -304,8 +311,8 @@ def conv_general_dilated(
     [[[2.0, 3.0, 3.0, 2.0]]]
     """
     execution = checked_execution(execution, LOWERINGS)
-    in_float = with_real_values(a, b, execution)
-    a, b = in_float or (checked_operand("a", a), checked_operand("b", b))
+    in_float = is_weight_only(a, b, execution)
+    a, b = with_real_values(a, b) if in_float else (checked_operand("a", a), checked_operand("b", b))
     if a.ndim != b.ndim or a.ndim < 2:
         raise ValueError(
             f"`a` and `b` must have one rank, at least 2, got shapes {a.shape} and {b.shape}. Add the batch, feature "

@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -22,10 +22,20 @@ from .._sharding import shard_like, vary_together
 from .._spec import QuantSpec, checked_spec
 from .._straight_through import quantize_straight_through
 from ._axes import Matrix, arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
-from ._contract import ContractionOp, contract, contraction, scaled, with_real_values, without_zeros
+from ._contract import (
+    ContractionOp,
+    checked_either,
+    contract,
+    contraction,
+    is_weight_only,
+    scaled,
+    with_real_values,
+    without_zeros,
+)
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
 from ._operands import QuantizedOperand, centred, codes, largest_magnitude, plain, rounded, sums_along
+from ._weight_only import by_columns, part_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,8 +366,8 @@ def _in_order_of(own: Sequence[int], other: Sequence[int]) -> list[int]:
     return [axis for _, axis in sorted(zip(own, other, strict=True))]
 
 
-def _checked_beside(a: Any, b: Any, spec: Any) -> Callable[[str, Any], Any]:
-    """What checks an operand where `spec` is for the one in float."""
+def _check_spec(a: Any, b: Any, spec: Any) -> None:
+    """Refuses a `spec` that is not for an operand in float."""
     if isinstance(a, QArray) == isinstance(b, QArray):
         raise TypeError(
             f"`spec` is for an operand in float that meets a QArray, got {checks.kind(a)} and {checks.kind(b)}. Drop "
@@ -367,7 +377,17 @@ def _checked_beside(a: Any, b: Any, spec: Any) -> Callable[[str, Any], Any]:
         raise ValueError(
             f"`spec` must round to nearest, got {spec}. Pass the operand as quantize(x, spec, key=jax.random.key(...))."
         )
-    return lambda name, v: checked_operand(name, v) if isinstance(v, QArray) else checks.float_array(name, v)
+
+
+@functools.partial(jax.jit, static_argnames="dot")
+def _in_float(dot: Dot, a: Any, b: Any) -> Array:
+    """`dot` of an operand in float and the real values of a QArray, in the dtype of the former."""
+    product = lambda a, b: lax.dot_general(*with_real_values(a, b), (dot.contracted, dot.batch))
+    side = int(isinstance(b, QArray))
+    q = (a, b)[side]
+    if q.order is not None or q.spec.format:
+        return product(a, b)
+    return by_columns(dot, product, part_of, side, q.shape, (a, b))
 
 
 @functools.partial(jax.jit, static_argnames=("side", "spec", "dot"))
@@ -446,9 +466,11 @@ def dot_general(
     2.0
     """
     execution = checked_execution(execution, LOWERINGS)
-    in_float = with_real_values(a, b, execution) if spec is None else None
-    checked = checked_operand if spec is None else _checked_beside(a, b, spec)
-    a, b = in_float or (checked("a", a), checked("b", b))
+    if spec is not None:
+        _check_spec(a, b, spec)
+    in_float = spec is None and is_weight_only(a, b, execution)
+    checked = checked_either if in_float or spec is not None else checked_operand
+    a, b = checked("a", a), checked("b", b)
     (ca, cb), (ba, bb) = _dimension_numbers(dimension_numbers)
     _axes("dimension_numbers of a", (*ca, *ba), a.ndim)
     _axes("dimension_numbers of b", (*cb, *bb), b.ndim)
@@ -459,9 +481,9 @@ def dot_general(
                 f"The {what} axes must have the same sizes, got {sizes[0]} of `a`, shape {a.shape}, and {sizes[1]} of "
                 f"`b`, shape {b.shape}. Correct dimension_numbers={dimension_numbers}."
             )
-    if in_float:
-        return lax.dot_general(a, b, ((ca, cb), (ba, bb)))
     dot = Dot((ca, cb), (ba, bb), execution=execution)
+    if in_float:
+        return _in_float(dot, a, b)
     if spec is None:
         return contraction(a, b, dot)
     return _quantized_dot(b, a, 1, spec, dot) if isinstance(a, QArray) else _quantized_dot(a, b, 0, spec, dot)

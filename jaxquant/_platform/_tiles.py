@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from .._sharding import vary_together
 
-_MOST_ROWS = 64  # with more, the weight is converted once for many
+_MOST_ROWS = 128  # with more, the weight is converted once for many
 _LEAST = 2**18  # elements of a weight; smaller ones are in the cache anyway, and their products in another kernel
 _TILE = 2**19  # elements of a tile, which stays in the cache as floats
 

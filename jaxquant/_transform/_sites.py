@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,15 +20,15 @@ from .._hadamard import hadamard
 from .._integer._contract import Precision, contract
 from .._integer._operands import QuantizedOperand
 from .._integer._ops import OPS
+from .._integer._weight_only import by_columns
 from .._jaxpr._calls import CALLS
 from .._jaxpr._evaluate import Inputs, Replacements, Scope
 from .._jaxpr._program import NAME, Location, params_of
-from .._jaxpr._quantized_param import QuantizedParam, dequantized, from_integers, ordered, qarray
+from .._jaxpr._quantized_param import QuantizedParam, dequantized, from_integers, qarray
 from .._paths import named_in_errors
-from .._platform._tiles import in_tiles, tile_of
 from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
-from .._sharding import is_explicit, replicated
+from .._sharding import replicated
 from .._spec import QuantSpec, qparams_shape
 from .._straight_through import nan_flags, quantize_straight_through, with_gradient_of
 from ._choices import Choice, Decision
@@ -208,9 +207,10 @@ class SiteEvaluator(NamedTuple):
         whole = lambda *operands: from_integers(
             lambda *values: eqn.primitive.bind(*values, **eqn.params), operands, unguarded
         )
-        for side, v in enumerate(operands[:2]):
-            if isinstance(v, QuantizedParam) and v.real is None and decision.operands[side].is_weight:
-                return _by_columns(decision, whole, side, operands)
+        for side, choice in enumerate(decision.operands):
+            if _has_tiles(choice, v := operands[side], operands[1 - side]):
+                op, shape = decision.contraction.as_op(), v.quantized.shape
+                return by_columns(op, whole, _column_part, side, shape, operands)
         return whole(*operands)
 
     def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
@@ -381,31 +381,25 @@ def _checked(v: Any) -> QuantizedParam:
     )
 
 
-def _by_columns(decision: Decision, whole: Callable[..., Array], side: int, operands: Sequence[Any]) -> Array:
-    """The product with a weight that is integers alone, by tiles of its columns where a platform wants it so."""
-    ndims = [len(operand.shape) for operand in decision.contraction.operands]
-    columns, weight = decision.contraction.as_op().columns(side, ndims), operands[side]
-    shape, other = weight.quantized.shape, operands[1 - side]
-    summed = decision.operands[1 - side].contracted
-    rows = math.prod(n for i, n in enumerate(other.shape) if i not in summed)
-    axis, of_result = columns or (0, 0)
-    tile = tile_of(rows, math.prod(shape), shape[axis]) if columns else 0
-    moves = decision.operands[side].operand.origin.moves
-    # Of a transpose XLA makes another product in a loop than outside.
-    is_moved = moves is None or any(move.primitive is lax.transpose_p for move in moves)
-    # Nor of floats of 8 bits, which XLA:CPU converts on one thread as slowly as it writes them.
-    is_whole = is_moved or weight.quantized.spec.format or isinstance(other, QuantizedParam) or is_explicit(other)
-    if not tile or is_whole:
-        return whole(*operands)
+def _column_part(parameter: QuantizedParam, axis: int, start: Array, size: int) -> QuantizedParam:
+    """So much of a parameter along an axis."""
+    n = parameter.quantized.shape[axis]
+    of_groups = lambda v: grouping.picked(v, axis, n, start, size)
+    return parameter.map(lambda v: lax.dynamic_slice_in_dim(v, start, size, axis), of_groups)
 
-    def part(start: Array, *operands: Any) -> Array:
-        own = ordered(operands[side])
-        of_values = lambda v: lax.dynamic_slice_in_dim(v, start, tile, axis)
-        own = own.map(of_values, lambda v: grouping.picked(v, axis, shape[axis], start, tile))
-        return whole(*(own if i == side else v for i, v in enumerate(operands)))
 
-    value = in_tiles(whole, part, of_result, shape[axis], tile, *lax.stop_gradient(tuple(operands)))
-    return with_gradient_of(whole(*operands), value)
+def _has_tiles(choice: Choice, v: Any, other: Any) -> bool:
+    """Whether an operand is a weight of which parts are like the whole.
+
+    Of a transpose XLA makes another product in a loop than outside; floats of 8 bits XLA:CPU converts on one thread as
+    slowly as it writes them.
+    """
+    moves = choice.operand.origin.moves
+    if not isinstance(v, QuantizedParam) or isinstance(other, QuantizedParam) or not choice.is_weight or moves is None:
+        return False
+    is_transposed = any(move.primitive is lax.transpose_p for move in moves)
+    q = v.quantized
+    return v.real is None and q.order is None and not q.spec.format and not is_transposed
 
 
 def _value(parameter: QuantizedParam, guarded: bool = True) -> Array:
