@@ -295,7 +295,9 @@ def _check_gram(gram: Gram, layout: Layout) -> None:
             f"the Gram must be of at least one row for each matrix of the weight, got {np.asarray(gram.rows).tolist()} "
             "rows. Observe batches that reach it, such as all branches and experts; or leave it out of `grams`."
         )
-    if not all(bool(jnp.isfinite(v).all()) for v in (gram.products, gram.sums)):
+    with jax.ensure_compile_time_eval():  # also where a call is traced in which it is a constant
+        is_finite = all(bool(jnp.isfinite(v).all()) for v in (gram.products, gram.sums))
+    if not is_finite:
         raise ValueError(
             "the Gram has NaN or infinite numbers, so that an input has them, or values whose squares overflow. Look "
             "for them in q.observe(params, ...)."
