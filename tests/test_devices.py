@@ -19,7 +19,7 @@ import pytest
 from exact import differing
 
 from benchmarks import aot, by_hand, devices, exactness
-from jaxquant import quantize_fn
+from jaxquant import float8_spec, quantize_fn, weight_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
 TARGETS = "v5e", "h100"
@@ -133,6 +133,25 @@ def test_nothing_that_the_cpu_wants_is_in_what_serves(kind, rows, target):
     if kind in IN_INTEGERS:
         assert set(compiled.products) <= {S8}
         assert compiled.products or rows == 1
+
+
+def weights_in_float(spec, rows, target):
+    """What a program that serves such a weight writes of it in float, but for what stays on a TPU's chip: S(1)."""
+    q, w, x = quantize_fn(lambda w, x: x @ w, [("", spec)]), jnp.zeros((2048, 2048)), jnp.zeros((rows, 2048))
+    compiled = aot.compiled(q, (q.freeze(w, x), x), target)
+    found = re.findall(r"= \(?(?:f32|bf16)\[2048,2048\]\S*", compiled.optimized[compiled.optimized.index("ENTRY") :])
+    return [layout for layout in found if "S(1)" not in layout]
+
+
+@compiles
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    "spec", [weight_spec(8), weight_spec(4), weight_spec(4, block_size=32), float8_spec()], ids=str
+)
+def test_a_tpu_reads_weights_as_integers(spec, rows):
+    """XLA:GPU writes them in float for the kernel of the product, as this would see."""
+    assert not weights_in_float(spec, rows, "v5e")
+    assert weights_in_float(spec, rows, "h100")
 
 
 @compiles
