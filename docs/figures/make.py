@@ -227,6 +227,18 @@ def solvers():
     return figure
 
 
+def caches():
+    """Bits per character by the bytes of the cache, by the table that notebook 11 prints."""
+    (table,) = (text for text in printed("11_generate") if text.startswith("cache "))
+    figure, axis = plt.subplots(figsize=(9, 3.2))
+    for (name, size, bits), marker in zip(re.findall(r"^(\w+) +(\d+) +([\d.]+) ", table, re.M), "os^vD", strict=True):
+        axis.plot(int(size), float(bits), marker, markersize=9, label=name)
+    axis.set(title="A language model with 4-bit weights, by its cache", ylabel="bits per character")
+    axis.set(xlabel="bytes of the cache per token", xlim=(0, None))
+    axis.legend()
+    return figure
+
+
 def staircase():
     """Fake quantization of 3 bits, and the gradient with respect to x: straight through inside the range."""
     spec, qparams = QuantSpec(bits=3), QParams(1.0, 0.0)
@@ -474,6 +486,7 @@ FIGURES = (
     benchmarks,
     serving,
     solvers,
+    caches,
     staircase,
     granularities,
     onto_the_grid,
