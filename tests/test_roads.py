@@ -198,6 +198,9 @@ ODD = {
     "a vector": (lambda p, x: x @ p["w"], {"w": normal(1, 24, 5)}, ROWS[0], W8, A8),
     "4 bits": (lambda p, x: x @ p["w"], {"w": normal(1, 24, 5)}, ROWS, weight_spec(4), activation_spec(4)),
     "unsigned": (lambda p, x: x @ p["w"], {"w": normal(1, 24, 5)}, ROWS, W8, activation_spec(8, signed=False)),
+    "unsigned weights": (
+        lambda p, x: x @ p["w"], {"w": normal(1, 24, 5)}, ROWS, weight_spec(4, signed=False, symmetric=False), A8
+    ),
     "one scale": (lambda p, x: x @ p["w"].T, {"w": normal(1, 5, 24)}, ROWS, activation_spec(8), A8),
 }  # fmt: skip
 

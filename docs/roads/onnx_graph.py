@@ -119,7 +119,8 @@ def site(info, x):
     if spec.dtype not in (jnp.int8, jnp.uint8):
         raise ValueError(f"{info.name!r} is of {spec.dtype}, ONNX multiplies int8 and uint8. Take up to 8 bits.")
     scale, zero_point = (lax.reshape(v, (*(1,) * (x.ndim - v.ndim), *v.shape)) for v in info.qparams)
-    zero_point = jnp.round(zero_point)  # while it is learned it lies between integers
+    # While it is learned it lies between integers; of a frozen weight it has their dtype, and unsigned ones would wrap.
+    zero_point = jnp.round(zero_point.astype(jnp.float32))
     limits = jnp.iinfo(spec.dtype)
     if (spec.qmin, spec.qmax) != (limits.min, limits.max):  # QuantizeLinear clips at the limits of the dtype
         x = jnp.clip(x, (spec.qmin - zero_point) * scale, (spec.qmax - zero_point) * scale)
