@@ -26,7 +26,19 @@ from shipped import (
     quantized_language_model,
 )
 
-from jaxquant import Rule, activation_spec, float8_spec, load, quant_point, quantize_fn, weight_spec
+from jaxquant import (
+    PerBlock,
+    QParams,
+    QuantSpec,
+    Rule,
+    activation_spec,
+    dequantize,
+    float8_spec,
+    load,
+    quant_point,
+    quantize_fn,
+    weight_spec,
+)
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "docs" / "roads"))
@@ -87,7 +99,7 @@ def onnx():
     return onnx_graph
 
 
-def run_onnx(model, *args, optimized=True, outputs=None, is_exact=True):
+def run_onnx(model, *args, optimized=True, outputs=None, is_exact=True, entries=()):
     """The results in ONNX Runtime, and the ops of the graph that it ran."""
     import onnx
     import onnxruntime
@@ -97,6 +109,8 @@ def run_onnx(model, *args, optimized=True, outputs=None, is_exact=True):
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     if is_exact:  # else products saturate without VNNI
         options.add_session_config_entry("session.x64quantprecision", "1")
+    for name, value in entries:
+        options.add_session_config_entry(name, value)
     with tempfile.TemporaryDirectory() as folder:
         options.optimized_model_filepath = f"{folder}/optimized.onnx"
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -218,12 +232,205 @@ def test_integer_graphs_of_other_ops_have_the_same_bits(name):
         assert (y != np.asarray(jax.jit(q)(values, x * 1.5, qparams=qparams))).sum() == 0
 
 
-def test_a_weight_alone_is_a_pair():
-    q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", weight_spec(8))])
-    params = {"w": normal(1, 24, 5)}
-    y, ops = run_onnx(onnx().onnx_model(q, params, ROWS, qparams=q.init_qparams(params, ROWS)), ROWS, optimized=False)
-    assert ops == ["DequantizeLinear", "MatMul"]
-    np.testing.assert_allclose(y, q(params, ROWS), rtol=1e-5, atol=1e-6)
+def product(p, x):
+    return x @ p["w"]
+
+
+def weight_first(p, x):
+    return jax.vmap(lambda x: p["w"] @ x)(x)
+
+
+def outputs_first(p, x):
+    return x @ p["w"].T
+
+
+def from_heads(p, x):
+    return jnp.einsum("bhd,hdn->bn", x, p["w"])
+
+
+def to_heads(p, x):
+    return jnp.einsum("btd,dhk->bthk", x, p["w"])
+
+
+AFFINE = {"symmetric": False}
+# Name: the function, the shapes of the weight and of one row of inputs, the spec.
+WEIGHTS_ALONE = {
+    "4 bits in groups": (product, (64, 48), (64,), weight_spec(4, block_size=32)),
+    "4 bits": (product, (64, 48), (64,), weight_spec(4)),
+    "8 bits": (product, (64, 48), (64,), weight_spec(8)),
+    "4 bits, affine, three groups": (product, (48, 5), (48,), weight_spec(4, block_size=16, **AFFINE)),
+    "8 bits, affine": (product, (64, 48), (64,), weight_spec(8, **AFFINE)),
+    "8 bits in groups": (product, (64, 5), (64,), weight_spec(8, block_size=16)),
+    "3 bits, unsigned": (product, (64, 48), (64,), weight_spec(3, signed=False, **AFFINE)),
+    "one scale": (product, (64, 5), (64,), QuantSpec(bits=4)),
+    "groups of 96": (product, (192, 5), (192,), weight_spec(4, block_size=96)),
+    "more than 256": (product, (512, 5), (512,), weight_spec(4)),
+    "no block divides": (product, (24, 5), (24,), weight_spec(4, **AFFINE)),
+    "outputs first": (outputs_first, (48, 64), (64,), weight_spec(4, block_size=16)),
+    "weight first": (weight_first, (48, 64), (64,), weight_spec(4, block_size=16)),
+    "to heads": (to_heads, (64, 2, 3), (2, 64), weight_spec(4, block_size=16)),
+    "from heads": (from_heads, (4, 16, 9), (4, 16), weight_spec(4, **AFFINE)),
+    "from heads, groups": (from_heads, (4, 32, 9), (4, 32), QuantSpec(bits=4, granularity=PerBlock((0, 1), (1, 16)))),
+}
+
+
+def as_weight_of_rows(f, v):
+    """The weight of f as (K, N), for rows of inputs with K numbers."""
+    if f in (outputs_first, weight_first):
+        return v.T
+    return v.reshape(-1, v.shape[-1]) if f is from_heads else v.reshape(len(v), -1)
+
+
+def along_blocks(v, shape):
+    """A scale, or zero point, for each element."""
+    v = np.reshape(v, np.shape(v) or (1,) * len(shape))
+    return np.kron(v, np.ones([n // m for n, m in zip(shape, v.shape, strict=True)]))
+
+
+def initializers(model):
+    from onnx import numpy_helper
+
+    return {v.name: numpy_helper.to_array(v) for v in model.graph.initializer}
+
+
+def unpacked(model):
+    """Integers, scales and zero points of the one MatMulNBits of a graph, each as (K, N)."""
+    (node,) = (node for node in model.graph.node if node.op_type == "MatMulNBits")
+    of = {v.name: v.i for v in node.attribute}
+    stored, scale, *zero_point = (initializers(model)[name] for name in node.input[1:])
+    halves = lambda v: np.stack([v & 15, v >> 4], -1).reshape(*v.shape[:-1], -1) if of["bits"] == 4 else v
+    blocks = -(-of["K"] // of["block_size"])
+    assert stored.shape == (of["N"], blocks, of["block_size"] * of["bits"] // 8)
+    zeros = halves(zero_point[0])[:, :blocks] if zero_point else np.full(scale.shape, 2 ** (of["bits"] - 1))
+    of_each = lambda v: np.repeat(v, of["block_size"], 1)[:, : of["K"]].T
+    return halves(stored).reshape(of["N"], -1)[:, : of["K"]].T.astype(int), of_each(scale), of_each(zeros).astype(int)
+
+
+def with_whole_sums(qparams):
+    """Qparams whose scales are powers of two."""
+    return {key: QParams(2.0 ** jnp.round(jnp.log2(v.scale)), v.zero_point) for key, v in qparams.items()}
+
+
+@functools.cache
+def weight_alone(name):
+    """A function with one weight, its params, qparams with scales that are powers of two, and shapes of its inputs."""
+    f, shape, row, spec = WEIGHTS_ALONE[name]
+    q, params = quantize_fn(f, [("w", spec)]), {"w": normal(1, *shape)}
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape(", ".join(("rows", *map(str, row)))), jnp.float32)
+    return q, params, with_whole_sums(q.init_qparams(params, jnp.zeros((1, *row)))), rows
+
+
+@pytest.mark.parametrize("name", WEIGHTS_ALONE)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_weight_alone_is_a_matmul_nbits_of_our_integers(name, is_frozen):
+    f, shape, row, spec = WEIGHTS_ALONE[name]
+    q, params, _, rows = weight_alone(name)
+    x = jnp.zeros((1, *row))
+    qparams, frozen = q.init_qparams(params, x), q.freeze(params, x)
+    given = {"qparams": None if is_frozen else qparams}
+    model = onnx().onnx_model(q, frozen if is_frozen else params, rows, **given)
+    (integers, scale, zero_point), of = unpacked(model), frozen["w"]
+    offset = (8 if spec.bits <= 4 else 128) if spec.signed else 0
+    for got, want in (
+        (integers - offset, of.values),
+        (zero_point - offset, along_blocks(of.zero_point, shape)),
+        (scale, along_blocks(of.scale, shape)),
+    ):
+        np.testing.assert_array_equal(got, as_weight_of_rows(f, np.asarray(want)))
+    for n in (1, 37):
+        x = normal(n, n, *row)
+        y, ops = run_onnx(model, x)
+        assert ops.count("MatMulNBits") == 1
+        assert not {"MatMul", "Gemm", "DequantizeLinear"} & set(ops)
+        # Of two float sums of K products in any order each rounds a number K + 1 times at most.
+        absolute = np.abs(x, dtype=float).reshape(-1, len(integers)) @ np.abs(
+            (integers - zero_point) * scale, dtype=float
+        )
+        bound = 2 * (len(integers) + 1) * 2.0**-24 * absolute.reshape(y.shape)
+        assert (np.abs(y - np.asarray(q(frozen, x), float)) <= bound).all()
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize("name", WEIGHTS_ALONE)
+def test_a_weight_alone_has_the_same_bits_where_sums_are_exact(name, optimized, compared):
+    q, params, qparams, rows = weight_alone(name)
+    model = onnx().onnx_model(q, params, rows, qparams=qparams)
+    for n in (1, 37):
+        x = np.float32(np.random.default_rng(n).integers(-8, 9, (n, *rows.shape[1:])))
+        y, want = run_onnx(model, x, optimized=optimized)[0], np.asarray(jax.jit(q)(params, x, qparams=qparams))
+        compared("ONNX Runtime", "MatMulNBits, exact sums", y.size, (y != want).sum())
+        assert (y != want).sum() == 0
+
+
+def test_a_weight_alone_of_a_vector():
+    q, params, qparams, _ = weight_alone("4 bits in groups")
+    x = jnp.arange(64.0) - 20
+    y, ops = run_onnx(onnx().onnx_model(q, params, x, qparams=qparams), x)
+    assert "MatMulNBits" in ops
+    assert (y != q(params, x, qparams=qparams)).sum() == 0
+
+
+def test_weights_alone_stand_beside_other_products(compared):
+    def model(p, x):
+        y = jax.nn.relu(x @ p["a"])
+        return y @ p["b"], y @ p["c"], y @ p["d"]
+
+    rules = [("a", weight_spec(4, block_size=32)), Rule("b", W8, A8), Rule("c", None), ("d", weight_spec(8))]
+    params = {name: normal(i, 64, n) for i, (name, n) in enumerate(zip("abcd", (64, 6, 7, 8), strict=True))}
+    params["c"] = jnp.round(params["c"] * 8)
+    q, x = quantize_fn(model, rules), np.float32(np.random.default_rng(9).integers(-8, 9, (32, 64)))
+    qparams = with_whole_sums(q.init_qparams(params, x))
+    graph = onnx().onnx_model(q, q.freeze(params, x, qparams=qparams), x, qparams={"b:input": qparams["b:input"]})
+    ops = [node.op_type for node in graph.graph.node]
+    assert [ops.count(name) for name in ("MatMulNBits", "MatMulInteger", "DequantizeLinear")] == [2, 1, 0]
+    assert ops.count("MatMul") + ops.count("Gemm") == 1
+    results, _ = run_onnx(graph, x, outputs=[v.name for v in graph.graph.output])
+    for y, want in zip(results, q(params, x, qparams=qparams), strict=True):
+        compared("ONNX Runtime", "MatMulNBits beside others", y.size, (y != want).sum())
+        assert (y != want).sum() == 0
+
+
+def test_an_accuracy_level_of_4_makes_the_inputs_integers():
+    q, params, qparams, _ = weight_alone("8 bits")
+    x = normal(3, 37, 64)
+    y, _ = run_onnx(onnx().onnx_model(q, params, x, qparams=qparams, accuracy_level=4), x)
+    off = np.abs(y - q(params, x, qparams=qparams))
+    assert (off > 1e-4).mean() > 0.5
+    half_a_step = np.abs(x).max(1, keepdims=True) / 254
+    weight = np.abs(dequantize(q.freeze(params, x, qparams=qparams)["w"]))
+    assert (off <= 1.01 * half_a_step * weight.sum(0)).all()
+
+
+def experts(p, x):
+    return jnp.einsum("bei,eio->beo", x, p["w"])
+
+
+PAIRS = {
+    "a scale for each row": (product, (64, 5), (64,), weight_spec(8, channel_axis=0), "integers"),
+    "a batch of weights": (experts, (3, 24, 5), (3, 24), QuantSpec(), "integers"),
+    "a Q/DQ graph": (product, (64, 5), (64,), weight_spec(4), "qdq"),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_other_weights_alone_are_pairs(name):
+    f, shape, row, spec, graph = PAIRS[name]
+    q, params, x = quantize_fn(f, [("w", spec)]), {"w": normal(1, *shape)}, normal(2, 32, *row)
+    model = onnx().onnx_model(q, params, x, qparams=q.init_qparams(params, x), graph=graph)
+    y, ops = run_onnx(model, x, optimized=False)
+    assert [name for name in ops if name not in ("Transpose", "Reshape")] == ["DequantizeLinear", "MatMul"]
+    np.testing.assert_allclose(y, q(params, x), rtol=1e-5, atol=1e-5)
+    # By itself ONNX Runtime makes a MatMulNBits of level 4 of pairs, where it can.
+    y, _ = run_onnx(model, x, entries=[("session.qdq_matmulnbits_accuracy_level", "1")])
+    np.testing.assert_allclose(y, q(params, x), rtol=1e-5, atol=1e-5)
+
+
+def test_groups_that_are_no_blocks_are_an_error():
+    q, params = quantize_fn(product, [("w", weight_spec(4, block_size=8))]), {"w": normal(1, 24, 5)}
+    with pytest.raises(
+        ValueError, match=r"Scales of shape \(3, 5\), of an array of shape \(24, 5\): ONNX has no blocks"
+    ):
+        onnx().onnx_model(q, params, ROWS, qparams=q.init_qparams(params, ROWS))
 
 
 TWO = quantize_fn(lambda p, x, y: (x @ p["w"], {"y": y + x[:, :5]}), [Rule("w", W8, A8)])

@@ -4,10 +4,12 @@
 `pip install 'jaxquant[onnx]'`. jax2onnx makes the nodes of the program, this file the nodes of the sites. Two kinds of
 graph have the same integers:
 
-    "integers"  QuantizeLinear, MatMulInteger or ConvInteger, and the product of the scales
+    "integers"  QuantizeLinear, MatMulInteger or ConvInteger, and the product of the scales; MatMulNBits, an op of
+                ONNX Runtime, where the weight alone is quantized
     "qdq"       QuantizeLinear, DequantizeLinear, MatMul or Conv, which a runtime may fuse into integer kernels
 """
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -24,6 +26,8 @@ from straight_line import straight_line
 
 import jaxquant
 from jaxquant import PerChannel, PerTensor, QParams, QuantSpec
+
+RUNTIME = "com.microsoft"  # the domain of ONNX Runtime's own ops
 
 
 def node(name, shape_and_dtype, compute=None, attributes=lambda params: params):
@@ -76,6 +80,12 @@ quantize = node("QuantizeLinear", lambda x, s, z, axis: (x.shape, z.dtype), to_i
 dequantize = node("DequantizeLinear", lambda x, s, z, axis: (x.shape, s.dtype), None, attributes_of_axis)
 matmul = node("MatMul", product(jnp.float32))
 matmul_integer = node("MatMulInteger", product(jnp.int32))
+matmul_nbits = node(
+    "MatMulNBits",
+    lambda x, *_, N, **__: ((*x.shape[:-1], N), x.dtype),
+    None,
+    lambda params: params | {"_domain": RUNTIME},
+)
 conv = node("Conv", conv_of(jnp.float32), None, attributes_of_conv)
 conv_integer = node("ConvInteger", conv_of(jnp.int32), None, attributes_of_conv)
 relu = node("Relu", lambda x: (x.shape, x.dtype))
@@ -88,6 +98,7 @@ class Operand(NamedTuple):
     scale: jax.Array
     zero_point: jax.Array
     spec: QuantSpec
+    is_weight: bool = False
 
     @property
     def shape(self):
@@ -111,6 +122,14 @@ class Operand(NamedTuple):
         return dequantize.bind(q, scale, zero_point, axis=axis)
 
 
+def along_blocks(v, shape):
+    """Qparams of blocks of an array of this shape with one for each index of these axes."""
+    for axis, n in enumerate(shape):
+        if v.shape[axis] > 1:
+            v = jnp.repeat(v, n // v.shape[axis], axis)
+    return v
+
+
 def site(info, x):
     """The operand of a site."""
     if info.qparams is None:
@@ -123,8 +142,9 @@ def site(info, x):
     zero_point = jnp.round(zero_point.astype(jnp.float32))
     limits = jnp.iinfo(spec.dtype)
     if (spec.qmin, spec.qmax) != (limits.min, limits.max):  # QuantizeLinear clips at the limits of the dtype
-        x = jnp.clip(x, (spec.qmin - zero_point) * scale, (spec.qmax - zero_point) * scale)
-    operand = Operand(x, scale, zero_point.astype(spec.dtype), spec)
+        s, z = (along_blocks(v, x.shape) for v in (scale, zero_point))
+        x = jnp.clip(x, (spec.qmin - z) * s, (spec.qmax - z) * s)
+    operand = Operand(x, scale, zero_point.astype(spec.dtype), spec, info.kind == "weight")
     return operand if info.op in ("dot_general", "conv_general_dilated") else operand.real()
 
 
@@ -162,6 +182,16 @@ def moved(v, move):
     return Operand(*map(move, v[:3]), v.spec) if isinstance(v, Operand) else move(v)
 
 
+def refuse_blocks(*operands):
+    for v in operands:
+        if isinstance(v, Operand) and any(1 < s < n for s, n in zip(v.scale.shape, v.shape, strict=True)):
+            raise ValueError(
+                f"Scales of shape {v.scale.shape}, of an array of shape {v.shape}: ONNX has no blocks before opset 21. "
+                "In an integer graph a weight may have some that a power of two, of at least 16, divides, in a product "
+                "whose other operand is in float32."
+            )
+
+
 def attributes_of(info):
     """The attributes of Conv and ConvInteger."""
     params, numbers = info.params, info.params["dimension_numbers"]
@@ -176,8 +206,85 @@ def attributes_of(info):
     }
 
 
-def op(info, lhs, rhs, *, graph):
+def block_of(weight, contracted):
+    """The block size of MatMulNBits, at most 256: each block of the joined contracted axes has one scale.
+
+    None if there is none: it is a power of two, of at least 16.
+    """
+    length, run = math.prod(weight.shape[i] for i in contracted), 1
+    for i in sorted(contracted, reverse=True):
+        run *= weight.shape[i] // weight.scale.shape[i]
+        if weight.scale.shape[i] > 1:
+            break
+    block = math.gcd(run, 256)
+    if block >= 16:
+        return block
+    return 32 if run == length else None  # the last block is padded
+
+
+def side_in_blocks(info, operands):
+    """On which side of a dot is the weight of a MatMulNBits; None if it is none."""
+    axes, batch = info.params["dimension_numbers"] if info.name == "dot_general" else ((), ((), ()))
+    for side, contracted in enumerate(axes):
+        w, x = operands[side], operands[1 - side]
+        is_alone = isinstance(w, Operand) and w.is_weight and not isinstance(x, Operand)
+        is_float32 = is_alone and x.dtype == info.result.dtype == jnp.float32
+        if is_float32 and not batch[side] and block_of(w, contracted):
+            return side
+    return None
+
+
+def in_bytes(v, bits):
+    """Unsigned integers as MatMulNBits has them: of 4 bits two in a byte, the first one low."""
+    v = v.astype(jnp.uint8)
+    if bits == 8:
+        return v
+    v = jnp.pad(v, [*[(0, 0)] * (v.ndim - 1), (0, v.shape[-1] % 2)])
+    return v[..., ::2] | v[..., 1::2] << 4
+
+
+def blocks_of(weight, contracted, free, block):
+    """A weight as MatMulNBits has it: integers, scales and zero points for each free index and block; and the bits."""
+    spec = weight.spec
+    if spec.rounding == "stochastic":  # without a key; it is frozen, and any rounding gives its integers
+        spec = dataclasses.replace(spec, rounding="half_even")
+    qparams = QParams(weight.scale, weight.zero_point.astype(jnp.float32))
+    q = jaxquant.quantize(weight.x, spec, qparams).values.astype(jnp.int32)
+    matrix = lambda v: arranged((free, contracted), weight.shape, along_blocks(v, weight.shape))
+    q, scale, zero_point = map(matrix, (q, weight.scale, weight.zero_point.astype(jnp.int32)))
+    scale, zero_point = (jnp.broadcast_to(v, q.shape)[:, ::block] for v in (scale, zero_point))
+    q = jnp.pad(q, [(0, 0), (0, -q.shape[1] % block)]).reshape(len(q), -1, block)
+    bits = 4 if spec.bits <= 4 else 8
+    to_unsigned = 2 ** (bits - 1) if spec.signed else 0
+    arrays = [in_bytes(q + to_unsigned, bits), scale]
+    if not (spec.signed and spec.symmetric):  # else it is what MatMulNBits takes without one
+        arrays.append(in_bytes(zero_point + to_unsigned, bits))
+    return arrays, bits
+
+
+def in_blocks(info, operands, side, accuracy_level):
+    """A dot with a weight on this side, which alone is quantized."""
+    w, x = operands[side], operands[1 - side]
+    axes = info.params["dimension_numbers"][0]
+    summed, of_x = zip(*sorted(zip(axes[side], axes[1 - side], strict=True)), strict=True)  # blocks are of neighbours
+    free, rows = ([i for i in range(v.ndim) if i not in of] for v, of in ((w, summed), (x, of_x)))
+    block = block_of(w, summed)
+    arrays, bits = blocks_of(w, summed, free, block)
+    x = arranged([*([[i] for i in rows] or [[]]), of_x], x.shape, x)
+    attributes = {"K": x.shape[-1], "N": len(arrays[0]), "bits": bits, "block_size": block}
+    y = matmul_nbits.bind(x, *arrays, **attributes, accuracy_level=accuracy_level)
+    if side == 1:
+        return y.reshape(info.result.shape)
+    of_weight, of_rows = info.result.shape[: len(free)], info.result.shape[len(free) :]
+    y = y.reshape(*of_rows, *of_weight)
+    return y.transpose(*range(len(of_rows), y.ndim), *range(len(of_rows)))
+
+
+def op(info, lhs, rhs, *, graph, accuracy_level):
     """A dot or convolution of operands, of which one may be a float array."""
+    if graph == "integers" and (side := side_in_blocks(info, (lhs, rhs))) is not None:
+        return in_blocks(info, (lhs, rhs), side, accuracy_level)
+    refuse_blocks(lhs, rhs)
     if info.name == "dot_general":
         (lhs, rhs), result = as_matrices(info, lhs, rhs)
         in_float, in_integers = matmul.bind, matmul_integer.bind
@@ -196,10 +303,11 @@ def op(info, lhs, rhs, *, graph):
     return result(in_float(lhs, rhs))
 
 
-def onnx_model(q, params, *args, qparams, graph="integers", names=None):
+def onnx_model(q, params, *args, qparams, graph="integers", names=None, accuracy_level=1):
     """The ONNX model of q(params, *args, qparams=qparams) as a function of args, arrays or ShapeDtypeStructs.
 
     `names` are those of the inputs, then of the outputs, as a pair of lists; None leaves them to jax2onnx.
+    `accuracy_level` is that of MatMulNBits: 1 adds up in float32; with 4 the runtime makes the inputs int8, too.
     """
     if graph not in ("integers", "qdq"):
         raise ValueError(f'`graph` must be "integers" or "qdq", got {graph!r}.')
@@ -209,7 +317,7 @@ def onnx_model(q, params, *args, qparams, graph="integers", names=None):
                 f"Argument {i + 1} of q must be an array or a ShapeDtypeStruct, got a {type(v).__name__}: a graph has "
                 "arrays for inputs. Close over state: quantize_fn(lambda params, x: f(params, state, x), rules)."
             )
-    view = q.at_sites(site, functools.partial(op, graph=graph))
+    view = q.at_sites(site, functools.partial(op, graph=graph, accuracy_level=accuracy_level))
     return emitted(lambda *args: view(params, *args, qparams=qparams), *args, names=names)
 
 
@@ -225,4 +333,7 @@ def emitted(f, *args, names=None):
     structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args]
     results = lambda outs: outs[0] if len(outs) == 1 else tuple(outs)
     inputs, outputs = names or (None, None)
-    return to_onnx(lambda *args: results(program(*args)), structs, opset=20, input_names=inputs, output_names=outputs)
+    model = to_onnx(lambda *args: results(program(*args)), structs, opset=20, input_names=inputs, output_names=outputs)
+    if any(of.domain == RUNTIME for of in model.graph.node) and all(of.domain != RUNTIME for of in model.opset_import):
+        model.opset_import.add(domain=RUNTIME, version=1)
+    return model
