@@ -183,12 +183,12 @@ def moved(v, move):
 
 
 def refuse_blocks(*operands):
+    """Raises for groups that none of the ops to come has."""
     for v in operands:
         if isinstance(v, Operand) and any(1 < s < n for s, n in zip(v.scale.shape, v.shape, strict=True)):
             raise ValueError(
                 f"Scales of shape {v.scale.shape}, of an array of shape {v.shape}: ONNX has no blocks before opset 21. "
-                "In an integer graph a weight may have some that a power of two, of at least 16, divides, in a product "
-                "whose other operand is in float32."
+                "In an integer graph a weight may have groups of a multiple of 16, in a product with a float32 input."
             )
 
 
@@ -246,7 +246,7 @@ def in_bytes(v, bits):
 def blocks_of(weight, contracted, free, block):
     """A weight as MatMulNBits has it: integers, scales and zero points for each free index and block; and the bits."""
     spec = weight.spec
-    if spec.rounding == "stochastic":  # without a key; it is frozen, and any rounding gives its integers
+    if spec.rounding == "stochastic":  # it would need a key; frozen integers are the same with any rounding
         spec = dataclasses.replace(spec, rounding="half_even")
     qparams = QParams(weight.scale, weight.zero_point.astype(jnp.float32))
     q = jaxquant.quantize(weight.x, spec, qparams).values.astype(jnp.int32)
