@@ -370,6 +370,18 @@ def test_a_weight_alone_of_a_vector():
     assert (y != q(params, x, qparams=qparams)).sum() == 0
 
 
+def test_weights_alone_of_layers_in_a_scan_are_one_each():
+    layer = lambda x, w: (jnp.tanh(x @ w), None)
+    q, x = (
+        quantize_fn(lambda p, x: lax.scan(layer, x, p["w"])[0], [("w", weight_spec(4, block_size=32))]),
+        normal(2, 5, 64),
+    )
+    frozen = q.freeze({"w": normal(1, 3, 64, 64)}, x)
+    y, ops = run_onnx(onnx().onnx_model(q, frozen, x, qparams=None), x)
+    assert ops == ["MatMulNBits", "Tanh"] * 3
+    np.testing.assert_allclose(y, q(frozen, x), rtol=1e-5, atol=1e-5)
+
+
 def test_weights_alone_stand_beside_other_products(compared):
     def model(p, x):
         y = jax.nn.relu(x @ p["a"])
