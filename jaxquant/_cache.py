@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from . import _checks as checks
-from ._affine import quantize, real_values
+from ._affine import fake_quant, quantize, real_values
 from ._granularity import granularity_of
 from ._groups import Windows, windows_of_groups, with_part
 from ._qarray import (
@@ -53,10 +53,15 @@ def zeros(shape: Any, spec: QuantSpec, qparams: QParams | None = None, *, dtype:
     >>> zeros((1, 64, 2, 16), QuantSpec(bits=4, granularity=PerChannel((0, 1, 2)))).stored.dtype
     dtype(int4)
     """
-    shape, packed = checks.static_ints("shape", shape), packed_dtype(checked_spec(spec))
+    shape, spec = checks.static_ints("shape", shape), checked_spec(spec)
     zero = lax.optimization_barrier(jnp.zeros((), dtype))  # else XLA computes it all while compiling, in minutes
-    q = quantize(jnp.broadcast_to(zero, shape), spec, qparams)
-    return dataclasses.replace(q, values=q.values.astype(packed)) if packed else q
+    return packed(quantize(jnp.broadcast_to(zero, shape), spec, qparams))
+
+
+def packed(q: QArray) -> QArray:
+    """A QArray in the fewest bytes: integers of 4 bits and fewer two in a byte."""
+    dtype = packed_dtype(q.spec)
+    return dataclasses.replace(q, values=q.values.astype(dtype)) if dtype else q
 
 
 def dynamic_slice(operand: Any, start_indices: Any, slice_sizes: Any) -> QArray:
@@ -147,13 +152,11 @@ def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray
             "groups, also of those that are not written. Use mxfp4_spec(axis), or float32 scales."
         )
     _check_fits("new", new.shape, cache.shape)
-    keeps = _keeps_scales(cache, new.shape)
+    keeps = keeps_scales(cache, new.shape)
     if not keeps:
         _check_whole_groups(cache, new.shape)
     windows = _windows("index", cache, _one_for_each_axis("index", index, cache.shape), new.shape)
-    groups = tuple(
-        g if g <= 1 else g * size // n for g, size, n in zip(groups_of(cache), new.shape, cache.shape, strict=True)
-    )
+    groups = _groups_of_part(cache, new.shape)
     q = _quantized_like(cache, new, groups, keeps, key)
     if not keeps:
         places = windows_of_groups(groups_of(cache), cache.shape, windows)
@@ -174,7 +177,30 @@ def _written(v: Array, new: Array, windows: Windows) -> Array:
     return lax.bitcast_convert_type(with_part(in_bytes(v), in_bytes(new), windows), v.dtype)
 
 
-def _keeps_scales(cache: QArray, shape: tuple[int, ...]) -> bool:
+def written_in_float(cache: QArray, new: Array) -> Array:
+    """What `update_slice(cache, new, ...)` writes, in float, with the gradient of its quantizer."""
+    keeps = keeps_scales(cache, new.shape)
+    return fake_quant(new, *_quantizer(cache, new.shape, _groups_of_part(cache, new.shape), keeps))
+
+
+def _groups_of_part(cache: QArray, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """How many groups a part of whole ones has along each axis."""
+    each = zip(groups_of(cache), shape, cache.shape, strict=True)
+    return tuple(g if g <= 1 else g * size // n for g, size, n in each)
+
+
+def _quantizer(
+    cache: QArray, shape: tuple[int, ...], groups: tuple[int, ...], keeps: bool
+) -> tuple[QuantSpec, QParams | None]:
+    """How a part with so many groups is quantized: with the scales of the cache where these stay."""
+    spec = dataclasses.replace(cache.spec, granularity=granularity_of(groups, shape))
+    if not keeps:
+        return spec, None
+    own = lambda v: v.astype(jnp.float32).reshape(qparams_shape(spec, shape))
+    return spec, QParams(own(cache.scale), own(cache.zero_point))
+
+
+def keeps_scales(cache: QArray, shape: tuple[int, ...]) -> bool:
     """Whether no part of this shape could change a scale: each is also of what lies beside the part."""
     smaller = [i for i, (size, n) in enumerate(zip(shape, cache.shape, strict=True)) if size < n]
     groups, has_blocks = groups_of(cache), bool(cache.spec.granularity.sizes)
@@ -193,7 +219,7 @@ def _check_whole_groups(cache: QArray, shape: tuple[int, ...]) -> None:
 
 def _quantized_like(cache: QArray, new: Array | QArray, groups: tuple[int, ...], keeps: bool, key: Any) -> QArray:
     """What is written, with so many groups along its axes; with the scales of the cache where these stay."""
-    spec = dataclasses.replace(cache.spec, granularity=granularity_of(groups, new.shape))
+    spec, qparams = _quantizer(cache, new.shape, groups, keeps)
     if isinstance(new, QArray):
         checks.rounding_key(key, False, "a QArray as `new`")
         if not has_grid_of(new.spec, spec) or (not keeps and groups_of(new) != groups):
@@ -204,10 +230,7 @@ def _quantized_like(cache: QArray, new: Array | QArray, groups: tuple[int, ...],
         if not keeps:
             return new
         new, spec = real_values(new, jnp.dtype(jnp.float32)), dataclasses.replace(spec, rounding="half_even")
-    if not keeps:
-        return quantize(new, spec, key=key)
-    own = lambda v: v.astype(jnp.float32).reshape(qparams_shape(spec, new.shape))
-    return quantize(new, spec, QParams(own(cache.scale), own(cache.zero_point)), key=key)
+    return quantize(new, spec, qparams, key=key)
 
 
 def _windows(name: str, q: QArray, starts: Sequence[Any], sizes: Sequence[int]) -> Windows:

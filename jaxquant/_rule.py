@@ -13,25 +13,25 @@ from . import _checks as checks
 from ._integer._ops import OPS
 from ._spec import QuantSpec
 
-KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value")
+KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value", "cache")
 _OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient", "rotate")
 _OF_PRODUCTS = (
-    '`op`, `gradient` and `rotate` are of products, got {0.op!r}, {0.gradient!r} and {0.rotate!r} with kind="value". '
-    "Drop them, or give them to the rule of the dot."
+    "`op`, `gradient` and `rotate` are of products, got {0.op!r}, {0.gradient!r} and {0.rotate!r} with "
+    'kind="{0.kind}". Drop them, or give them to the rule of the dot.'
 )
 # Of the fields that not every kind has: the kinds that have one, and the error of the others.
 _FIELDS_OF_KINDS = {
     "everywhere": (
-        ("weight",),
-        '`everywhere` is for parameters, got it with kind={0.kind!r}. Drop it, or use kind="weight".',
+        ("weight", "cache"),
+        '`everywhere` is for parameters and caches, got it with kind={0.kind!r}. Drop it, or use kind="weight".',
     ),
     "weight": (
         ("weight", "derived", "captured", "gradient"),
         '`weight` of a Rule must be None where kind="{0.kind}", got {0.weight}: none is a weight. Pass activation=.',
     ),
-    "op": (KINDS[:-1], _OF_PRODUCTS),
-    "gradient": (KINDS[:-1], _OF_PRODUCTS),
-    "rotate": (KINDS[:-1], _OF_PRODUCTS),
+    "op": (KINDS[:-2], _OF_PRODUCTS),
+    "gradient": (KINDS[:-2], _OF_PRODUCTS),
+    "rotate": (KINDS[:-2], _OF_PRODUCTS),
 }
 
 
@@ -59,7 +59,9 @@ class Rule:
       "captured": an operand that the function closes over; matches the name of the op. "gradient": ops in the
       backward pass of a function that differentiates; matches the name of the op. "value": a value named by
       `quant_point`; matches that name. `activation` is its spec, and dots that take the value, even after moves, take
-      its integers.
+      its integers. "cache": an argument that the function writes a part of, reads and returns, such as the keys of an
+      attention; matches its path, which begins with the name of the argument if that does not hold the parameters.
+      `activation` is its spec. What the function writes is quantized, and the argument is returned as a QArray.
     - op: "dot_general", "conv_general_dilated" or "ragged_dot_general"; None takes all.
     - scope: a path glob of the op's scope, which `jax.named_scope` and the modules of flax and haiku make.
     - custom: what to do if the op is inside a function with a custom derivative (custom_jvp, custom_vjp). "keep" uses
@@ -67,7 +69,8 @@ class Rule:
       None raises.
     - everywhere: static bool. True lets every use of the parameter see its quantized value: a gather, such as of the
       rows of an embedding, and anything that computes with it in float. Needed to freeze tied parameters. A spec
-      whose axis is None means the output channels of the parameter's dot; if there is no dot, name the axis.
+      whose axis is None means the output channels of the parameter's dot; if there is no dot, name the axis. Of a
+      cache: lets what is no dot or convolution read its real values, where it would raise.
     - gradient: the precision of the products of the backward pass, where both operands are quantized. None: float32.
       "bfloat16": the incoming gradient g is rounded to bfloat16, products are added in float32. A QuantSpec: g is
       rounded to its grid, products are as exact as in the forward pass. A pair of these: one towards the input and
@@ -124,6 +127,8 @@ class Rule:
         for name, (kinds, text) in _FIELDS_OF_KINDS.items():
             if self.kind not in kinds and getattr(self, name) not in (None, False, (None, None)):
                 raise ValueError(text.format(self))
+        if self.kind == "cache" and self.activation is not None:
+            _check_of_cache(self.activation)
         if self.everywhere and self.rotate:
             raise ValueError(
                 f"`everywhere` gives every use the value of the parameter, got it with rotate={self.rotate!r}, whose "
@@ -196,6 +201,15 @@ def _check_specs(rule: Rule) -> None:
                 f'`gradient` of a Rule must be None, "bfloat16", a QuantSpec, or a pair of these, got '
                 f"{rule.gradient!r}. A pair is (towards the input, towards the weight)."
             )
+
+
+def _check_of_cache(spec: QuantSpec) -> None:
+    if spec.granularity.is_of_op or spec.rounding == "stochastic" or spec.has_tensor_scale:
+        raise ValueError(
+            "`activation` of a cache must name its axes, round to nearest and have scales of its groups alone, got "
+            f"{spec}. A scale for each token and head of (batch, time, heads, features) is QuantSpec(bits=8, "
+            "granularity=PerChannel((0, 1, 2)))."
+        )
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:

@@ -33,17 +33,17 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
         *("_integer/_ragged", "_integer/_ops"),
     ),
     (
-        *("_jaxpr/_program", "_jaxpr/_origin", "_jaxpr/_quantized_param", "_jaxpr/_moves", "_jaxpr/_walk"),
-        *("_jaxpr/_evaluate", "_jaxpr/_calls", "_jaxpr/_flat", "_jaxpr/_channels", "_jaxpr/_folding"),
+        *("_jaxpr/_program", "_jaxpr/_origin", "_jaxpr/_quantized_param", "_jaxpr/_writes", "_jaxpr/_moves"),
+        *("_jaxpr/_walk", "_jaxpr/_evaluate", "_jaxpr/_calls", "_jaxpr/_flat", "_jaxpr/_channels", "_jaxpr/_folding"),
         *("_jaxpr/_biases", "_jaxpr/_streams", "_rule"),
     ),
     ("_paths",),
     ("_files", "_params"),
     (
-        *("_transform/_plan", "_transform/_call", "_transform/_axes", "_transform/_match", "_transform/_backward"),
-        *("_transform/_errors", "_transform/_choices", "_transform/_layout", "_transform/_entries"),
-        *("_transform/_decide", "_transform/_freezing", "_transform/_observers", "_transform/_sites"),
-        *("_transform/_source", "_transform/_quantize_fn"),
+        *("_transform/_plan", "_transform/_caches", "_transform/_call", "_transform/_axes", "_transform/_match"),
+        *("_transform/_backward", "_transform/_errors", "_transform/_choices", "_transform/_layout"),
+        *("_transform/_entries", "_transform/_decide", "_transform/_freezing", "_transform/_observers"),
+        *("_transform/_sites", "_transform/_source", "_transform/_quantize_fn"),
     ),
     ("_report",),
     (

@@ -24,6 +24,7 @@ from .._sharding import vary_together
 from ._origin import JOINED, PICKED, Moved, Origin, computed
 from ._program import avals, param
 from ._quantized_param import QuantizedParam, dequantized, ordered, with_sums_of
+from ._writes import is_written, updated, written_origin
 
 
 class Move(NamedTuple):
@@ -36,6 +37,7 @@ class Move(NamedTuple):
       is_same: whether equal moves of one value are one value in a plan. Not of those with indices or of several values:
         each is an input of its own.
       has_indices: whether all operands but the first are indices, which are read.
+      is_write: whether it writes a part anew, which only a cache takes.
     """
 
     origins: Callable[[JaxprEqn, Sequence[Origin]], Sequence[Origin]]
@@ -43,6 +45,7 @@ class Move(NamedTuple):
     takes: Callable[[JaxprEqn, Sequence[Any]], bool]
     is_same: bool = True
     has_indices: bool = False
+    is_write: bool = False
 
 
 _Axes = tuple[frozenset[int], ...]  # as in Origin
@@ -399,6 +402,7 @@ MOVES: dict[str, Move] = {
     **dict.fromkeys(("convert_element_type", "reduce_precision"), Move(_cast_origin, _cast, _is_cast)),
     **dict.fromkeys(("optimization_barrier", "device_put"), Move(_each, _together, lambda eqn, ins: True)),
     **dict.fromkeys(("concatenate", "stack"), Move(_joined_origin, _joined, _are_joined, is_same=False)),
+    "dynamic_update_slice": Move(written_origin, updated, is_written, is_same=False, has_indices=True, is_write=True),
     # A sharding is one of the shape of the value, which the arrays for its groups have not: these stay whole.
     **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), one(groups=lambda eqn, v, shape, _: [v])),
 }

@@ -33,6 +33,7 @@ class Origin(NamedTuple):
       gathered: whether it holds its parts in an order that indices say: what a gather makes of a parameter.
       name: what `quant_point` called it, and
       points: where that was, and where it was named before; it may have been moved since.
+      cache: the path of the cache whose values it holds, perhaps some of them, in another order, or written anew.
       value: what tells it from other values of the program: equal for one that comes through a call, or through equal
         moves. Not compared where values come together.
     """
@@ -50,12 +51,13 @@ class Origin(NamedTuple):
     gathered: bool = False
     name: str | None = None
     points: tuple[Location, ...] = ()
+    cache: str | None = None
     value: Any = None
 
     @property
     def has_integers(self) -> bool:
-        """Whether its integers may travel with it: a parameter that is not computed with, or a named value."""
-        return bool(self.parts or self.points)
+        """Whether its integers may travel with it: a parameter that is not computed with, a named value, a cache."""
+        return bool(self.parts or self.points or self.cache is not None)
 
     @property
     def weights(self) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _groups as grouping
 from .._affine import real_values
-from .._qarray import QArray, changed, scales_of, sums_of, with_sums
+from .._granularity import PerChannel, PerTensor, granularity_of
+from .._qarray import QArray, changed, groups_of, scales_of, sums_of, with_sums
 
 _Cast = tuple[Any, tuple[tuple[str, Any], ...]]  # a primitive and its parameters
 
@@ -22,7 +23,7 @@ _Cast = tuple[Any, tuple[tuple[str, Any], ...]]  # a primitive and its parameter
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedParam:
-    """A parameter, or a named value, or a part of it: what moves it moves integers, real values and scales alike.
+    """A parameter, a named value, a cache, or a part: what moves it moves integers, real values and scales alike.
 
     Attributes:
       quantized: its integers, which no cast changes, and their scales, all of its rank. `stored` is None where no op
@@ -34,6 +35,7 @@ class QuantizedParam:
       paths: of the parameter; of several that were concatenated, all.
       casts: what casts it has been through.
       is_value: whether it is a named value, which has a range of its own on each device.
+      is_cache: whether it is a cache, which is written in parts; `paths` is its one path.
     """
 
     quantized: QArray
@@ -43,6 +45,7 @@ class QuantizedParam:
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     casts: tuple[_Cast, ...] = dataclasses.field(default=(), metadata={"static": True})
     is_value: bool = dataclasses.field(default=False, metadata={"static": True})
+    is_cache: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def map(self, of_values: Callable[[Any], Any], of_groups: Callable[[Any], Any]) -> "QuantizedParam":
         """The parameter with other values, of each array of its shape, and of each that has a value for a group.
@@ -137,6 +140,24 @@ def qarray(parameter: QuantizedParam) -> QArray:
     """The integers of a parameter with all of their scales, wherever those are shared now."""
     q = parameter.quantized
     return changed(q, zero_point=jnp.zeros_like(q.scale, q.spec.dtype)) if q.zero_point is None else q
+
+
+def with_fitting_spec(parameter: QuantizedParam) -> QArray:
+    """The integers of a parameter with all of their scales, and a granularity that these have."""
+    q, said = qarray(parameter), parameter.quantized.spec.granularity
+    if said == PerTensor():
+        return changed(q, scales_of(q).map(lambda v: v.reshape(())))
+    granularity = granularity_of(groups_of(q), q.shape)
+    granularity = PerChannel(0) if granularity == PerTensor() else granularity  # one scale, which is that of a group
+    return changed(q, spec=dataclasses.replace(q.spec, granularity=granularity))
+
+
+def with_integers(parameter: QuantizedParam, q: QArray) -> QuantizedParam:
+    """The parameter with other integers and scales, of the same spec."""
+    scales = scales_of(q).map(lambda v: grouping.of_rank(v, q.ndim))
+    if parameter.quantized.zero_point is None:
+        scales = scales._replace(zero_point=None)
+    return dataclasses.replace(parameter, quantized=changed(q, scales, spec=parameter.quantized.spec))
 
 
 def from_integers(f: Callable, values: Sequence[Any], of_parameter: Callable[[QuantizedParam], Any]) -> Any:

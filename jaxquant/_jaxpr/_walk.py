@@ -132,7 +132,7 @@ class Walk:
             self._note(name, of_op[both], ins[both], eqn.params, place, of_op[2:])
         if name == NAME:
             return [self.named(eqn, ins[0], place)]
-        if name in MOVES:
+        if name in MOVES and (ins[0].cache is not None or not MOVES[name].is_write):
             if MOVES[name].has_indices:
                 self.read(ins[1:], name)
             return MOVES[name].origins(eqn, ins)

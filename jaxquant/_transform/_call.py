@@ -18,6 +18,7 @@ from .._jaxpr._origin import DATA, Origin, parameter
 from .._paths import is_qarray, with_paths
 from .._qarray import QArray
 from .._qparams import QParams
+from ._caches import Cache, CacheRules
 
 OWN_ARGUMENTS = {"qparams": None, "lsq_gradient": False, "key": None}  # of a call, beside those of the function
 
@@ -60,15 +61,16 @@ class Call(NamedTuple):
         return jax.tree.unflatten(self.structure, [next(values) if s is None else s.value for s in self.leaves])
 
 
-def call_of(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> tuple[Call, list[Any]]:
-    """What is static of the arguments, and the arrays; a QArray in the params counts as one."""
+def call_of(args: tuple, kwargs: Mapping[str, Any], argnum: int, caches: CacheRules) -> tuple[Call, list[Any]]:
+    """What is static of the arguments, and the arrays; a QArray in the params, or that is a cache, counts as one."""
     if len(args) <= argnum:
         raise TypeError(
             f"`params_argnum={argnum}` must be one of the positional arguments, got {len(args)} of them. "
             "Pass the params by position."
         )
-    is_parameter = {id(v) for v in jax.tree.leaves(args[argnum], is_leaf=is_qarray) if is_qarray(v)}
-    leaves_of = functools.partial(jax.tree.flatten, is_leaf=lambda node: id(node) in is_parameter)
+    is_one = {id(v) for v in jax.tree.leaves(args[argnum], is_leaf=is_qarray) if is_qarray(v)}
+    is_one.update(map(id, caches.qarrays(args, kwargs, argnum)))
+    leaves_of = functools.partial(jax.tree.flatten, is_leaf=lambda node: id(node) in is_one)
     leaves, structure = leaves_of((args, dict(kwargs)))
     start = len(leaves_of(args[:argnum])[0])
     params = start, start + len(leaves_of(args[argnum])[0])
@@ -88,14 +90,21 @@ def call_of(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> tuple[Call, 
     return Call(structure, static, params), arrays
 
 
-def origins_of(call: Call, variables: Sequence[Any], argnum: int) -> tuple[dict[str, Any], list[Origin]]:
-    """The parameters by their paths, and the origin of each argument of the program."""
+def origins_of(
+    call: Call, variables: Sequence[Any], argnum: int, caches: CacheRules
+) -> tuple[dict[str, Any], list[Origin], list[Cache | None]]:
+    """The parameters by their paths, the origin of each argument of the program, and the caches among them."""
     params, origins = {}, []
     values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
-    args, _ = call.arguments(values)
+    args, kwargs = call.arguments(values)
     named = with_paths(args[argnum], is_leaf=lambda node: False)
     paths = dict(zip(range(*call.params), (path for path, _ in named), strict=True))
-    for i, value in zip([i for i, s in enumerate(call.leaves) if s is None], values, strict=True):
+    found = caches.among(args, kwargs, argnum)
+    arrays = [i for i, s in enumerate(call.leaves) if s is None]
+    for i, value in zip(arrays, values, strict=True):
+        if (cache := found.get(i)) and cache.is_wanted:
+            origins.append(DATA._replace(cache=cache.path, value=("argument", i)))
+            continue
         if i not in paths:
             origins.append(DATA._replace(value=("argument", i)))
             continue
@@ -103,7 +112,7 @@ def origins_of(call: Call, variables: Sequence[Any], argnum: int) -> tuple[dict[
             raise ValueError(f"Two parameters have the path {paths[i]!r}. Rename one of the keys that make it.")
         params[paths[i]] = value
         origins.append(parameter(paths[i], value.ndim)._replace(value=("argument", i)))
-    return params, origins
+    return params, origins, [found.get(i) for i in arrays]
 
 
 def with_own(signature: inspect.Signature) -> inspect.Signature:
@@ -116,7 +125,7 @@ def with_own(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=sorted([*signature.parameters.values(), *own], key=lambda p: p.kind))
 
 
-def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> str:
+def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int, caches: CacheRules) -> str:
     """What is wrong with the arguments of a call that has failed, where they show it; else nothing."""
     others = {i: v for i, v in (*enumerate(args), *kwargs.items()) if i != argnum}
     params = args[argnum] if argnum < len(args) else None
@@ -131,9 +140,11 @@ def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int) -> str:
                 f"Argument {i!r} holds QParams. Pass them by name: q(params, ..., qparams=qparams), after all "
                 "arguments of the function; so in q.freeze, too."
             )
+    of_caches = set(map(id, caches.qarrays(args, kwargs, argnum)))
+    found_in = lambda v: [q for q in _found(QArray, v).values() if id(q) not in of_caches]
     for i, v in others.items():
         is_swapped = is_traced(params) and not is_qarray(params) and len(jax.tree.leaves(v)) > 1
-        if isinstance(i, int) and (is_swapped or (_found(QArray, v) and not _found(QArray, params))):
+        if isinstance(i, int) and (is_swapped or (found_in(v) and not _found(QArray, params))):
             return (
                 f"The params are argument {argnum}, got {checks.kind(params)} there, and a pytree of arrays as "
                 f"argument {i}. If they are swapped, call q(params, ...); if they are meant so, say params_argnum={i}."

@@ -26,10 +26,13 @@ class Decisions(NamedTuple):
     entries: Entries
 
 
-def decide(walk: Walk, matcher: Matcher, strict: bool, static: Set[str], frozen: Set[str]) -> Decisions:
+def decide(
+    walk: Walk, matcher: Matcher, strict: bool, static: Set[str], frozen: Set[str], caches: Sequence[Site]
+) -> Decisions:
     """Matches rules and sites; every error of selection is raised here.
 
-    `static` are the entries that have qparams; `frozen` the parameters that are integers already.
+    `static` are the entries that have qparams; `frozen` the parameters that are integers already; `caches` the sites of
+    what is neither.
     """
     found = ops_of([matcher.with_roles(contraction) for contraction in walk.found()])
     errors.refuse_captured_model(found, matcher)
@@ -41,7 +44,7 @@ def decide(walk: Walk, matcher: Matcher, strict: bool, static: Set[str], frozen:
     used = entries_of(decisions, matcher.leaves)
     entries, everywhere = _with_reads(used, reads, matcher, ops)
     states = {key: "frozen" if key in frozen else "static" if key in static else "dynamic" for key in entries}
-    sites = [site for decision in decisions for site in _sites(decision, entries, states, frozen)]
+    sites = [*caches, *(site for decision in decisions for site in _sites(decision, entries, states, frozen))]
     sites += [_site_of_read(name, reads[path], entries[path], states[path]) for path, name in everywhere.items()]
 
     quantized = {of.contraction.location: of for of in decisions if any(choice.spec for choice in of.operands)}
@@ -143,6 +146,8 @@ def _why(op: MatchedOp, choice: Choice, frozen: Set[str]) -> str:
     origin, dtype = choice.operand.origin, choice.operand.dtype
     if op.kind == "closed":
         return f"{op.contraction.op} cannot be entered"
+    if origin.cache is not None:
+        return f"{origin.cache}, a cache: its real values"
     if not frozen.isdisjoint(origin.weights):
         return "integers that no rule is for: their real values"
     if choice.rule is not None and not is_wanted(choice.rule):

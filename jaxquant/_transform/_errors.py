@@ -61,6 +61,7 @@ def unused_rule(i: int, matcher: Matcher, ops: Sequence[MatchedOp]) -> ValueErro
         return ValueError(shadowed(i, rule, *matcher.shadowed[i]))
     pattern = pattern_in_words(rule.pattern)
     names = [name for op in ops if op.kind == rule.kind for side in range(2) for name in op.subjects(side)]
+    names = matcher.arguments if rule.kind == "cache" else names
     why = _why_unused(rule, names, matcher, ops)
     return ValueError(
         f"`rules[{i}]`, {rule.pattern!r}, matched no site of kind {rule.kind!r}. The nearest of {len(set(names))} "

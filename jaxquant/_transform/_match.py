@@ -104,8 +104,8 @@ def with_names(ops: Sequence[MatchedOp]) -> list[MatchedOp]:
 class Matcher:
     """The rules, and which of them have decided something."""
 
-    def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Any], params: str):
-        self.rules, self.leaves, self.params = rules, leaves, params
+    def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Any], params: str, arguments: Sequence[str] = ()):
+        self.rules, self.leaves, self.params, self.arguments = rules, leaves, params, arguments
         self.used, self.shadowed = set(), {}
 
     def first(self, op: MatchedOp, side: int) -> Rule | None:

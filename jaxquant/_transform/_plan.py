@@ -2,6 +2,7 @@
 """The plan of a function: its sites, what becomes of them, and the table that says so."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,20 +11,23 @@ from .._rule import pattern_in_words
 from .._spec import QuantSpec
 from .._table import as_html, as_text
 
-_HEADER = "site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "left in float because"
+_HEADER = (
+    *("site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "bytes"),
+    "left in float because",
+)
 _NO_OPERAND = "matched, but no operand"
-_OPTIONAL = "entry", "its spec", "left in float because"
+_OPTIONAL = "entry", "its spec", "bytes", "left in float because"
 
 
 class Site(NamedTuple):
-    """One operand of a dot or a convolution.
+    """One operand of a dot or a convolution, or a cache.
 
     Attributes:
       name: the path of a parameter; "path:input" for the operand it is contracted with; for others the name given by
         `quant_point`, or the scope of the op and its number there.
       kind: "weight", "act_act", "derived", "captured", "gradient", as in `Rule`; "params" where both operands are
         parameters; "closed" where the op cannot be entered.
-      op: the primitive.
+      op: the primitive; "cache" of a cache.
       scope: the scope of the op.
       shape, dtype: of the operand.
       length: K, how many products are summed for one result.
@@ -35,6 +39,7 @@ class Site(NamedTuple):
       entry_spec: QuantSpec with the axes of the parameter; for an input, `spec`.
       is_per_token: whether the rule says PerToken(); `spec` then has its axes.
       rotated: the axes along which it is rotated before it is quantized; empty if it is not.
+      nbytes: of a cache, its bytes in integers with their scales; 0 of others.
       state: "static" if quantized with the qparams of the entry, "dynamic" with the range of the values at hand,
         "frozen" if the parameter is integers already; empty if it is left in float.
       qparams: None in a plan. `at_sites` hands the function for sites the qparams here, None where the site is dynamic.
@@ -56,6 +61,7 @@ class Site(NamedTuple):
     qparams: Any = None
     is_per_token: bool = False
     rotated: tuple[int, ...] = ()
+    nbytes: int = 0
 
 
 class Op(NamedTuple):
@@ -130,6 +136,7 @@ class Plan:
                 "-" if not site.entry_spec else "same" if site.entry_spec == site.spec else in_words(site.entry_spec),
                 site.state or "-",
                 "-" if site.rule is None else pattern_in_words(site.rule),
+                f"{site.nbytes:,}" if site.nbytes else "",
                 site.why,
             )
             for site in self.sites
@@ -145,7 +152,11 @@ class Plan:
         parameters = "; ".join(
             f"{what} {n.parameters} ({n.numbers:,} numbers, {n.nbytes:,} bytes)" for what, n in self.counts.items()
         )
+        caches = [site for site in self if site.kind == "cache"]
+        floats = sum(math.prod(site.shape) * site.dtype.itemsize for site in caches)
+        of_caches = f"caches: {len(caches)} ({sum(site.nbytes for site in caches):,} bytes; {floats:,} in float)"
         lines = f"{quantized} of {len(self)} sites are quantized", f"parameters: {parameters or 'none'}"
+        lines = (*lines, of_caches) if caches else lines
         if _NO_OPERAND not in self.counts:
             return lines
         return *lines, f"{_NO_OPERAND}: biases and the like, which no dot or convolution takes as they are"

@@ -27,6 +27,7 @@ from .._ranges._fit import fit_qparams
 from .._ranges._range import Range, qparams_from_range
 from .._rule import Rules, checked_rules, pattern_in_words
 from .._tally import Tally
+from ._caches import CacheRules
 from ._call import (
     OWN_ARGUMENTS,
     Call,
@@ -67,6 +68,7 @@ class QuantizedFunction:
         functools.update_wrapper(self, f, ("__module__", "__name__", "__qualname__"), ())
         self._f, self._rules, self._argnum = f, checked_rules(rules), params_argnum
         self._execution, self._strict = execution, strict
+        self._caches = CacheRules.of(f, self._rules)
         try:
             self.__signature__ = with_own(inspect.signature(f))
             self._names = frozenset(inspect.signature(f).parameters)
@@ -183,7 +185,7 @@ class QuantizedFunction:
         args = *args[: self._argnum], params, *args[self._argnum :]
         _, qparams, _ = self._own(kwargs := dict(kwargs))
         with self._explained(args, kwargs):
-            return self._program(*call_of(args, kwargs, self._argnum), set(qparams or ()))
+            return self._program(*call_of(args, kwargs, self._argnum, self._caches), set(qparams or ()))
 
     def keywords_of_function(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """For `jaxquant.report`: the keywords of a call without those that the function itself does not have."""
@@ -298,7 +300,7 @@ class QuantizedFunction:
 
         def view(*args: Any, **kwargs: Any) -> Any:
             qparams = None if "qparams" in self._names else kwargs.pop("qparams", None)
-            call, arrays = call_of(args, kwargs, self._argnum)
+            call, arrays = call_of(args, kwargs, self._argnum, self._caches)
             with self._explained(args, kwargs):
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
                 leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op))
@@ -309,7 +311,7 @@ class QuantizedFunction:
     def _result(self, how: _How, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The value of a call, and what it observes."""
         key, qparams, lsq_gradient = self._own(kwargs)
-        call, arrays = call_of(args, kwargs, self._argnum)
+        call, arrays = call_of(args, kwargs, self._argnum, self._caches)
         if any(isinstance(v, jax.ShapeDtypeStruct) for v in arrays):
             raise TypeError("An argument is a ShapeDtypeStruct, expected arrays. Shapes are for q.plan(...).")
         how = how._replace(lsq_gradient=lsq_gradient)
@@ -325,7 +327,7 @@ class QuantizedFunction:
         key, qparams, lsq_gradient = self._own(kwargs)
         if key is None and self._rounds_stochastically():
             key = jax.eval_shape(lambda: jax.random.key(0))  # a plan needs none
-        call, arrays = call_of(args, kwargs, self._argnum)
+        call, arrays = call_of(args, kwargs, self._argnum, self._caches)
         with self._explained(args, kwargs):
             return self._decided(call, _How(lsq_gradient=lsq_gradient), arrays, key, qparams)
 
@@ -341,7 +343,7 @@ class QuantizedFunction:
         try:
             yield
         except Exception as error:
-            if said := misuse(args, kwargs, self._argnum):
+            if said := misuse(args, kwargs, self._argnum, self._caches):
                 raise ValueError(f"{said} What failed: {error}") from error
             raise
 
@@ -366,7 +368,7 @@ class QuantizedFunction:
         return {} if qparams is None else {"qparams": qparams}
 
     def _program(self, call: Call, arrays: Sequence[Any], static: Set[str]) -> Program:
-        return Source(self._f, self._rules, self._argnum, self._strict).program(call, arrays, static)
+        return Source(self._f, self._rules, self._argnum, self._caches, self._strict).program(call, arrays, static)
 
     def _evaluated(
         self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, view: View | None = None
@@ -398,7 +400,8 @@ class QuantizedFunction:
             for name, entry in entries.of.items():
                 if (used := of_entries[name]) is not None and name not in frozen:
                     of_entries[name] = with_lsq_gradient(used, entry.size, entry.spec, None)
-        sites = SiteEvaluator(program.decisions, self._execution, key, how.observer, how.is_float, view)
+        caches = {cache.path: cache for cache in program.caches if cache}
+        sites = SiteEvaluator(program.decisions, self._execution, key, how.observer, how.is_float, view, caches)
         outs, observed = self._outs(program, sites, arrays, of_entries)
         results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]
@@ -421,9 +424,10 @@ class QuantizedFunction:
                 v if path is None else sites.parameter(path, v, qparams.get(path), path in read)
                 for path, v in zip(program.paths, arrays, strict=True)
             ]
+            args = [sites.cache(of, v) if of else v for of, v in zip(program.caches, args, strict=True)]
             try:
-                outs = replacements.program(program.jaxpr, program.consts, args, (), scope)
-                return replacements.floats(outs, "the result of the function"), scope.observed
+                outs = map(sites.left, replacements.program(program.jaxpr, program.consts, args, (), scope))
+                return replacements.floats(list(outs), "the result of the function"), scope.observed
             except ReadInFloat as error:
                 if not error.can_be_given or read.issuperset(error.paths):
                     raise

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,13 +25,20 @@ from .._integer._weight_only import by_columns
 from .._jaxpr._calls import CALLS
 from .._jaxpr._evaluate import Inputs, Replacements, Scope
 from .._jaxpr._program import NAME, Location, params_of
-from .._jaxpr._quantized_param import QuantizedParam, dequantized, from_integers, qarray
+from .._jaxpr._quantized_param import (
+    QuantizedParam,
+    dequantized,
+    from_integers,
+    qarray,
+    with_fitting_spec,
+)
 from .._paths import named_in_errors
 from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
 from .._sharding import replicated
 from .._spec import QuantSpec, qparams_shape
 from .._straight_through import nan_flags, quantize_straight_through, with_gradient_of
+from ._caches import Cache
 from ._choices import Choice, Decision
 from ._decide import Decisions
 from ._entries import Entry
@@ -87,6 +95,7 @@ class SiteEvaluator(NamedTuple):
       observer: of inputs, or None.
       is_float: whether the contractions are left in float, to be observed alone.
       view: what takes the place of our arithmetic, or None.
+      caches: by their paths.
     """
 
     decisions: Decisions
@@ -95,6 +104,7 @@ class SiteEvaluator(NamedTuple):
     observer: Observer | None = None
     is_float: bool = False
     view: View | None = None
+    caches: Mapping[str, Cache] = types.MappingProxyType({})
 
     def replacements(self, with_integers: Mapping[Location, Sequence[bool]]) -> Replacements:
         """The contractions and named values with what takes their place."""
@@ -126,8 +136,34 @@ class SiteEvaluator(NamedTuple):
             )
         return _parameter(path, q, entry.spec, real, value if is_read else None, flags)
 
+    def cache(self, cache: Cache, value: Any) -> Any:
+        """A cache on its way to what writes and reads it."""
+        q = cache.quantized(value)
+        if self.is_float or self.view:
+            return real_values(q, q.dtype) if isinstance(value, QArray) else value
+        # Only what comes in float is differentiated.
+        real = None if isinstance(value, QArray) else fake_quant(value, cache.spec)
+        return dataclasses.replace(_parameter(cache.path, q, cache.spec, real), is_cache=True)
+
+    def left(self, v: Any) -> Any:
+        """A result of the function: a cache leaves it in integers."""
+        is_whole = isinstance(v, QuantizedParam) and v.is_cache and not v.casts
+        return self.caches[v.paths[0]].returned(with_fitting_spec(v)) if is_whole else v
+
+    def _read_cache(self, cache: QuantizedParam, by: str | None) -> Array:
+        rule = self.caches[cache.paths[0]].rule
+        if by is None or by in OPS or rule.everywhere:
+            return _value(cache)
+        raise ValueError(
+            f"At {cache.paths[0]!r}, chosen by the rule {rule.pattern!r}: the function also reads the cache in float, "
+            f"by {by!r}. Contract it as it is, after moves alone; or let this read the real values of its integers by "
+            'Rule(..., kind="cache", everywhere=True); or leave it in float by a rule with None.'
+        )
+
     def read(self, parameter: QuantizedParam, by: str | None) -> Array:
         """A parameter for what computes with it in float."""
+        if parameter.is_cache:
+            return self._read_cache(parameter, by)
         real, as_read = parameter.real, parameter.as_read
         if self.view:
             assert as_read is not None
@@ -151,7 +187,7 @@ class SiteEvaluator(NamedTuple):
         values = list(ins)
         for side, choice in enumerate(decision.operands):
             if isinstance(ins[side], QuantizedParam) and not choice.arrives_quantized:
-                values[side] = self.read(ins[side], choice.name)
+                values[side] = self.read(ins[side], decision.contraction.op if ins[side].is_cache else choice.name)
         for i, v in enumerate(ins[2:], 2):
             values[i] = self.read(v, decision.contraction.op) if isinstance(v, QuantizedParam) else v
         in_float, choices = values, decision.operands

@@ -11,6 +11,7 @@ from .._jaxpr._program import traced
 from .._jaxpr._walk import Walk
 from .._paths import is_qarray
 from .._rule import Rule
+from ._caches import Cache, CacheRules, site_of
 from ._call import Call, Static, arrays_of, is_traced, noted, origins_of, refuse_lost_changes
 from ._decide import Decisions, decide
 from ._match import Matcher
@@ -22,6 +23,7 @@ class Program(NamedTuple):
     jaxpr: Any
     consts: Sequence[Any]
     paths: Sequence[str | None]  # of the parameters among its arguments
+    caches: Sequence[Cache | None]  # among them
     walk: Walk
     decisions: Decisions
     structure: Any
@@ -34,6 +36,7 @@ class Source(NamedTuple):
     f: Callable
     rules: Sequence[Rule]
     argnum: int
+    caches: CacheRules
     strict: bool = False
 
     def program(self, call: Call, arrays: Sequence[Any], static: Set[str] = frozenset()) -> Program:
@@ -51,14 +54,22 @@ class Source(NamedTuple):
 
         # The function sees integers as what they stand for: an array of the shape, and the sharding, they have.
         jaxpr, consts = traced(flat, [v.values.astype(v.dtype) if is_qarray(v) else v for v in arrays])
-        params, origins = origins_of(call, jaxpr.invars, self.argnum)
+        params, origins, matched = origins_of(call, jaxpr.invars, self.argnum, self.caches)
+        stored = lambda v: v.stored.dtype if is_qarray(v) else None
+        caches = [
+            cache._replace(stored=stored(v)) if cache and cache.is_wanted else None
+            for cache, v in zip(matched, arrays, strict=True)
+        ]
         paths = [origin.path for origin in origins]
         walk = Walk(CALLS)
         walk.read(walk.program(jaxpr, origins), "the result of the function")
         frozen = {path for path, v in zip(paths, arrays, strict=True) if path is not None and is_qarray(v)}
-        matcher = Matcher(self.rules, params, f"params_argnum={self.argnum}")
-        decisions = decide(walk, matcher, self.strict, static, frozen)
-        return Program(jaxpr, consts, paths, walk, decisions, *results)
+        arguments = self.caches.paths(*call.arguments(arrays), self.argnum)
+        matcher = Matcher(self.rules, params, f"params_argnum={self.argnum}", arguments)
+        matcher.used.update(self.rules.index(cache.rule) for cache in matched if cache)
+        sites = [site_of(cache, v) for cache, v in zip(caches, arrays, strict=True) if cache]
+        decisions = decide(walk, matcher, self.strict, static, frozen, sites)
+        return Program(jaxpr, consts, paths, caches, walk, decisions, *results)
 
 
 def value_of(leaves: Sequence[Any], structure: Static) -> Any:

@@ -21,6 +21,7 @@ from .._jaxpr._program import Location, evaluated
 from .._paths import named_in_errors
 from .._rule import Rule, checked_rules
 from .._spec import QuantSpec
+from .._transform._caches import CacheRules
 from .._transform._call import Call, Static, call_of
 from .._transform._choices import Decision
 from .._transform._sites import inputs_of
@@ -45,7 +46,7 @@ class WithGains:
 
     def __init__(self, f: Callable, rules: Sequence[Rule], argnum: int):
         functools.update_wrapper(self, f, ("__module__", "__name__", "__qualname__"), ())
-        self._source, self._argnum = Source(f, rules, argnum), argnum
+        self._source, self._argnum = Source(f, rules, argnum, CacheRules.of(f, rules)), argnum
         self.__signature__ = inspect.signature(f)
         self._jitted = jax.jit(self._function, static_argnums=0)  # as in QuantizedFunction
 
@@ -81,7 +82,7 @@ class WithGains:
 
     def _call(self, args: tuple, params: Any, kwargs: Mapping[str, Any]) -> tuple[Call, list[Any]]:
         n = self._argnum
-        return call_of((*args[:n], params, *args[n + 1 :]), kwargs, n)
+        return call_of((*args[:n], params, *args[n + 1 :]), kwargs, n, self._source.caches)
 
     def _function(self, call: Call, arrays: Sequence[Any], given: Any) -> tuple[list[Any], Static]:
         """The results, without what is static of them; and their structure."""

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a function that are caches, by the rules of kind "cache"."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _checks as checks
+from .._affine import quantize
+from .._cache import packed
+from .._paths import is_qarray, named_in_errors, with_paths
+from .._qarray import QArray, changed, groups_of, scales_of
+from .._rule import Rule
+from .._spec import QuantSpec, qparams_shape
+from ._plan import Site
+
+
+class Cache(NamedTuple):
+    """An argument that is a cache: where it is, and by which rule.
+
+    Attributes:
+      path: begins with the name of the argument, but in the one that holds the parameters.
+      rule: that chose it; its `activation` is the spec.
+      shape, dtype: of its real values.
+      stored: the dtype that holds its integers, where it came in integers; else None.
+    """
+
+    path: str
+    rule: Rule
+    shape: tuple[int, ...]
+    dtype: Any
+    stored: Any = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether its rule does not leave it in float."""
+        return self.rule.activation is not None
+
+    @property
+    def spec(self) -> QuantSpec:
+        assert self.rule.activation is not None
+        return self.rule.activation
+
+    def quantized(self, value: Any) -> QArray:
+        """The cache in integers, as it is passed or as it is made of floats."""
+        with named_in_errors(self.path, rule=self.rule):
+            groups = qparams_shape(self.spec, self.shape)
+            if not is_qarray(value):
+                return packed(quantize(value, self.spec))
+            if value.spec != self.spec or groups_of(value) != (groups or (1,) * value.ndim):
+                raise ValueError(
+                    f"the cache is a QArray with {value.spec} and a scale of shape {value.scale.shape}, and the rule "
+                    f"says {self.spec}. Make it by jaxquant.zeros({self.shape}, spec) with the spec of the rule, or "
+                    "give the rule the spec of the cache."
+                )
+            return value
+
+    def returned(self, q: QArray) -> QArray:
+        """What the function returns of the cache: of the structure that the next call takes, if it is the whole."""
+        groups = qparams_shape(self.spec, self.shape)
+        if q.shape != self.shape or groups_of(q) != (groups or (1,) * q.ndim):
+            return q
+        scales = scales_of(q).map(lambda v: v.reshape(groups))
+        q = changed(q, scales, spec=self.spec)
+        return packed(q) if self.stored is None else changed(q, stored=q.stored.astype(self.stored))
+
+    def nbytes(self, value: Any) -> int:
+        """Its bytes in integers, with scales."""
+        return jax.eval_shape(self.quantized, value).nbytes
+
+
+def site_of(cache: Cache, value: Any) -> Site:
+    """A cache in the plan."""
+    return Site(
+        cache.path, "cache", "cache", "", cache.shape, cache.dtype, 0, cache.spec, cache.rule.pattern, "",
+        nbytes=cache.nbytes(value),
+    )  # fmt: skip
+
+
+class CacheRules(NamedTuple):
+    """The rules of kind "cache", and the names of the arguments that they speak of."""
+
+    rules: Sequence[Rule]
+    names: Sequence[str]
+
+    @classmethod
+    def of(cls, f: Callable, rules: Sequence[Rule]) -> "CacheRules":
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        try:
+            names = [p.name for p in inspect.signature(f).parameters.values() if p.kind in kinds]
+        except (TypeError, ValueError):
+            names = []
+        return cls([rule for rule in rules if rule.kind == "cache"], names)
+
+    def qarrays(self, args: tuple, kwargs: Mapping[str, Any], argnum: int) -> list[QArray]:
+        """The QArrays among the arguments that are caches, apart from those in the params."""
+        if not self.rules:
+            return []
+        leaves = self.leaves(args, kwargs, argnum, is_qarray)
+        return [v for i, path, v in leaves if i != argnum and is_qarray(v) and self.first(path, v)]
+
+    def among(self, args: tuple, kwargs: Mapping[str, Any], argnum: int) -> dict[int, Cache]:
+        """What rules match, by the number of the leaf; a QArray in the arguments counts as its arrays."""
+        if not self.rules:
+            return {}
+        found = enumerate(self.leaves(args, kwargs, argnum, lambda node: False))
+        return {i: Cache(path, rule, v.shape, v.dtype) for i, (_, path, v) in found if (rule := self.first(path, v))}
+
+    def leaves(
+        self, args: tuple, kwargs: Mapping[str, Any], argnum: int, is_leaf: Callable[[Any], bool]
+    ) -> Iterator[tuple[int | str, str, Any]]:
+        """The number or the keyword of its argument, the path, and the value of each leaf, in their order."""
+        for i, v in (*enumerate(args), *sorted(kwargs.items())):
+            name = self.names[i] if isinstance(i, int) and i < len(self.names) else str(i)
+            for path, leaf in with_paths(v, is_leaf=is_leaf):
+                yield i, path if i == argnum else "/".join(filter(None, (name, path))), leaf
+
+    def paths(self, args: tuple, kwargs: Mapping[str, Any], argnum: int) -> list[str]:
+        """Of all that a rule may match."""
+        leaves = self.leaves(args, kwargs, argnum, is_qarray) if self.rules else ()
+        return [path for _, path, v in leaves if checks.is_float(getattr(v, "dtype", None))]
+
+    def first(self, path: str, leaf: Any) -> Rule | None:
+        """The rule for a leaf, which is a floating array or integers for one."""
+        if not checks.is_float(getattr(leaf, "dtype", None)):
+            return None
+        return next((rule for rule in self.rules if rule.matches(path, leaf)), None)
