@@ -2,8 +2,8 @@
 """Quantized arrays that are written and read in parts, such as the keys and values of an attention."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -152,16 +152,12 @@ def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray
             "groups, also of those that are not written. Use mxfp4_spec(axis), or float32 scales."
         )
     _check_fits("new", new.shape, cache.shape)
-    keeps = keeps_scales(cache, new.shape)
-    if not keeps:
-        _check_whole_groups(cache, new.shape)
     windows = _windows("index", cache, _one_for_each_axis("index", index, cache.shape), new.shape)
-    groups = _groups_of_part(cache, new.shape)
-    q = _quantized_like(cache, new, groups, keeps, key)
-    if not keeps:
+    part = part_of(cache, new.shape)
+    q = _quantized_like(cache, new, part, key)
+    if not part.keeps:
         places = windows_of_groups(groups_of(cache), cache.shape, windows)
-        write = lambda v, new: _written(v, lax.reshape(new, groups), places)
-        cache = changed(cache, Scales(write(cache.scale, q.scale), write(cache.zero_point, q.zero_point), None))
+        cache = _with_scales(cache, q, part, lambda v, new: _written(v, new, places))
     there = permutation(cache.order, cache.ndim)
     values = lax.transpose(q.values, there).astype(cache.stored.dtype)
     as_stored = {there.index(axis): window for axis, window in windows.items()}
@@ -177,30 +173,66 @@ def _written(v: Array, new: Array, windows: Windows) -> Array:
     return lax.bitcast_convert_type(with_part(in_bytes(v), in_bytes(new), windows), v.dtype)
 
 
-def written_in_float(cache: QArray, new: Array) -> Array:
-    """What `update_slice(cache, new, ...)` writes, in float, with the gradient of its quantizer."""
-    keeps = keeps_scales(cache, new.shape)
-    return fake_quant(new, *_quantizer(cache, new.shape, _groups_of_part(cache, new.shape), keeps))
+class Part(NamedTuple):
+    """What is written: how many groups it has along each axis, and whether the scales of the cache stay."""
+
+    groups: tuple[int, ...]
+    keeps: bool
 
 
-def _groups_of_part(cache: QArray, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How many groups a part of whole ones has along each axis."""
-    each = zip(groups_of(cache), shape, cache.shape, strict=True)
-    return tuple(g if g <= 1 else g * size // n for g, size, n in each)
-
-
-def _quantizer(
-    cache: QArray, shape: tuple[int, ...], groups: tuple[int, ...], keeps: bool
-) -> tuple[QuantSpec, QParams | None]:
-    """How a part with so many groups is quantized: with the scales of the cache where these stay."""
-    spec = dataclasses.replace(cache.spec, granularity=granularity_of(groups, shape))
+def part_of(cache: QArray, shape: tuple[int, ...]) -> Part:
+    """A part of this shape, or what is put beside the cache; raises where groups are not whole in it."""
+    keeps = _keeps_scales(cache, shape)
     if not keeps:
+        _check_whole_groups(cache, shape)
+    each = zip(groups_of(cache), shape, cache.shape, strict=True)
+    return Part(tuple(size if g == n else g * size // max(n, 1) if g > 1 else g for g, size, n in each), keeps)
+
+
+def parts_of(cache: QArray, shape: tuple[int, ...], axes: Sequence[int | None]) -> Part:
+    """Many parts in one array of this shape, whose axes run along these of the cache; None for what counts parts."""
+    sizes = {axis: size for axis, size in zip(axes, shape, strict=True) if axis is not None}
+    of_one = tuple(sizes.get(axis, 1) for axis in range(cache.ndim))
+    groups, keeps = part_of(cache, of_one)
+    counts = (1,) * len(shape) if keeps else shape
+    return Part(tuple(n if axis is None else groups[axis] for axis, n in zip(axes, counts, strict=True)), keeps)
+
+
+def update_parts(cache: QArray, new: Array | QArray, part: Part, write: Callable[[Array, Array], Array]) -> QArray:
+    """A quantized array with many parts of it written anew, as `write(array, new)` does for values and for scales."""
+    q = _quantized_like(cache, new, part, None)
+    if not part.keeps:
+        cache = _with_scales(cache, q, part, write)
+    values = cache.stored if cache.order is None else cache.values
+    return changed(cache, stored=write(values, q.values.astype(values.dtype)), order=None)
+
+
+def _with_scales(cache: QArray, q: QArray, part: Part, write: Callable[[Array, Array], Array]) -> QArray:
+    """The cache with the scales of what is written."""
+    of = lambda v, new: write(v, lax.reshape(new, part.groups))
+    return changed(cache, Scales(of(cache.scale, q.scale), of(cache.zero_point, q.zero_point), None))
+
+
+def quantized_part(cache: QArray, new: Array, part: Part) -> QArray:
+    """What is written, in integers."""
+    return _quantized_like(cache, new, part, None)
+
+
+def part_in_float(cache: QArray, new: Array, part: Part) -> Array:
+    """What is written, in float, with the gradient of its quantizer."""
+    return fake_quant(new, *_quantizer(cache, new.shape, part))
+
+
+def _quantizer(cache: QArray, shape: tuple[int, ...], part: Part) -> tuple[QuantSpec, QParams | None]:
+    """How a part is quantized: with the scales of the cache where these stay."""
+    spec = dataclasses.replace(cache.spec, granularity=granularity_of(part.groups, shape))
+    if not part.keeps:
         return spec, None
     own = lambda v: v.astype(jnp.float32).reshape(qparams_shape(spec, shape))
     return spec, QParams(own(cache.scale), own(cache.zero_point))
 
 
-def keeps_scales(cache: QArray, shape: tuple[int, ...]) -> bool:
+def _keeps_scales(cache: QArray, shape: tuple[int, ...]) -> bool:
     """Whether no part of this shape could change a scale: each is also of what lies beside the part."""
     smaller = [i for i, (size, n) in enumerate(zip(shape, cache.shape, strict=True)) if size < n]
     groups, has_blocks = groups_of(cache), bool(cache.spec.granularity.sizes)
@@ -215,19 +247,24 @@ def _check_whole_groups(cache: QArray, shape: tuple[int, ...]) -> None:
                 f"{cache.shape}, got shape {shape}: the scale is also of the values that stay. Write all {n} of them, "
                 f"or name axis {axis} in the granularity of the cache, which is that of {cache.spec}."
             )
+        if 1 < g < n and size % (n // g):
+            raise ValueError(
+                f"`new` must not cut the blocks of {n // g} that share a scale along axis {axis} of `cache`, shape "
+                f"{cache.shape}, got shape {shape}. Write whole blocks, or give the spec smaller ones."
+            )
 
 
-def _quantized_like(cache: QArray, new: Array | QArray, groups: tuple[int, ...], keeps: bool, key: Any) -> QArray:
+def _quantized_like(cache: QArray, new: Array | QArray, part: Part, key: Any) -> QArray:
     """What is written, with so many groups along its axes; with the scales of the cache where these stay."""
-    spec, qparams = _quantizer(cache, new.shape, groups, keeps)
+    spec, qparams = _quantizer(cache, new.shape, part)
     if isinstance(new, QArray):
         checks.rounding_key(key, False, "a QArray as `new`")
-        if not has_grid_of(new.spec, spec) or (not keeps and groups_of(new) != groups):
+        if not has_grid_of(new.spec, spec) or (not part.keeps and groups_of(new) != part.groups):
             raise ValueError(
-                f"`new` must be of the spec of the cache, {cache.spec}, with a scale for each of {groups} groups along "
-                f"its axes, got {new.spec} with {groups_of(new)}. Pass it in float, and it is quantized here."
+                f"`new` must be of the spec of the cache, {cache.spec}, with a scale for each of {part.groups} groups "
+                f"along its axes, got {new.spec} with {groups_of(new)}. Pass it in float, and it is quantized here."
             )
-        if not keeps:
+        if not part.keeps:
             return new
         new, spec = real_values(new, jnp.dtype(jnp.float32)), dataclasses.replace(spec, rounding="half_even")
     return quantize(new, spec, qparams, key=key)

@@ -205,7 +205,7 @@ def test_what_else_reads_it_in_float(name):
         ),
         (None, [Rule("cash/*", activation=KEYS, kind="cache")], r"matched no site of kind 'cache'.*'cache/k'"),
         (None, [RULES[0], Rule("cache/k", activation=VALUES, kind="cache")], "shadowed|matched no"),
-        (None, [Rule("cache/*", activation=QuantSpec(), kind="cache")], "At 'cache/k'.*scales stay where"),
+        (None, [Rule("cache/*", activation=QuantSpec(), kind="cache")], "At 'cache/k'.*whose scales stay"),
         (
             None,
             [Rule("cache/*", activation=QuantSpec(granularity=PerChannel((0, 3))), kind="cache")],
@@ -251,3 +251,234 @@ def test_weights_beside_it_and_what_is_observed():
     view = q.at_sites(lambda info, x: (seen.append(info.name), x)[1])
     view(PARAMS, empty(), X[:, :1], t)
     assert "q" in seen
+
+
+def rows(cache, new, t):
+    """One token at positions of its own for each example."""
+    return jax.vmap(lambda cache, new, t: jax.lax.dynamic_update_slice(cache, new, (t, 0, 0)))(cache, new, t)
+
+
+def as_prompt(cache, new):
+    return jnp.zeros_like(cache).at[:, : new.shape[1]].set(new)
+
+
+WRITES = {
+    "an example each": lambda c, new, t: rows(c, new, jnp.array([t, t // 2])),
+    "at": lambda c, new, t: c.at[:, t].set(new[:, 0]),
+    "at an index each": lambda c, new, t: c.at[jnp.arange(BATCH), jnp.array([t, t // 2])].set(new[:, 0]),
+    "a ring": lambda c, new, t: written(c, new, t % 5),
+    "shifted": lambda c, new, t: jnp.concatenate([c[:, 1:], new], 1),
+    "rolled": lambda c, new, t: jnp.roll(c, -1, 1).at[:, -1].set(new[:, 0]),
+    "transposed": lambda c, new, t: written(c.transpose(0, 2, 1, 3).transpose(0, 2, 1, 3), new, t),
+    "in a branch": lambda c, new, t: jax.lax.cond(t > 2, lambda: written(c, new, t), lambda: c),
+    "in a loop": lambda c, new, t: jax.lax.fori_loop(0, 3, lambda i, c: written(c, new * (i + 1), t - i), c),
+    "in a checkpoint": lambda c, new, t: jax.checkpoint(written)(c, new, t),
+    "by a part": lambda c, new, t: written(c, c[:, ::-1][:, :2], t).at[:, t].set(new[:, 0]),
+}
+
+
+@cases("name", WRITES, ["an example each", "shifted", "in a loop"])
+def test_ways_to_write(name):
+    f = functools.partial(attention, write=WRITES[name])
+    rules = [Rule("cache/*", activation=KEYS, kind="cache")]
+    cache, floats = ({n: make(SHAPE) for n in "kv"} for make in (lambda shape: zeros(shape, KEYS), jnp.zeros))
+    q = jax.jit(quantize_fn(f, rules))
+    plain = jax.jit(functools.partial(f, rounded=lambda name, v: fake_quant(v, KEYS)))
+    for t in range(8):
+        args = X[:, t : t + 1], jnp.int32(t)
+        (y, cache), (want, floats) = q(PARAMS, cache, *args), plain(PARAMS, floats, *args)
+        assert_same_bits(y, want)
+    assert_same_bits(dequantize(cache["k"]), fake_quant(floats["k"], KEYS))
+    assert q._cache_size() == 1
+    assert jax.tree.structure(cache["k"]) == jax.tree.structure(zeros(SHAPE, KEYS))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_scan_over_layers_takes_and_gives_their_caches(bits):
+    spec = QuantSpec(bits=bits, granularity=PerChannel((0, 1, 2, 3)))
+    layers = {n: jnp.stack([v, v[::-1], -v]) for n, v in PARAMS.items()}
+
+    def f(params, cache, x, t, rounded=lambda name, v: v):
+        def layer(x, of):
+            y, cache = attention(*of, x, t, rounded=rounded)
+            return x + y.reshape(x.shape), cache
+
+        return jax.lax.scan(layer, x, (params, cache))
+
+    shape = 3, *SHAPE
+    cache, floats = {n: zeros(shape, spec) for n in "kv"}, {n: jnp.zeros(shape) for n in "kv"}
+    q = jax.jit(quantize_fn(f, [Rule("cache/*", activation=spec, kind="cache")]))
+    each = QuantSpec(bits=bits, granularity=TOKENS)
+    plain = jax.jit(functools.partial(f, rounded=lambda name, v: fake_quant(v, each)))
+    for t in range(4):
+        args = X[:, t : t + 1], jnp.int32(t)
+        (y, cache), (want, floats) = q(layers, cache, *args), plain(layers, floats, *args)
+        assert_same_bits(y, want)
+    assert jax.tree.structure(cache["k"]) == jax.tree.structure(zeros(shape, spec))
+    assert cache["k"].stored.dtype == zeros(shape, spec).stored.dtype
+    assert q._cache_size() == 1
+
+
+def test_a_function_that_generates_in_a_loop():
+    def f(params, cache, x, rounded=lambda name, v: v):
+        def token(t, of):
+            x, cache = of
+            y, cache = attention(params, cache, x, t, rounded=rounded)
+            return y.reshape(x.shape), cache
+
+        return jax.lax.fori_loop(0, 5, token, (x, cache))
+
+    y, cache = quantize_fn(f, RULES)(PARAMS, empty(), X[:, :1])
+    want, _ = by_hand(f, PARAMS, in_float(), X[:, :1])
+    assert_same_bits(y, want)
+    assert cache["v"].stored.dtype == jnp.int4
+
+
+def test_grouped_queries():
+    def f(params, cache, x, t, rounded=lambda name, v: v):
+        q = jnp.einsum("btm,mhd->bthd", x, jnp.concatenate([params["q"], -params["q"]], 1))
+        k, v = (jnp.einsum("btm,mhd->bthd", x, params[n]) for n in "kv")
+        cache = {"k": written(cache["k"], k, t), "v": written(cache["v"], v, t)}
+        ks, vs = (jnp.repeat(rounded(n, cache[n]), 2, axis=2) for n in "kv")
+        scores = jnp.einsum("bthd,bshd->bhts", q, ks)
+        probs = jax.nn.softmax(jnp.where(jnp.arange(LENGTH) <= t, scores, -jnp.inf))
+        return jnp.einsum("bhts,bshd->bthd", probs, vs), cache
+
+    ys, _ = steps(jax.jit(quantize_fn(f, RULES)), empty())
+    want, _ = steps(functools.partial(by_hand, f), in_float())
+    assert_same_bits(ys, want)
+
+
+# Models of others
+
+
+def tokens_of(seed, n, features=8):
+    return jax.random.normal(jax.random.key(seed), (2, n, features))
+
+
+def of_each_step(f, params, cache, x):
+    ys = []
+    for t in range(x.shape[1]):
+        y, cache = f(params, cache, x[:, t : t + 1])
+        ys.append(y)
+    return jnp.concatenate(ys, 1), cache
+
+
+def test_flax_linen():
+    nn = pytest.importorskip("flax.linen")
+
+    def rounding(query, key, value, mask=None):
+        return nn.dot_product_attention(query, fake_quant(key, KEYS), fake_quant(value, KEYS), mask=mask)
+
+    make = functools.partial(nn.MultiHeadDotProductAttention, num_heads=2, qkv_features=8)
+    x = tokens_of(0, 12)
+    variables = make(decode=True).init(jax.random.key(1), x)
+
+    def step(attention_fn, variables, x):
+        return make(decode=True, attention_fn=attention_fn).apply(variables, x, mutable=["cache"])
+
+    def of(f):
+        return lambda params, cache, x: (lambda y, new: (y, new["cache"]))(*f({"params": params, "cache": cache}, x))
+
+    rule = Rule("cache/cached_*", activation=KEYS, kind="cache")
+    q = quantize_fn(functools.partial(step, nn.dot_product_attention), [rule])
+    jitted = jax.jit(of(q))
+    ints = variables["cache"] | {n: zeros((2, 12, 2, 4), KEYS) for n in ("cached_key", "cached_value")}
+    ys, cache = of_each_step(jitted, variables["params"], ints, x)
+    want, _ = of_each_step(jax.jit(of(functools.partial(step, rounding))), variables["params"], variables["cache"], x)
+    assert_same_bits(ys, want)
+    assert jax.tree.structure(cache) == jax.tree.structure(ints)
+    assert jitted._cache_size() == 1
+    causal = nn.make_causal_mask(jnp.ones((2, 12)))
+    full = make(decode=False, attention_fn=rounding).apply({"params": variables["params"]}, x, mask=causal)
+    np.testing.assert_allclose(ys, full, atol=1e-6)
+
+
+def test_flax_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+
+    def rounding(query, key, value, **kw):
+        return nnx.dot_product_attention(query, fake_quant(key, KEYS), fake_quant(value, KEYS), **kw)
+
+    def model(attention_fn):
+        made = nnx.MultiHeadAttention(2, 8, decode=True, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+        made.init_cache((2, 12, 8))
+        graphdef, params, cache, rest = nnx.split(made, nnx.Param, nnx.Cache, ...)
+
+        def f(params, cache, x):
+            made = nnx.merge(graphdef, params, cache, rest, copy=True)
+            return made(x), nnx.state(made, nnx.Cache)
+
+        return f, params, cache
+
+    f, params, cache = model(nnx.dot_product_attention)
+    plain, _, floats = model(rounding)
+    q = jax.jit(quantize_fn(f, [Rule("cache/cached_*", activation=KEYS, kind="cache")]))
+    x = tokens_of(0, 12)
+    _, cache = q(params, cache, x[:, :1])  # a float cache comes back in integers
+    _, floats = jax.jit(plain)(params, floats, x[:, :1])
+    ys, cache = of_each_step(q, params, cache, x[:, 1:])
+    want, _ = of_each_step(jax.jit(plain), params, floats, x[:, 1:])
+    assert_same_bits(ys, want)
+    assert q._cache_size() == 2
+
+
+def test_the_one_cache_of_keras_hub(monkeypatch):
+    """As its `call_with_cache` has it: (batch, layers, keys and values, tokens, heads, features)."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    ops = pytest.importorskip("keras").ops
+
+    def f(params, cache, x, at, rounded=lambda v: v):
+        caches = []
+        for i in range(2):
+            own = cache[:, i, ...]
+            q, k, v = (ops.einsum("btm,mhd->bthd", x, params[n] * (i + 1)) for n in "qkv")
+            k = ops.slice_update(own[:, 0, ...], [0, at, 0, 0], k)
+            v = ops.slice_update(own[:, 1, ...], [0, at, 0, 0], v)
+            caches.append(ops.stack((k, v), axis=1))
+            scores = ops.einsum("bthd,bshd->bhts", q, rounded(k))
+            probs = ops.softmax(ops.where(ops.arange(12)[None] <= at + ops.arange(x.shape[1])[:, None], scores, -1e9))
+            x = x + ops.reshape(ops.einsum("bhts,bshd->bthd", probs, rounded(v)), x.shape)
+        return x, ops.stack(caches, axis=1)
+
+    spec = QuantSpec(bits=4, granularity=PerChannel((0, 1, 2, 3, 4)))
+    shape = 2, 2, 2, *SHAPE[1:]
+    q = jax.jit(quantize_fn(f, [Rule("cache", activation=spec, kind="cache")]))
+    plain = jax.jit(functools.partial(f, rounded=lambda v: fake_quant(v, VALUES)))
+    cache, floats = zeros(shape, spec), jnp.zeros(shape)
+    for t, n in (0, 3), (3, 1), (4, 1), (5, 1):
+        args = tokens_of(t, n), jnp.int32(t)
+        (y, cache), (want, floats) = q(PARAMS, cache, *args), plain(PARAMS, floats, *args)
+        assert_same_bits(y, want)
+    assert jax.tree.structure(cache) == jax.tree.structure(zeros(shape, spec))
+    assert cache.stored.dtype == jnp.int4
+    assert q._cache_size() == 2
+
+
+def test_equinox():
+    eqx = pytest.importorskip("equinox")
+
+    class Attention(eqx.Module):
+        query: eqx.nn.Linear
+        key: eqx.nn.Linear
+        value: eqx.nn.Linear
+
+        def __call__(self, cache, x, t, rounded=lambda v: v):
+            q, k, v = (layer(x).reshape(2, 4) for layer in (self.query, self.key, self.value))
+            keys, values = cache[0].at[t].set(k), cache[1].at[t].set(v)
+            scores = jnp.einsum("hd,shd->hs", q, rounded(keys))
+            probs = jax.nn.softmax(jnp.where(jnp.arange(12) <= t, scores, -jnp.inf))
+            return jnp.einsum("hs,shd->hd", probs, rounded(values)), (keys, values)
+
+    model = Attention(*(eqx.nn.Linear(8, 8, key=jax.random.key(i)) for i in range(3)))
+    params, static = eqx.partition(model, eqx.is_array)
+    f = lambda params, cache, x, t, **kw: eqx.combine(params, static)(cache, x, t, **kw)
+    spec = QuantSpec(granularity=PerChannel((0, 1)))
+    q = jax.jit(quantize_fn(f, [Rule("cache/*", activation=spec, kind="cache")]))
+    plain = jax.jit(functools.partial(f, rounded=lambda v: fake_quant(v, spec)))
+    cache, floats = (zeros((12, 2, 4), spec),) * 2, (jnp.zeros((12, 2, 4)),) * 2
+    for t in range(5):
+        x = jax.random.normal(jax.random.key(t), (8,))
+        (y, cache), (want, floats) = q(params, cache, x, jnp.int32(t)), plain(params, floats, x, jnp.int32(t))
+        assert_same_bits(y, want)
+    assert q._cache_size() == 1

@@ -150,12 +150,13 @@ def _inside(ins: Sequence[Origin], place: Place) -> list[Origin]:
 
 
 def _constant(walk: Walk, eqn: JaxprEqn, body: Jaxpr, before: int, carry: Sequence[Origin]) -> list[Origin]:
-    """The carry of a loop, in which a parameter that it changes is what is computed from it."""
+    """The carry of a loop, in which a parameter that it changes is what is computed from it; a cache is written."""
     same = unchanged(body, before, len(carry))
     changed = [origin for origin, is_same in zip(carry, same, strict=True) if not is_same]
     walk.read(changed, kind(eqn))
+    goes_on = lambda origin: not origin.has_integers or origin.cache is not None
     return [
-        origin if is_same or not origin.has_integers else computed([origin])._replace(value=origin.value)
+        origin if is_same or goes_on(origin) else computed([origin])._replace(value=origin.value)
         for origin, is_same in zip(carry, same, strict=True)
     ]
 
@@ -171,20 +172,27 @@ def _settled(body: Callable[[Sequence[Origin]], list[Origin]], carry: Sequence[O
 
 
 class _Carry:
-    """What a loop carries, without the parameters that it passes on as they are."""
+    """What a loop carries, without the parameters that it passes on as they are; caches that it writes are in it.
 
-    def __init__(self, replace: Replacements, eqn: JaxprEqn, body: Jaxpr, before: int, carry: Sequence[Any]):
-        same = unchanged(body, before, len(carry))
+    `with_integers` says of each what is one.
+    """
+
+    def __init__(self, replace: Replacements, step: Step, body: int, before: int, carry: Sequence[Any]):
+        same = unchanged(programs(step.eqn)[body][0], before, len(carry))
         self.constant = [s and isinstance(v, QuantizedParam) for v, s in zip(carry, same, strict=True)]
         self.all = carry
-        self.start = replace.floats([v for v, c in zip(carry, self.constant, strict=True) if not c], kind(eqn))
+        written = replace.with_integers[step.location][: len(carry)]
+        self.with_integers = [c or w for c, w in zip(self.constant, written, strict=True)]
+        floats = [v if w else replace.floats([v], kind(step.eqn))[0] for v, w in zip(carry, written, strict=True)]
+        self.start = self.changing(floats)
 
     def whole(self, changing: Sequence[Any]) -> list[Any]:
         rest = iter(changing)
         return [v if c else next(rest) for v, c in zip(self.all, self.constant, strict=True)]
 
     def changing(self, outs: Sequence[Any]) -> list[Any]:
-        return [v for v, c in zip(outs, self.constant, strict=True) if not c]
+        rest = [v for v, c in zip(outs, self.constant, strict=True) if not c]
+        return [ordered(v) if isinstance(v, QuantizedParam) else v for v in rest]  # all turns alike
 
 
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Sequence[Origin]:
@@ -196,7 +204,9 @@ def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Se
     body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], within)
     outs = _settled(body, _constant(walk, eqn, programs(eqn)[0][0], len(consts), carry))
     walk.read(outs[len(carry) :], "scan")
-    return [*outs[: len(carry)], *(computed([y]) for y in outs[len(carry) :])]  # stacks are followed no further
+    walk.with_integers[place.location] = [origin.cache is not None for origin in outs]
+    ys = [y if y.cache is not None else computed([y]) for y in outs[len(carry) :]]
+    return [*outs[: len(carry)], *ys]  # stacks of what is no cache are followed no further
 
 
 def _of_turn(x: Origin, scan: tuple[Location, int]) -> Origin:
@@ -209,8 +219,8 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
     consts, carry, xs = scan_parts(eqn, ins)
     length, n = param(eqn, "length"), len(carry)
     xs = [stacked(x, length) if isinstance(x, QuantizedParam) else x for x in xs]
-    carry = _Carry(replace, eqn, programs(eqn)[0][0], len(consts), carry)
-    inner = replace.inner(eqn, 0, location, [*carry.constant, *[False] * (len(eqn.outvars) - n)])
+    carry = _Carry(replace, step, 0, len(consts), carry)
+    inner = replace.inner(eqn, 0, location, [*carry.with_integers, *replace.with_integers[location][n:]])
     inputs = replace.inputs
     is_stacked = lambda key: location in inputs.scans[key]
     qparams = inputs.within(scope.qparams, location)
@@ -223,7 +233,8 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
         (changing, seen), (xs, of_turn, own) = state, turn
         outs, observed = inner({**shared, **of_turn}, own, *consts, *carry.whole(changing), *xs)
         seen = {key: inputs.merge(v, observed.pop(key)) for key, v in seen.items()}
-        return (carry.changing(outs[:n]), seen), (outs[n:], observed)
+        ys = [ordered(v) if isinstance(v, QuantizedParam) else v for v in outs[n:]]
+        return (carry.changing(outs[:n]), seen), (ys, observed)
 
     (changing, seen), (ys, observed) = lax.scan(
         body, (carry.start, seen), (list(xs), of_turns, keys), length, param(eqn, "reverse"), param(eqn, "unroll")
@@ -237,6 +248,7 @@ def _walk_while(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> S
     condition, body = while_programs(eqn)
     carry = _constant(walk, eqn, programs(eqn)[body][0], len(consts), carry)
     carry = _settled(lambda carry: walk.program(programs(eqn)[body][0], [*consts, *carry], place.inside(body)), carry)
+    walk.with_integers[place.location] = [origin.cache is not None for origin in carry]
     within = place.inside(condition)._replace(in_condition=True)
     walk.program(programs(eqn)[condition][0], [*condition_consts, *carry], within)
     return carry
@@ -246,8 +258,8 @@ def _evaluate_while(replace: Replacements, step: Step) -> Sequence[Any]:
     eqn, ins, location, scope = step
     condition_consts, consts, carry = while_parts(eqn, ins)
     i, k = while_programs(eqn)
-    carry = _Carry(replace, eqn, programs(eqn)[k][0], len(consts), carry)
-    condition, inner = replace.inner(eqn, i, location), replace.inner(eqn, k, location, carry.constant)
+    carry = _Carry(replace, step, k, len(consts), carry)
+    condition, inner = replace.inner(eqn, i, location), replace.inner(eqn, k, location, carry.with_integers)
     qparams = replace.inputs.within(scope.qparams, location)
     first = None if scope.key is None else jnp.int32(0)  # turn; counted for the sake of the keys alone
     key_of = lambda turn: None if turn is None else jax.random.fold_in(scope.key, turn)

@@ -19,12 +19,13 @@ from jax.extend.core import JaxprEqn
 
 from .. import _checks as checks
 from .. import _groups as grouping
+from .._granularity import PerTensor
 from .._qarray import Scales, changed, scales_of, sums_of
 from .._sharding import vary_together
 from ._origin import JOINED, PICKED, Moved, Origin, computed
 from ._program import avals, param
 from ._quantized_param import QuantizedParam, dequantized, ordered, with_sums_of
-from ._writes import is_written, updated, written_origin
+from ._writes import as_part, is_written, scattered, updated, written_origin
 
 
 class Move(NamedTuple):
@@ -213,7 +214,7 @@ def _gathered_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
     if ins[0].parts:
         axes = _gathered_axes(eqn, ins[0].axes)
         origin = origin._replace(gathered=True, parts=ins[0].parts, axes=axes, moves=None, picked=True)
-    return [origin]
+    return [origin._replace(cache=ins[0].cache)]
 
 
 def _gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
@@ -321,7 +322,10 @@ def _together(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
 
 
 def _joined_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
-    """The origin of parameters side by side, if they lie alike."""
+    """The origin of parameters side by side, if they lie alike; or of parts of one cache, or such and what is new."""
+    caches = [origin for origin in ins if origin.cache is not None]
+    if caches and len({origin.cache for origin in caches}) == 1:
+        return [caches[0]]
     first = ins[0].axes
     if any(not origin.weights or origin.axes != first for origin in ins):
         return [computed(ins)]
@@ -340,14 +344,22 @@ def _is_like(a: QuantizedParam, b: QuantizedParam) -> bool:
 
 
 def _are_joined(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
+    of = [v for v in ins if isinstance(v, QuantizedParam)]
+    if any(v.is_cache for v in of):  # beside which floats stand that are quantized now
+        return all(v.is_cache and not v.casts and v.paths == of[0].paths for v in of)
     return all(isinstance(v, QuantizedParam) and not v.is_value and _is_like(v, ins[0]) for v in ins)
 
 
-def _joined(eqn: JaxprEqn, ins: Sequence[QuantizedParam]) -> list[QuantizedParam]:
-    parts, is_new, axis = list(map(ordered, ins)), eqn.primitive.name == "stack", param(eqn, "dimension", "axis")
-    shapes = [v.shape for v in avals(eqn.invars)]
+def _joined(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
+    is_new, axis, shapes = eqn.primitive.name == "stack", param(eqn, "dimension", "axis"), avals(eqn.invars)
+    shapes = [v.shape for v in shapes]
+    of = next(v for v in ins if isinstance(v, QuantizedParam))
+    parts = [ordered(v if isinstance(v, QuantizedParam) else as_part(of, v)) for v in ins]
+    has_one_scale = of.is_cache and of.quantized.spec.granularity == PerTensor()  # which stays, in all parts
 
     def of_groups(values: Sequence[Array]) -> Array:
+        if has_one_scale:
+            return lax.expand_dims(values[0], [axis]) if is_new else values[0]
         if not is_new:
             return grouping.joined(values, shapes, axis)
         wide = [(*shape[:axis], 1, *shape[axis:]) for shape in shapes]
@@ -374,6 +386,7 @@ def _joined(eqn: JaxprEqn, ins: Sequence[QuantizedParam]) -> list[QuantizedParam
         of_groups([flags(part) for part in parts]) if any(part.nan_flags is not None for part in parts) else None,
         tuple(dict.fromkeys(path for part in parts for path in part.paths)),
         casts,
+        is_cache=of.is_cache,
     )
     return [joined]
 
@@ -402,7 +415,10 @@ MOVES: dict[str, Move] = {
     **dict.fromkeys(("convert_element_type", "reduce_precision"), Move(_cast_origin, _cast, _is_cast)),
     **dict.fromkeys(("optimization_barrier", "device_put"), Move(_each, _together, lambda eqn, ins: True)),
     **dict.fromkeys(("concatenate", "stack"), Move(_joined_origin, _joined, _are_joined, is_same=False)),
-    "dynamic_update_slice": Move(written_origin, updated, is_written, is_same=False, has_indices=True, is_write=True),
+    **{
+        name: Move(written_origin, write, is_written, is_same=False, has_indices=True, is_write=True)
+        for name, write in {"dynamic_update_slice": updated, "scatter": scattered}.items()
+    },
     # A sharding is one of the shape of the value, which the arrays for its groups have not: these stay whole.
     **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), one(groups=lambda eqn, v, shape, _: [v])),
 }
