@@ -35,6 +35,7 @@ class Choice(NamedTuple):
       point: where it is quantized already, if it is a value that a rule of kind "value" is for; else None.
       keys: of its entry, or of each of the parameters that were concatenated.
       rotated: the axes along which it is rotated before it is quantized, in the order of the other operand's.
+      cache: the path of the cache that it is, whose spec then has the axes of that; else None.
     """
 
     name: str
@@ -46,11 +47,12 @@ class Choice(NamedTuple):
     point: Location | None = None
     keys: tuple[str, ...] = ()
     rotated: tuple[int, ...] = ()
+    cache: str | None = None
 
     @property
     def arrives_quantized(self) -> bool:
         """Whether the op gets it with its integers, and does not make them."""
-        return self.spec is not None and (self.is_weight or self.point is not None)
+        return self.spec is not None and (self.is_weight or self.point is not None or self.cache is not None)
 
 
 class Decision(NamedTuple):
@@ -63,6 +65,11 @@ class Decision(NamedTuple):
     @property
     def contraction(self) -> Contraction:
         return self.op.contraction
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether one operand is a cache, with which the other one is contracted in integers."""
+        return any(choice.cache is not None for choice in self.operands)
 
     @property
     def input_keys(self) -> list[str]:
@@ -87,7 +94,28 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
         for choice in choices:
             _check_scales(choice, op.contraction.as_op().takes_blocks)
     gradient = precisions(op, op.names, [choice.rule for choice in choices], specs)
+    choices = [_as_cache(choice, other, op, matcher) for choice, other in zip(choices, choices[::-1], strict=True)]
     return Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient)
+
+
+def _is_cache(op: MatchedOp, operand: Operand) -> bool:
+    return op.kind == "act_act" and op.contraction.op == "dot_general" and operand.origin.cache is not None
+
+
+def _as_cache(choice: Choice, other: Choice, op: MatchedOp, matcher: Matcher) -> Choice:
+    """The choice, with the cache that the operand is: its integers are taken where the other one has some."""
+    if not _is_cache(op, choice.operand) or _is_cache(op, other.operand) or other.spec is None:
+        return choice
+    cache, rule = choice.operand.origin.cache, choice.rule or other.rule
+    with named_in_errors(choice.name, rule=rule):
+        if choice.rotated:
+            raise ValueError(
+                f"the operand is the cache {cache!r}, which is quantized where it is written, and would be rotated "
+                "here. Drop `rotate`, or the rule of the cache."
+            )
+        if other.spec.rounding == "stochastic":
+            raise ValueError(f"what meets the cache {cache!r} must round to nearest, got {other.spec}.")
+    return choice._replace(spec=matcher.caches[cache or ""], rule=rule, cache=cache)
 
 
 def _with_rotation(op: MatchedOp, choices: Sequence[Choice]) -> Sequence[Choice]:
@@ -213,7 +241,7 @@ def _of_operand(op: MatchedOp, side: int, matcher: Matcher, strict: bool) -> Cho
     if op.kind == "weight" and not has_weight_spec:  # a parameter as the input of another may have a rule of its own
         own = matcher.of_parameter(op, operand.origin)
         rule = rule if own is None or is_wanted(own) else own
-    spec = rule and (rule.weight if has_weight_spec else rule.activation)
+    spec = None if _is_cache(op, operand) else rule and (rule.weight if has_weight_spec else rule.activation)
     if rule is not None and spec is not None:
         with named_in_errors(op.names[side], rule=rule):
             is_meant = strict or is_exact(rule) or _is_input(op, side, rule)

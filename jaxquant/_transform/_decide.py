@@ -146,7 +146,7 @@ def _why(op: MatchedOp, choice: Choice, frozen: Set[str]) -> str:
     origin, dtype = choice.operand.origin, choice.operand.dtype
     if op.kind == "closed":
         return f"{op.contraction.op} cannot be entered"
-    if origin.cache is not None:
+    if origin.cache is not None and op.kind != "weight":
         return f"{origin.cache}, a cache: its real values"
     if not frozen.isdisjoint(origin.weights):
         return "integers that no rule is for: their real values"

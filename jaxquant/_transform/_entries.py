@@ -85,21 +85,23 @@ def keyed(decisions: Sequence[Decision]) -> list[Decision]:
     first: dict[Any, str] = {}
     values: dict[Location, tuple[str, ...]] = {}
 
-    def of(choice: Choice, contraction: Contraction) -> tuple[str, ...]:
-        if choice.spec is None:
+    def of(choice: Choice, decision: Decision) -> tuple[str, ...]:
+        contraction = decision.contraction
+        if choice.spec is None or choice.cache is not None:
             return ()
         if choice.point is not None:
             return values[choice.point]
         origin = choice.operand.origin
         if choice.is_weight:
             return origin.parts
-        known_by = origin.value, choice.spec, str(choice.operand.dtype), contraction.stack, choice.rotated
+        how = choice.spec, choice.rotated, decision.has_cache
+        known_by = origin.value, str(choice.operand.dtype), contraction.stack, how
         return (choice.name if origin.value is None else first.setdefault(known_by, choice.name),)
 
     found = []
     for decision in decisions:
         contraction = decision.contraction
-        operands = tuple(choice._replace(keys=of(choice, contraction)) for choice in decision.operands)
+        operands = tuple(choice._replace(keys=of(choice, decision)) for choice in decision.operands)
         found.append(decision._replace(operands=operands))
         if decision.op.kind == "value":
             values[contraction.location] = operands[0].keys
@@ -128,7 +130,7 @@ def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -
         kind = rule.activation.granularity if rule.activation else spec.granularity
         return Entry(
             key, spec, operand.shape, operand.dtype, False, rule, (name,),
-            is_dynamic=spec.granularity.is_dynamic or kind.is_dynamic,
+            is_dynamic=spec.granularity.is_dynamic or kind.is_dynamic or decision.has_cache,
             location=contraction.location, stack=contraction.stack, is_seen=not contraction.in_condition,
         )  # fmt: skip
     leaf = leaves[key]

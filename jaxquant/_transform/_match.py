@@ -11,6 +11,7 @@ from .._jaxpr._origin import Origin, computed
 from .._jaxpr._program import NAME
 from .._jaxpr._walk import Contraction, Operand
 from .._rule import Rule
+from .._spec import QuantSpec
 
 
 class MatchedOp(NamedTuple):
@@ -107,6 +108,7 @@ class Matcher:
     def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Any], params: str, arguments: Sequence[str] = ()):
         self.rules, self.leaves, self.params, self.arguments = rules, leaves, params, arguments
         self.used, self.shadowed = set(), {}
+        self.caches: dict[str, QuantSpec] = {}  # by their paths
 
     def first(self, op: MatchedOp, side: int) -> Rule | None:
         """The rule for an operand."""

@@ -19,6 +19,7 @@ from .._granularity import granularity_of
 from .._groups import of_rank
 from .._hadamard import hadamard
 from .._integer._contract import Precision, contract
+from .._integer._dot import dot_general
 from .._integer._operands import QuantizedOperand
 from .._integer._ops import OPS
 from .._integer._weight_only import by_columns
@@ -216,7 +217,8 @@ class SiteEvaluator(NamedTuple):
         """Notes what is seen of operands, each by the key of an entry and its side."""
         for key, side in sides.items():
             assert self.observer is not None
-            choice, reals = decision.operands[side], [v.real if isinstance(v, QuantizedParam) else v for v in values]
+            real = lambda v: _value(v) if v.is_cache else v.real
+            choice, reals = decision.operands[side], [real(v) if isinstance(v, QuantizedParam) else v for v in values]
             other = reals[1 - side] if len(decision.operands) == 2 else None
             given = Observed(
                 reals[side], choice.spec, scope.qparams.get(key), choice.contracted, other, decision.contraction, side,
@@ -249,7 +251,23 @@ class SiteEvaluator(NamedTuple):
                 return by_columns(op, whole, _column_part, side, shape, operands)
         return whole(*operands)
 
+    def _with_cache(self, decision: Decision, eqn: Any, values: Sequence[Any]) -> Array:
+        """The product of a cache with an operand in float, into which scales that change along it are multiplied."""
+        side = next(i for i, choice in enumerate(decision.operands) if choice.cache is not None)
+        spec, numbers, out = decision.operands[1 - side].spec, eqn.params["dimension_numbers"], eqn.outvars[0].aval
+        cache, x = _checked(values[side]), values[1 - side]
+        q, in_order = with_fitting_spec(cache), lambda own: (own, x) if side == 0 else (x, own)
+        assert spec is not None
+        with named_in_errors(*decision.op.names):
+            y = dot_general(*in_order(q), numbers, spec=spec, execution=self.execution).astype(out.dtype)
+        if cache.real is None:
+            return y
+        x = _fake_quantized(x, spec, None, None)
+        return with_gradient_of(eqn.primitive.bind(*in_order(cache.real), **eqn.params), y)
+
     def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
+        if decision.has_cache:
+            return self._with_cache(decision, eqn, values)
         operands = list(values)
         for side, choice in enumerate(decision.operands):
             if choice.arrives_quantized:
@@ -338,7 +356,8 @@ class SiteEvaluator(NamedTuple):
         """What the functions of the caller make of an op."""
         operands = list(values)
         for side, choice in enumerate(decision.operands):
-            if choice.spec is not None and not (choice.point is not None and view.op is None):
+            is_given = choice.cache is None and (choice.point is None or view.op is not None)
+            if choice.spec is not None and is_given:
                 of = self._of_site(choice, values[side], scope)
                 operands[side] = self._given(*of) if view.op is None else view.site(*of)
         lax_op = functools.partial(eqn.primitive.bind, **eqn.params)
