@@ -343,6 +343,27 @@ def test_a_function_that_generates_in_a_loop():
     assert cache["v"].stored.dtype == jnp.int4
 
 
+def test_a_window_of_a_long_cache():
+    """Read by a slice at a traced index, in which the scales come along."""
+
+    def f(params, cache, x, t, rounded=lambda name, v: v):
+        q, k, v = (jnp.einsum("btm,mhd->bthd", x, params[n]) for n in "qkv")
+        cache = {"k": written(cache["k"], k, t), "v": written(cache["v"], v, t)}
+        start = jnp.maximum(t - 3, 0)
+        ks, vs = (jax.lax.dynamic_slice_in_dim(rounded(n, cache[n]), start, 4, 1) for n in "kv")
+        seen = jnp.arange(4) <= t - start
+        probs = jax.nn.softmax(jnp.where(seen, jnp.einsum("bthd,bshd->bhts", q, ks), -jnp.inf))
+        return jnp.einsum("bhts,bshd->bthd", probs, vs), cache, cache["k"][:, :2]
+
+    q, plain = jax.jit(quantize_fn(f, RULES)), functools.partial(by_hand, f)
+    (ys, cache), (want, _) = (
+        steps(lambda *args, f=f: f(*args)[:2], of) for f, of in ((q, empty()), (plain, in_float()))
+    )
+    assert_same_bits(ys, want)
+    part = q(PARAMS, cache, X[:, :1], jnp.int32(0))[2]  # what is no whole cache is a QArray, too
+    assert_same_bits(part.values, cache["k"].values[:, :2])
+
+
 def test_grouped_queries():
     def f(params, cache, x, t, rounded=lambda name, v: v):
         q = jnp.einsum("btm,mhd->bthd", x, jnp.concatenate([params["q"], -params["q"]], 1))
@@ -466,7 +487,7 @@ def test_flax_linen():
         return nn.dot_product_attention(query, fake_quant(key, KEYS), fake_quant(value, KEYS), mask=mask)
 
     make = functools.partial(nn.MultiHeadDotProductAttention, num_heads=2, qkv_features=8)
-    x = tokens_of(0, 12)
+    x = tokens_of(0, 200)
     variables = make(decode=True).init(jax.random.key(1), x)
 
     def step(attention_fn, variables, x):
@@ -478,15 +499,27 @@ def test_flax_linen():
     rule = Rule("cache/cached_*", activation=KEYS, kind="cache")
     q = quantize_fn(functools.partial(step, nn.dot_product_attention), [rule])
     jitted = jax.jit(of(q))
-    ints = variables["cache"] | {n: zeros((2, 12, 2, 4), KEYS) for n in ("cached_key", "cached_value")}
+    ints = variables["cache"] | {n: zeros((2, 200, 2, 4), KEYS) for n in ("cached_key", "cached_value")}
     ys, cache = of_each_step(jitted, variables["params"], ints, x)
     want, _ = of_each_step(jax.jit(of(functools.partial(step, rounding))), variables["params"], variables["cache"], x)
     assert_same_bits(ys, want)
     assert jax.tree.structure(cache) == jax.tree.structure(ints)
     assert jitted._cache_size() == 1
-    causal = nn.make_causal_mask(jnp.ones((2, 12)))
+    causal = nn.make_causal_mask(jnp.ones((2, 200)))
     full = make(decode=False, attention_fn=rounding).apply({"params": variables["params"]}, x, mask=causal)
     np.testing.assert_allclose(ys, full, atol=1e-6)
+    # A model in training has no cache: there rules for the products round as the cache will.
+    products = "MultiHeadDotProductAttention/dot_general"
+    training = quantize_fn(
+        make(decode=False).apply,
+        [Rule(f"{products}_{i}:{side}", activation=KEYS, kind="act_act") for i, side in ((0, "rhs"), (1, "lhs"))],
+    )
+    variables = {"params": variables["params"]}
+    np.testing.assert_allclose(training(variables, x, mask=causal), full, atol=1e-6)
+    loss = lambda f: lambda variables: (f(variables, x, mask=causal) ** 2).sum()
+    got, want = (jax.grad(loss(f))(variables) for f in (training, make(decode=False, attention_fn=rounding).apply))
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-3)
 
 
 def test_flax_nnx():
@@ -497,7 +530,7 @@ def test_flax_nnx():
 
     def model(attention_fn):
         made = nnx.MultiHeadAttention(2, 8, decode=True, attention_fn=attention_fn, rngs=nnx.Rngs(0))
-        made.init_cache((2, 12, 8))
+        made.init_cache((2, 200, 8))
         graphdef, params, cache, rest = nnx.split(made, nnx.Param, nnx.Cache, ...)
 
         def f(params, cache, x):
@@ -509,7 +542,7 @@ def test_flax_nnx():
     f, params, cache = model(nnx.dot_product_attention)
     plain, _, floats = model(rounding)
     q = jax.jit(quantize_fn(f, [Rule("cache/cached_*", activation=KEYS, kind="cache")]))
-    x = tokens_of(0, 12)
+    x = tokens_of(0, 200)
     _, cache = q(params, cache, x[:, :1])  # a float cache comes back in integers
     _, floats = jax.jit(plain)(params, floats, x[:, :1])
     ys, cache = of_each_step(q, params, cache, x[:, 1:])
@@ -548,6 +581,43 @@ def test_the_one_cache_of_keras_hub(monkeypatch):
     assert jax.tree.structure(cache) == jax.tree.structure(zeros(shape, spec))
     assert cache.stored.dtype == jnp.int4
     assert q._cache_size() == 2
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Gemma", "Llama"])
+@jax.numpy_rank_promotion("allow")
+@jax.numpy_dtype_promotion("standard")
+def test_keras_hub(name, monkeypatch):
+    """Grouped queries and a sliding window among them."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    keras, models = pytest.importorskip("keras"), pytest.importorskip("keras_hub").models
+    sizes = {"vocabulary_size": 50, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 32}
+    grouped = {"num_query_heads": 4, "num_key_value_heads": 2}
+    window = {"head_dim": 4, "use_sliding_window_attention": True, "sliding_window_size": 6}
+    own = {"GPT2": {"num_heads": 2, "max_sequence_length": 64}, "Gemma": grouped | window, "Llama": grouped}[name]
+    backbone = getattr(models, f"{name}Backbone")(**sizes, **own)
+    model = getattr(models, f"{name}CausalLM")(preprocessor=None, backbone=backbone)
+
+    def f(params, cache, tokens, at):
+        with keras.StatelessScope(state_mapping=list(zip(model.variables, params, strict=True))):
+            logits, _, cache = model.call_with_cache(tokens, cache, at)
+        return logits, cache
+
+    params, tokens = [v.value for v in model.variables], np.random.default_rng(0).integers(1, 50, (2, 40), np.int32)
+    shape = 2, 2, 2, 40, 2, 8 if name == "GPT2" else 4
+    spec = QuantSpec(granularity=PerChannel((0, 1, 2, 3, 4)))
+    q = jax.jit(quantize_fn(f, [Rule("cache", activation=spec, kind="cache")]))
+    write = keras.ops.slice_update
+    monkeypatch.setattr(keras.ops, "slice_update", lambda cache, at, new: write(cache, at, fake_quant(new, KEYS)))
+    plain = jax.jit(f)
+    cache, floats = zeros(shape, spec), jnp.zeros(shape)
+    for t in range(40):
+        args = tokens[:, t : t + 1], jnp.int32(t)
+        want, floats = plain(params, floats, *args)
+        with monkeypatch.context() as context:
+            context.setattr(keras.ops, "slice_update", write)
+            y, cache = q(params, cache, *args)
+        assert_same_bits(y, want)
+    assert q._cache_size() == 1
 
 
 def test_equinox():
