@@ -244,6 +244,13 @@ def test_what_no_rule_of_a_cache_says(kw):
         Rule("cache/*", kind="cache", **kw)
 
 
+def test_an_error_of_the_function_is_not_put_down_to_the_cache():
+    """A QArray beside float params is what misplaced params look like, too."""
+    with pytest.raises(ValueError, match="Size of label") as error:
+        quantize_fn(attention, RULES).plan(PARAMS, empty(), X[:, :1, :3], 0)
+    assert "params_argnum" not in str(error.value)
+
+
 def test_weights_beside_it_and_what_is_observed():
     rules = [*RULES, Rule("*", weight_spec(8), QuantSpec())]
     q = quantize_fn(attention, rules)
@@ -326,6 +333,17 @@ def test_a_scan_over_layers_takes_and_gives_their_caches(bits):
     assert jax.tree.structure(cache["k"]) == jax.tree.structure(zeros(shape, spec))
     assert cache["k"].stored.dtype == zeros(shape, spec).stored.dtype
     assert q._cache_size() == 1
+
+
+def test_under_vmap_each_example_has_its_own():
+    q = quantize_fn(attention, RULES)
+    caches = jax.tree.map(lambda v: jnp.stack([v, v]), empty())
+    xs, ts = jnp.stack([X[:, :1], X[:, 1:2]]), jnp.array([0, 3])
+    ys, got = jax.vmap(q, (None, 0, 0, 0))(PARAMS, caches, xs, ts)
+    for i in range(2):
+        y, cache = q(PARAMS, empty(), xs[i], ts[i])
+        np.testing.assert_allclose(ys[i], y, atol=1e-6)
+        assert_same_bits(got["k"].stored[i], cache["k"].stored)
 
 
 def test_a_function_that_generates_in_a_loop():
@@ -433,8 +451,10 @@ def test_200_steps_are_one_full_pass():
     assert q._cache_size() == 2
 
 
-def test_what_meets_a_cache_in_integers_is_dynamic():
-    q, args = quantize_fn(attention, ALL), (PARAMS, empty(), X[:, :1], jnp.int32(0))
+@pytest.mark.parametrize("spec", [ROWS, QuantSpec()])
+def test_what_meets_a_cache_in_integers_is_dynamic(spec):
+    rules = [*RULES, dataclasses.replace(PRODUCTS, activation=spec), Rule("*", weight_spec(8), ROWS)]
+    q, args = quantize_fn(attention, rules), (PARAMS, empty(), X[:, :1], jnp.int32(0))
     qparams = q.init_qparams(*args)
     assert qparams["dot_general_3:lhs"] is None
     assert_same_bits(q(*args, qparams=qparams)[0], q(*args)[0])
@@ -446,6 +466,16 @@ def test_what_meets_a_cache_in_integers_is_dynamic():
     ):
         with pytest.raises(ValueError, match=r"the cache 'k|the cache 'cache/k'"):
             quantize_fn(attention, [*RULES, rule]).plan(*args)
+
+
+def test_the_cache_is_written_in_place_and_not_made_float():
+    shape = 2, 4096, HEADS, 128
+    cache = {n: zeros(shape, KEYS) for n in "kv"}
+    args = {n: jnp.ones((8, HEADS, 128)) for n in "qkv"}, cache, X[:, :1], jnp.int32(0)
+    step = jax.jit(quantize_fn(attention, [Rule("cache/*", activation=KEYS, kind="cache"), PRODUCTS]), donate_argnums=1)
+    memory = step.lower(*args).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(v.nbytes for v in jax.tree.leaves(cache))
+    assert memory.temp_size_in_bytes < 4 * int(np.prod(shape))
 
 
 # Training

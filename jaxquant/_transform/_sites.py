@@ -144,7 +144,10 @@ class SiteEvaluator(NamedTuple):
             return real_values(q, q.dtype) if isinstance(value, QArray) else value
         # Only what comes in float is differentiated.
         real = None if isinstance(value, QArray) else fake_quant(value, cache.spec)
-        return dataclasses.replace(_parameter(cache.path, q, cache.spec, real), is_cache=True)
+        parameter = _parameter(cache.path, q, cache.spec, real)
+        # Its zero points too, which are then written in place as all else, be they 0.
+        quantized = changed(parameter.quantized, zero_point=of_rank(q.zero_point, q.ndim))
+        return dataclasses.replace(parameter, quantized=quantized, is_cache=True)
 
     def left(self, v: Any) -> Any:
         """A result of the function: a cache leaves it in integers."""
@@ -259,7 +262,7 @@ class SiteEvaluator(NamedTuple):
         q, in_order = with_fitting_spec(cache), lambda own: (own, x) if side == 0 else (x, own)
         assert spec is not None
         with named_in_errors(*decision.op.names):
-            y = dot_general(*in_order(q), numbers, spec=spec, execution=self.execution).astype(out.dtype)
+            y = _rows_with(q, x, side, numbers, spec=spec, execution=self.execution).astype(out.dtype)
         if cache.real is None:
             return y
         x = _fake_quantized(x, spec, None, None)
@@ -434,6 +437,16 @@ def _checked(v: Any) -> QuantizedParam:
         "follow. Report the program that does this; until then quantize the operand by fake_quant_params, or drop the "
         "rule of the value."
     )
+
+
+def _rows_with(q: QArray, x: Array, side: int, numbers: Any, **kw: Any) -> Array:
+    """The product of rows of floats with a cache, which is the second operand: a CPU has no kernel for it as first."""
+    if side:
+        return dot_general(x, q, numbers, **kw)
+    y = dot_general(x, q, tuple(pair[::-1] for pair in numbers), **kw)
+    batch = len(numbers[1][0])
+    free = x.ndim - len(numbers[0][0])  # where the free axes of x end
+    return lax.transpose(y, (*range(batch), *range(free, y.ndim), *range(batch, free)))
 
 
 def _column_part(parameter: QuantizedParam, axis: int, start: Array, size: int) -> QuantizedParam:
