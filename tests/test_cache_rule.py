@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -581,9 +582,15 @@ def test_flax_nnx():
     assert q._cache_size() == 2
 
 
-def test_the_one_cache_of_keras_hub(monkeypatch):
+of_keras = pytest.mark.skipif(
+    os.environ.get("KERAS_BACKEND") != "jax", reason="keras reads its backend when it is imported: KERAS_BACKEND=jax"
+)
+
+
+@pytest.mark.slow
+@of_keras
+def test_the_one_cache_of_keras_hub():
     """As its `call_with_cache` has it: (batch, layers, keys and values, tokens, heads, features)."""
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
     ops = pytest.importorskip("keras").ops
 
     def f(params, cache, x, at, rounded=lambda v: v):
@@ -613,12 +620,13 @@ def test_the_one_cache_of_keras_hub(monkeypatch):
     assert q._cache_size() == 2
 
 
+@pytest.mark.slow
+@of_keras
 @pytest.mark.parametrize("name", ["GPT2", "Gemma", "Llama"])
 @jax.numpy_rank_promotion("allow")
 @jax.numpy_dtype_promotion("standard")
 def test_keras_hub(name, monkeypatch):
     """Grouped queries and a sliding window among them."""
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
     keras, models = pytest.importorskip("keras"), pytest.importorskip("keras_hub").models
     sizes = {"vocabulary_size": 50, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 32}
     grouped = {"num_query_heads": 4, "num_key_value_heads": 2}
