@@ -45,7 +45,7 @@ def serving_rows(rounds, *batches):
             {
                 "float": kept(mlp, PARAMS, x),
                 "frozen, static": kept(static, frozen, x, s),
-                "frozen, dynamic": kept(q, frozen, x),
+                "frozen, dynamic": kept(lambda p, x: q(p, x, qparams={}), frozen, x),
                 "q(params, qparams=)": kept(static, PARAMS, x, s),
                 "q(params)": kept(q, PARAMS, x),
                 **{name: kept(of, of.freeze(PARAMS, x), x) for name, of in only.items()},
