@@ -107,8 +107,8 @@ def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray
     Groups that share a scale lie wholly in the part that is written, and get the scale of `new`: the result is that
     of quantizing the real values whole. A token of a cache (batch, time, heads, features) with a scale for each token
     and head is written by `update_slice(cache, token[:, None], (0, t, 0, 0))`. A scale that no part of this shape could
-    change stays: that of PerTensor(), and those that are shared along each axis on which `new` is the smaller one.
-    `new` is then quantized with it, and what is larger saturates.
+    change stays: the scale of PerTensor(), and scales that are shared along each axis on which `new` is the smaller
+    one. `new` is then quantized with it, and what is larger saturates.
 
     Under `jax.jit(..., donate_argnames=...)` and in the carry of `lax.scan` it is written in place. All is static but
     arrays and traced indices, so that no step is traced or compiled again.

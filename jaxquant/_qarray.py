@@ -272,7 +272,7 @@ def start_of(name: str, start: Any, axis: int, shape: tuple[int, ...], size: int
 
 
 def window_of(name: str, q: QArray, axis: int, start: Any, size: int) -> tuple[Any, int]:
-    """A window along an axis, in bounds, which cuts no block: a traced start is rounded down to that of one."""
+    """A window along an axis, in bounds, which cuts no block: a traced start is rounded down to the start of one."""
     n, g = q.shape[axis], groups_of(q)[axis]
     start, block = start_of(name, start, axis, q.shape, size), n // g if g > 1 else 1
     if size % block or (isinstance(start, int) and start % block):

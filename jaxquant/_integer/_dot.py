@@ -263,12 +263,12 @@ LOWERINGS = {
 
 
 class _Factors(NamedTuple):
-    """The factors of a contraction, one of which has the scales of the other, that of integers.
+    """The factors of a contraction, one of them in integers, whose scales may be in the other one.
 
     Attributes:
       x: the factor with the scales.
       of_x, of_q: the names of the axes of both.
-      shape: that of the integers.
+      shape: of the integers.
       split: the axes of the integers that are in blocks now, with one that counts them, which is of the batch.
     """
 
@@ -429,9 +429,9 @@ def dot_general(
     each block are added in order.
 
     With `spec`, the operand in float is quantized here, by its range, so that it is a contraction of integers too. Then
-    a scale of the other one may change with every element along a contracted axis, as that of cached values changes
-    with the token: all its scales are multiplied into the operand in float, which is quantized after that, once for
-    each block along the axes that the other one keeps. So the probabilities of an attention meet its values.
+    a scale of the other one may change with every element along a contracted axis, as the scale of cached values
+    changes with the token: all its scales are multiplied into the operand in float, which is quantized after that, once
+    for each block along the axes that the other one keeps. So the probabilities of an attention meet its values.
 
     Args:
       a, b: QArrays of any shapes. Scales may differ along batch and free axes, and by blocks along contracted axes. One

@@ -29,7 +29,7 @@ def by_columns(
 ) -> Array:
     """`product(*operands)`, of which operand `side`, of this shape, is a weight: tile by tile, where it pays.
 
-    The gradient is that of the product.
+    The gradient is the gradient of the product.
     """
     other = operands[1 - side]
     ndims = (other.ndim, len(shape)) if side else (len(shape), other.ndim)

@@ -148,7 +148,7 @@ def with_fitting_spec(parameter: QuantizedParam) -> QArray:
     if said == PerTensor():
         return changed(q, scales_of(q).map(lambda v: v.reshape(())))
     granularity = granularity_of(groups_of(q), q.shape)
-    granularity = PerChannel(0) if granularity == PerTensor() else granularity  # one scale, which is that of a group
+    granularity = PerChannel(0) if granularity == PerTensor() else granularity  # its one scale is the scale of a group
     return changed(q, spec=dataclasses.replace(q.spec, granularity=granularity))
 
 

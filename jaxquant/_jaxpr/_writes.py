@@ -17,6 +17,7 @@ from ._quantized_param import QuantizedParam, dequantized, with_fitting_spec, wi
 
 
 def written_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
+    """The origin of a cache that is written, which stays the cache."""
     return [ins[0]]
 
 
@@ -85,7 +86,7 @@ def _written(
 
 
 def _check_scales(cache: QArray, part: Part) -> None:
-    """Raises for scales that would stay those of a cache that came in float, which was empty."""
+    """Raises for scales that would stay as an empty cache, which came in float, has them."""
     if part.keeps:
         raise ValueError(
             f"a cache that comes in float must have scales that are written with its parts, got {cache.spec}, whose "
