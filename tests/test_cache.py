@@ -499,7 +499,7 @@ def test_decoding_is_the_full_pass_to_the_bit():
     def whole(q, k, v):
         causal = jnp.arange(n)[None] <= jnp.arange(n)[:, None]
         scores = dot_general(jnp.moveaxis(q, 1, 2), k, SCORES, spec=ROWS) * np.float32(features**-0.5)
-        # A row at a time, because XLA adds up those of a matrix in another order.
+        # A row at a time, because XLA adds up the rows of a matrix in another order.
         softmax = lambda row: jax.nn.softmax(jnp.where(row[1], row[0], -jnp.inf), -1)
         probs = jnp.moveaxis(jax.lax.map(softmax, (jnp.moveaxis(scores, 2, 0), causal)), 0, 2)
         return jnp.moveaxis(dot_general(probs, v, CONTEXT, spec=ROWS), 2, 1)

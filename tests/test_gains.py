@@ -186,7 +186,7 @@ def test_what_is_served_is_what_was_smoothed_and_solved():
 
 
 def test_scopes_keep_their_names():
-    """Also those of ops in a scan, which is built anew."""
+    """Also the names of ops in a scan, which is built anew."""
 
     def f(p, x):
         with jax.named_scope("model"):

@@ -458,8 +458,8 @@ def test_gptq_is_that_of_qwix(size, compared):
 def layers(rng):
     """Three layers of one model, each a name, its inputs and its weight.
 
-    A few channels of the first inputs are large; those of the second come out of a relu and so have a mean; those of
-    the third depend on each other.
+    A few channels of the first inputs are large; the inputs of the second come out of a relu and so have a
+    mean; the inputs of the third depend on each other.
     """
     weight = lambda k, n: (rng.normal(size=(k, n)) / np.sqrt(k)).astype(np.float32)
     x = rng.normal(size=(256, 64)) @ (np.eye(64) + rng.normal(size=(64, 64)) / 8)
