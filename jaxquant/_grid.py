@@ -14,7 +14,7 @@ from jax import Array, lax
 from . import _checks as checks
 from . import _numerics as num
 from ._groups import broadcast_groups
-from ._platform._cpu import computed_once, unknown
+from ._platform._cpu import computed_once, read_once, unknown
 from ._platform._division import divide, divide_to_level
 from ._qparams import QParams
 from ._scale_formats import TINY
@@ -106,6 +106,8 @@ class Grid(NamedTuple):
         rounds_at_ties = spec.rounding in ("half_even", "half_away") and spec.levels.bits <= 10
         signed_zero = spec.levels.has_signed_zero
         quotient = divide_to_level(x, self.step, signed_zero) if rounds_at_ties else divide(unknown(x)[0], self.step)
+        if signed_zero or noise is not None:  # floats and noise are rounded by more than one look at a value
+            quotient = read_once(quotient)
         level = spec.levels.nearest(quotient, spec.rounding, noise)
         return level if self.zero_point is None else level + self.zero_point
 

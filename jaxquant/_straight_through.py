@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, qarray_of
 from ._grid import frame_of, grid_of
-from ._platform._cpu import FindNan, if_finite, nan_where
+from ._platform._cpu import Reduction, if_finite, nan_where
 from ._qarray import QArray
 from ._qparams import QParams
 from ._ranges._range import grid_of_range, range_of
@@ -39,11 +39,11 @@ def quantize_straight_through(
     frame, noise = frame_of(spec, is_fitted=qparams is None), noise_for(x, spec, key)
     values = lax.stop_gradient(x)
 
-    quantized = lambda grid, find_nan: (levels_of(values, grid, noise), nan_flags(values, contracted, find_nan))
+    quantized = lambda grid, masks: (levels_of(values, grid, noise), nan_flags(values, contracted, masks and masks.nan))
 
-    def of_range(x_min, x_max, find_nan):
+    def of_range(x_min, x_max, masks):
         grid = grid_of_range(x_min, x_max, frame)
-        return *quantized(grid.effective(), find_nan), grid.trained
+        return *quantized(grid.effective(), masks), grid.trained
 
     # Quantized on both sides of a CPU's condition, so that the integers stand alone: else it would compute anew for
     # them what the values are made of, the scaled product before them, and from them what the backward pass reads.
@@ -59,7 +59,7 @@ def quantize_straight_through(
     return real, qarray_of(integers, effective, x.dtype), flags
 
 
-def nan_flags(values: Array, contracted: tuple[int, ...], find_nan: FindNan | None = nan_where) -> Array:
+def nan_flags(values: Array, contracted: tuple[int, ...], find_nan: Reduction | None = nan_where) -> Array:
     """NaN where the values along the contracted axes, of size 1 here, hold a NaN; 0 elsewhere, or if none can."""
     if find_nan is None and not is_explicit(values) and not varying_axes(values):
         shape = [1 if i in contracted else n for i, n in enumerate(values.shape)]

@@ -4,6 +4,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from fractions import Fraction
 
 import jax
@@ -122,6 +123,26 @@ def test_codes_of_every_value_of_16_bits_are_those_of_ml_dtypes(name, dtype, com
     compared("ml_dtypes", f"{name} of {dtype}", x.size, int((got != want).sum()))
     assert q.values.dtype == FLOATS[name].dtype
     assert_same_bits(got, want, name)
+
+
+ONE_PASS = {
+    "float8": float8_spec(), "mxfp8": jq.mxfp8_spec(-1), "mxfp4, first axis": jq.mxfp4_spec(0),
+    "nvfp4": jq.nvfp4_spec(-1), "int4 in blocks": QuantSpec(bits=4, granularity=PerBlock(-1, 32)),
+    "int8, stochastic": QuantSpec(rounding="stochastic"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_a_cpu_writes_no_array_but_the_result(name):
+    """No quotient, although it is read twice; and no copy of x for its range, if that is in blocks."""
+    spec, x = ONE_PASS[name], jax.ShapeDtypeStruct((512, 512), F)
+    in_blocks, key = bool(spec.granularity.sizes), None if spec.rounding == "half_even" else jax.random.key(0)
+    qparams = None if in_blocks else QParams(F(0.1), F(0))
+    program = jax.jit(lambda x: jq.fake_quant(x, spec, qparams, key=key)).lower(x).compile()
+    entry = program.as_text().partition("\nENTRY ")[2]
+    written = [line for line in entry.splitlines() if re.search(r" = f32\[512,512\]\S* (?!parameter)", line)]
+    assert ["ROOT" in line for line in written] == [True], written
+    assert not in_blocks or program.memory_analysis().temp_size_in_bytes < x.size * 4 / 2
 
 
 @bits

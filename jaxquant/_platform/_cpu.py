@@ -6,7 +6,7 @@ platforms, or compiled for one that is not there. All of them give the same bits
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,11 +33,23 @@ def _barrier(*values: Any) -> Any:
     return lax.optimization_barrier(values)
 
 
-FindNan = Callable[[Array, tuple[int, ...]], Array]
+Reduction = Callable[[Array, tuple[int, ...]], Array]  # of a value and axes
 
 
-def if_finite(x: Array, then: Callable[[FindNan | None], Any]) -> Any:
-    """`then(None)` where all of `x` is known to be finite, `then(find_nan)` where not; `find_nan` is as `nan_where`.
+class Masks(NamedTuple):
+    """The reductions of a platform where values may not be finite.
+
+    Attributes:
+      nan: as `nan_where`.
+      maximum: of the finite values, -inf where there is none; without the axes.
+    """
+
+    nan: Reduction
+    maximum: Reduction
+
+
+def if_finite(x: Array, then: Callable[[Masks | None], Any]) -> Any:
+    """`then(None)` where all of `x` is known to be finite, `then(masks)` where not.
 
     XLA:CPU reduces what it reads, or its absolute value, at the speed of memory, and what else it computes first
     several times slower, through a copy of the array. So `then` is there on both sides of a condition, whether all is
@@ -47,9 +59,10 @@ def if_finite(x: Array, then: Callable[[FindNan | None], Any]) -> Any:
     By the sum, because a maximum need not tell: over devices, and on XLA:CPU since jax 0.10 in large arrays, it forgets
     a NaN and what it saw before it.
     """
-    by_condition = lambda x: lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(None), lambda: then(_any_nan))
+    masks = Masks(_any_nan, _maximum_by_bits)
+    by_condition = lambda x: lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(None), lambda: then(masks))
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    return lax.platform_dependent(x, cpu=by_condition, default=lambda _: then(_nan_by_maximum))
+    return lax.platform_dependent(x, cpu=by_condition, default=lambda _: then(Masks(_nan_by_maximum, _maximum)))
 
 
 def nan_where(x: Array, axes: tuple[int, ...]) -> Array:
@@ -71,6 +84,23 @@ def _nan_by_maximum(x: Array, axes: tuple[int, ...]) -> Array:
     return lax.expand_dims(num.select(found > 0, np.float32(np.nan), np.float32(0)), axes)
 
 
+def _maximum(x: Array, axes: tuple[int, ...]) -> Array:
+    return lax.reduce_max(num.select(jnp.abs(x) < jnp.inf, x, -jnp.inf), axes)
+
+
+def _maximum_by_bits(x: Array, axes: tuple[int, ...]) -> Array:
+    """The same of integers in the order of the floats, which XLA:CPU reduces without a copy of the array.
+
+    The copy is allocated in each call, also where all is finite, and so large that no memory of it is used again.
+    """
+    dtype = np.dtype(f"int{jnp.finfo(x.dtype).bits}")
+    size = np.asarray(np.iinfo(dtype).max, dtype)
+    turned = lambda bits: bits ^ (lax.shift_right_arithmetic(bits, np.asarray(dtype.itemsize * 8 - 1, dtype)) & size)
+    least = np.asarray(~np.asarray(-np.inf, x.dtype).view(dtype) | ~size, dtype)  # -inf, turned
+    ordered = num.select(jnp.abs(x) < jnp.inf, turned(lax.bitcast_convert_type(x, dtype)), least)
+    return lax.bitcast_convert_type(turned(lax.max(lax.reduce_max(ordered, axes), least)), x.dtype)
+
+
 def computed_once(f: Callable, x: Array, *others: Array) -> Any:
     """`f(x, *others)` of one number each a channel, computed once for each channel.
 
@@ -82,6 +112,18 @@ def computed_once(f: Callable, x: Array, *others: Array) -> Any:
         return f(x, *others)
     branched = lambda x, *others: lax.cond(jnp.sum(x) < 0, f, f, x, *others)
     return lax.platform_dependent(x, *others, cpu=branched, default=f)
+
+
+def read_once(v: Array) -> Array:
+    """`v`, to be read several times: the identity.
+
+    XLA:CPU writes a quotient that is read twice into memory, as dear to compute, and reads it again, instead of one
+    pass. Its bits are read once here, and what is made of them is cheap. LLVM drops both halves.
+    """
+    dtype = f"int{jnp.finfo(v.dtype).bits}"
+    bits = lax.bitcast_convert_type(v, dtype)
+    sign = np.asarray(jnp.iinfo(dtype).min, dtype)
+    return lax.bitcast_convert_type((bits & ~sign) | (bits & sign), v.dtype)
 
 
 def loaded(g: Array) -> Array:
