@@ -4,6 +4,7 @@
 Run by the lane `devices` of .ci/run, which has the compilers. Cycles are XLA's estimates, not measured.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -19,7 +20,7 @@ import pytest
 from exact import differing
 
 from benchmarks import aot, by_hand, devices, exactness
-from jaxquant import float8_spec, quantize_fn, weight_spec
+from jaxquant import PerChannel, Rule, float8_spec, quantize_fn, weight_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
 TARGETS = "v5e", "h100"
@@ -133,6 +134,37 @@ def test_nothing_that_the_cpu_wants_is_in_what_serves(kind, rows, target):
     if kind in IN_INTEGERS:
         assert set(compiled.products) <= {S8}
         assert compiled.products or rows == 1
+
+
+# Weights and inputs in e4m3, with a scale for each output channel and one of all; gradients in e5m2.
+NARROW = Rule("*", float8_spec(granularity=PerChannel(None)), float8_spec(), gradient=float8_spec("float8_e5m2"))
+FORWARD, BACKWARD = ("f8e4m3fn", "f8e4m3fn", "f32"), [("f8e4m3fn", "f8e5m2", "f32"), ("f8e5m2", "f8e4m3fn", "f32")]
+
+
+@compiles
+@pytest.mark.parametrize("target", [*TARGETS, "v6e", "b200"])
+def test_native_products_are_of_the_narrow_values_themselves(target):
+    params, x = [jnp.zeros((512, 512))] * 2, jnp.zeros((128, 512))
+    q = quantize_fn(devices.mlp, [NARROW], execution="native")
+    qparams = q.init_qparams(params, x)
+    frozen = q.freeze(params, x, qparams=qparams)
+    served = aot.compiled(lambda *args: q(*args[:2], qparams=args[2]), (frozen, x, qparams), target)
+    assert served.products == [FORWARD] * 2
+    gradient = lambda params, x, s: jax.grad(lambda params: jnp.sum(q(params, x, qparams=s) ** 2))(params)
+    trained = aot.compiled(gradient, (params, x, qparams), target)
+    assert trained.products.count(FORWARD) == 2
+    assert len(trained.products) == 5
+    assert set(trained.products) <= {FORWARD, *BACKWARD}
+
+
+@compiles
+@on_each
+def test_a_native_convolution_is_of_the_narrow_values_themselves(target):
+    numbers = "NHWC", "HWIO", "NHWC"
+    f = lambda w, x: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+    w, x = jnp.zeros((3, 3, 64, 64)), jnp.zeros((2, 16, 16, 64))
+    q = quantize_fn(f, [dataclasses.replace(NARROW, pattern="")], execution="native")
+    assert aot.compiled(q, (q.freeze(w, x), x), target).products == [FORWARD]
 
 
 def weights_in_float(spec, rows, target):

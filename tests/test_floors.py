@@ -29,7 +29,7 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
         *("tf/_checks", "tf/_nudge", "tf/_fake_quant", "tf/_quantize", "tf/_quantize_and_dequantize"),
         "tf/_grad_pass_through",
         *("_integer/_axes", "_integer/_operands", "_integer/_lowering", "_integer/_digits", "_integer/_contract"),
-        *("_integer/_weight_only", "_integer/_conv_gradient", "_integer/_conv", "_integer/_dot"),
+        *("_integer/_native", "_integer/_weight_only", "_integer/_conv_gradient", "_integer/_conv", "_integer/_dot"),
         *("_integer/_ragged", "_integer/_ops"),
     ),
     (

@@ -30,6 +30,7 @@ from ._contract import (
 from ._conv_gradient import Transposed
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen
+from ._native import is_native
 from ._operands import centred, codes, largest_magnitude, plain, rounded, sums_along
 
 
@@ -116,10 +117,13 @@ class Conv(ContractionOp):
         return convolution(x, w, conv._params)
 
     def exact(self, a: QArray, b: QArray) -> Array:
-        """The scaled integer convolution."""
+        """The scaled integer convolution; of floats as they are, native."""
         length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
         specs, (batch, *_), (out, *_) = (a.spec, b.spec), self.dimensions.lhs_spec, self.dimensions.rhs_spec
         summed = [i for i in range(a.ndim) if i != batch], [i for i in range(b.ndim) if i != out]
+        if is_native(self.execution, a, b, summed):
+            acc = self.real(*_of_one_dtype(a, b))
+            return scaled(acc, self._in_output(0, a.step, a), self._in_output(1, b.step, b))
         lowering = chosen(LOWERINGS, self.execution)
         (a, *_), (b, *_) = parts = in_digits(a, b, summed)
         acc = sum_of_digits(*parts, specs, length, lowering.check, lambda x, w: lowering.product(self, x, w, length))
@@ -152,9 +156,13 @@ class Conv(ContractionOp):
             zeros = jnp.broadcast_to(broadcast_groups(zero, w.shape), w.shape).astype(jnp.int8)
             return acc - transposed(v, zeros, jnp.int32)
 
-        (a, *_), (b, *_) = parts = in_digits(a, b, (summed, tuple(range(q.ndim))))
-        check = chosen(LOWERINGS, self.execution).check
-        acc = sum_of_digits(*parts, (spec, q.spec), transposed.length, check, contracted)
+        axes = summed, tuple(range(q.ndim))
+        if is_native(self.execution, a, b, axes):
+            acc = transposed(*_of_one_dtype(a, b), jnp.float32)
+        else:
+            (a, *_), (b, *_) = parts = in_digits(a, b, axes)
+            check = chosen(LOWERINGS, self.execution).check
+            acc = sum_of_digits(*parts, (spec, q.spec), transposed.length, check, contracted)
         *operands, output = self._axes()
         return scaled(acc, in_output("g", a.scale, a.shape, output, operands[side]), b.scale)
 
@@ -244,7 +252,14 @@ class Conv(ContractionOp):
 LOWERINGS = {
     "int8": Lowering(Conv._in_integers, check_int32),
     "float32": Lowering(Conv._in_float32, check_float32),
+    "native": Lowering(Conv._in_integers, check_int32),  # of integers; floats have no need of one
 }
+
+
+def _of_one_dtype(a: QArray, b: QArray) -> tuple[Array, Array]:
+    """The values, which a convolution wants in one dtype: where formats differ, in one that holds both."""
+    dtype = a.values.dtype if a.values.dtype == b.values.dtype else jnp.bfloat16
+    return a.values.astype(dtype), b.values.astype(dtype)
 
 
 def _steps(name: str, value: Any, spatial: int) -> tuple[int, ...]:
@@ -288,7 +303,8 @@ def conv_general_dilated(
         (weight-only): the result is then the convolution of the real values.
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count:
         static, as in `jax.lax.conv_general_dilated`.
-      execution: static, as in `dot_general`; does not affect the result.
+      execution: static, as in `dot_general`; does not affect the result, but for "native". There operands of two
+        formats are multiplied in bfloat16, which holds both.
 
     Returns:
       float32, or the dtype of the operand in float, in the shape of `lax.conv_general_dilated`.

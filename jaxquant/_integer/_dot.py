@@ -34,6 +34,7 @@ from ._contract import (
 )
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
+from ._native import is_native
 from ._operands import QuantizedOperand, centred, codes, largest_magnitude, plain, rounded, sums_along
 from ._weight_only import by_columns, part_of
 
@@ -92,7 +93,9 @@ class Dot(ContractionOp):
         return float_dot(a, b, (self.contracted, self.batch))
 
     def exact(self, a: QArray, b: QArray) -> Array:
-        """The scaled integer contraction, block by block where a scale changes along it."""
+        """The scaled integer contraction, block by block where a scale changes along it; of floats as they are, native."""
+        if is_native(self.execution, a, b, self.contracted):
+            return self._native(a, b)
         specs, lowering = (a.spec, b.spec), chosen(LOWERINGS, self.execution)
         (stored_a, *of_a), (stored_b, *of_b) = (
             _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
@@ -113,6 +116,14 @@ class Dot(ContractionOp):
         total, _ = vary_together(shard_like(jnp.zeros_like(first), first), first)
         add = lambda total, blocks: (total + block(*blocks), None)
         return lax.scan(add, total, stacked)[0]
+
+    def _native(self, a: QArray, b: QArray) -> Array:
+        (a, ca, ba), (b, cb, bb) = (
+            _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
+        )
+        dot = dataclasses.replace(self, contracted=(ca, cb), batch=(ba, bb))
+        acc = lax.dot_general(a.values, b.values, ((ca, cb), (ba, bb)), preferred_element_type=jnp.float32)
+        return scaled(acc, *(dot._in_output(side, q.step, (a, b)) for side, q in enumerate((a, b))))
 
     def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
         """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
@@ -259,6 +270,7 @@ class Dot(ContractionOp):
 LOWERINGS = {
     "int8": Lowering(Dot._in_integers, check_int32),
     "float32": Lowering(Dot._in_float32, check_float32),
+    "native": Lowering(Dot._in_integers, check_int32),  # of integers; floats have no need of one
 }
 
 
@@ -439,8 +451,11 @@ def dot_general(
       dimension_numbers: static, ((contracted a, contracted b), (batch a, batch b)) as in `jax.lax.dot_general`.
       spec: static QuantSpec for an operand in float; None leaves it in float. PerToken() is a scale for each of its
         rows along the contracted axes, PerBlock(None, size) for blocks of them; other granularities name its axes.
-      execution: static; does not affect the result. "int8": int8 x int8 -> int32, int32 for values wider than 8 bits.
-        "float32": integers in float32, in chunks that are exact. "auto" is "int8".
+      execution: static; does not affect the result, but for "native". "int8": int8 x int8 -> int32, int32 for values
+        wider than 8 bits. "float32": integers in float32, in chunks that are exact. "auto" is "int8". "native": float8
+        values themselves are multiplied, by the float8 unit of a device that has one, and added up in float32 in the
+        order of the device: within `n eps sum |a b|` of the exact result, for n products. Both operands are in the
+        dtype float8_e4m3fn or float8_e5m2, with one scale along the contracted axes; two of integers are as in "int8".
 
     Returns:
       float32, or the dtype of the operand in float; its axes are batch, free of a, free of b.
@@ -453,7 +468,7 @@ def dot_general(
       ValueError: for dimension numbers or shapes that do not fit, stochastic rounding by `spec`, a scale that changes
         with every element along a contracted axis of two QArrays, or a contraction so long that it may not fit int32:
         133,144 products at 8 x 8 bits symmetric, 66,311 if one is affine, 516 at 16 x 8. Products beyond 2 ** 24 have
-        no execution="float32".
+        no execution="float32", and other floats than those above no execution="native".
 
     Source: Jacob et al., 2018; ONNX MatMulInteger.
 

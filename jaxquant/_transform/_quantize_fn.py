@@ -477,7 +477,8 @@ def quantize_fn(
         operands. A spec may leave its axis None: PerChannel(None) then means the output channels of the op, and blocks
         run along the contracted axis. PerToken() is for activations. Axes of a parameter are counted on the parameter.
       params_argnum: static int, the positional argument of f that holds the parameters.
-      execution: static, as in `dot_general`; does not affect the result.
+      execution: static, as in `dot_general`; does not affect the result, but for "native": float8 products of the
+        device, forward and, where a rule has a float8 `gradient`, backward.
       strict: static bool. True makes sites that no rule matches an error.
 
     Returns:
