@@ -117,7 +117,7 @@ class Conv(ContractionOp):
         return convolution(x, w, conv._params)
 
     def exact(self, a: QArray, b: QArray) -> Array:
-        """The scaled integer convolution; of floats as they are, native."""
+        """The scaled integer convolution; or of floats as they are."""
         length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
         specs, (batch, *_), (out, *_) = (a.spec, b.spec), self.dimensions.lhs_spec, self.dimensions.rhs_spec
         summed = [i for i in range(a.ndim) if i != batch], [i for i in range(b.ndim) if i != out]

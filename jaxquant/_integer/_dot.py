@@ -93,7 +93,7 @@ class Dot(ContractionOp):
         return float_dot(a, b, (self.contracted, self.batch))
 
     def exact(self, a: QArray, b: QArray) -> Array:
-        """The scaled integer contraction, block by block where a scale changes along it; of floats as they are, native."""
+        """The scaled integer contraction, block by block where a scale changes along it; or of floats as they are."""
         if is_native(self.execution, a, b, self.contracted):
             return self._native(a, b)
         specs, lowering = (a.spec, b.spec), chosen(LOWERINGS, self.execution)

@@ -120,9 +120,12 @@ def read_once(v: Array) -> Array:
     XLA:CPU writes a quotient that is read twice into memory, as dear to compute, and reads it again, instead of one
     pass. Its bits are read once here, and what is made of them is cheap. LLVM drops both halves.
     """
+    return lax.platform_dependent(v, cpu=_in_halves, default=lambda v: v)
+
+
+def _in_halves(v: Array) -> Array:
     dtype = f"int{jnp.finfo(v.dtype).bits}"
-    bits = lax.bitcast_convert_type(v, dtype)
-    sign = np.asarray(jnp.iinfo(dtype).min, dtype)
+    bits, sign = lax.bitcast_convert_type(v, dtype), np.asarray(np.iinfo(dtype).min, dtype)
     return lax.bitcast_convert_type((bits & ~sign) | (bits & sign), v.dtype)
 
 
