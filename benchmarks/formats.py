@@ -28,7 +28,7 @@ from jaxquant import (
 from .function_transform import MODELS as FLOAT_MODELS
 from .function_transform import steps
 from .mixed_precision import MODELS, cross_entropy, train
-from .runner import Part, compared, kept, verdict
+from .runner import Part, compared, donated, kept, verdict
 
 INT4 = QuantSpec(bits=4, granularity=PerBlock(-1, 32))
 ROUNDED = {  # a spec, what its fake_quant is compared with, and the goal
@@ -37,6 +37,9 @@ ROUNDED = {  # a spec, what its fake_quant is compared with, and the goal
     "mxfp4_spec(-1)": (mxfp4_spec(-1), INT4, 1.2),
     "nvfp4_spec(-1)": (nvfp4_spec(-1), INT4, 1.5),
 }
+
+
+IN_MEMORY = {"float8": 2.0, "mxfp8": 4.0, "mxfp4": 5.0, "nvfp4": 4.0}  # goals, by how a name starts
 
 
 def rounding_rows(rounds):
@@ -50,6 +53,22 @@ def rounding_rows(rounds):
     for name, (_, base, goal) in ROUNDED.items():
         got = to(name, "int4" if base == INT4 else "int8")
         yield f"{name} to {'int4 in blocks of 32' if base == INT4 else 'int8'}", got, verdict(got, goal)
+
+
+def memory_rows(rounds):
+    """Of 2 ** 24 values that do not fit the caches, in place, as x + 1; scales of the values where it says no 1."""
+    x, one = jax.random.normal(jax.random.key(0), (4096, 4096)), QParams(jnp.float32(1), jnp.float32(0))
+    runs = {"x + 1": lambda x: x + 1, "float8_spec(), scale 1": lambda x: fake_quant(x, float8_spec(), one)}
+    specs = {"float8_spec()": float8_spec(), "int8": QuantSpec(), "int4 in blocks of 32": INT4}
+    specs |= {
+        f"{make.__name__}({axis})": make(axis) for make in (mxfp8_spec, mxfp4_spec, nvfp4_spec) for axis in (-1, 0)
+    }
+    runs |= {name: functools.partial(fake_quant, spec=spec) for name, spec in specs.items()}
+    to = compared({name: donated(f, x) for name, f in runs.items()}, rounds)
+    for name in runs:
+        if name != "x + 1":
+            got, goal = to(name, "x + 1"), next((n for start, n in IN_MEMORY.items() if name.startswith(start)), None)
+            yield f"{name}, 4096 x 4096, to x + 1", got, verdict(got, goal)
 
 
 def product_rows(rounds):
@@ -77,11 +96,12 @@ def product_rows(rounds):
 def step_rows(rounds):
     """A training step of the MLP of `function_transform`, weights and inputs in the format."""
     apply = FLOAT_MODELS["MLP"][0].apply
-    of = lambda weight, activation: quantize_fn(apply, [Rule("**/kernel", weight, activation=activation)])
+    of = lambda weight, activation, **kw: quantize_fn(apply, [Rule("**/kernel", weight, activation)], **kw)
     contenders = {
         "float": apply,
         "int8": of(weight_spec(8), activation_spec(8)),
         "float8_spec()": of(float8_spec(granularity=PerChannel(None)), float8_spec()),
+        "float8_spec(), native": of(float8_spec(granularity=PerChannel(None)), float8_spec(), execution="native"),
         "nvfp4_spec()": of(nvfp4_spec(), nvfp4_spec()),
     }
     to = compared(steps("MLP", contenders), rounds)
@@ -115,6 +135,7 @@ TIMES = "what", "time", "goal"
 RULES = "model", "bits of weights", "PTQ: / qmax", "PTQ: / (qmax + 1/2)", "QAT: / qmax", "QAT: / (qmax + 1/2)"
 PARTS = {
     "rounding": Part(TIMES, rounding_rows, 60),
+    "memory": Part(TIMES, memory_rows, 15),
     "products": Part(TIMES, product_rows, 20),
     "steps": Part(TIMES, step_rows, 15),
     "rules": Part(RULES, rule_rows, 3, tuple(MODELS)),
