@@ -23,6 +23,7 @@ from jaxquant import (
     dot_general,
     fake_quant,
     mxfp4_spec,
+    quant_point,
     quantize,
     quantize_fn,
     update_slice,
@@ -452,21 +453,121 @@ def test_200_steps_are_one_full_pass():
     assert q._cache_size() == 2
 
 
+QUERIES = dataclasses.replace(PRODUCTS, activation=QuantSpec())  # of one scale, which may be static
+STATIC = [*RULES, QUERIES]
+
+
 @pytest.mark.parametrize("spec", [ROWS, QuantSpec()])
-def test_what_meets_a_cache_in_integers_is_dynamic(spec):
+def test_what_the_scales_of_a_cache_are_multiplied_into_is_dynamic(spec):
     rules = [*RULES, dataclasses.replace(PRODUCTS, activation=spec), Rule("*", weight_spec(8), ROWS)]
     q, args = quantize_fn(attention, rules), (PARAMS, empty(), X[:, :1], jnp.int32(0))
-    qparams = q.init_qparams(*args)
-    assert qparams["dot_general_3:lhs"] is None
-    assert_same_bits(q(*args, qparams=qparams)[0], q(*args)[0])
-    with pytest.raises(ValueError, match=r"At 'dot_general_3:lhs'.*always dynamic"):
-        q(*args, qparams=qparams | {"dot_general_3:lhs": QParams(jnp.float32(1), jnp.float32(0))})
-    for rule in (
+    qparams, probs = q.init_qparams(*args), "dot_general_4:rhs"
+    assert qparams[probs] is None
+    assert probs not in q.observe(*args)
+    assert {site.name: site.scaled_by for site in q.plan(*args) if site.scaled_by} == {probs: "cache/v"}
+    assert "times the scales of cache/v" in str(q.plan(*args))
+    if spec == ROWS:
+        assert_same_bits(q(*args, qparams=qparams)[0], q(*args)[0])
+    with pytest.raises(ValueError, match=r"At 'dot_general_4:rhs'.*scales of the cache 'cache/v'.*always dynamic"):
+        q(*args, qparams=qparams | {probs: QParams(jnp.float32(1), jnp.float32(0))})
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
         dataclasses.replace(PRODUCTS, rotate="hadamard"),
         dataclasses.replace(PRODUCTS, activation=dataclasses.replace(ROWS, rounding="stochastic")),
-    ):
-        with pytest.raises(ValueError, match=r"the cache 'k|the cache 'cache/k'"):
-            quantize_fn(attention, [*RULES, rule]).plan(*args)
+    ],
+)
+def test_what_does_not_meet_a_cache(rule):
+    with pytest.raises(ValueError, match=r"the cache 'k|the cache 'cache/k'"):
+        quantize_fn(attention, [*RULES, rule]).plan(PARAMS, empty(), X[:, :1], jnp.int32(0))
+
+
+def test_a_static_query():
+    """Its range is that of a prompt; what is larger saturates."""
+    q = quantize_fn(attention, STATIC)
+    qparams = q.init_qparams(PARAMS, empty(), X[:, :3], jnp.int32(0))
+    assert list(qparams) == ["dot_general_3:lhs", "dot_general_4:rhs"]
+    scale = qparams["dot_general_3:lhs"]
+    observed = jnp.einsum("btm,mhd->bthd", X[:, :3], PARAMS["q"])
+    assert_same_bits(scale.scale, jnp.abs(observed).max() / 127)
+
+    def plain(params, cache, x, t):
+        q, k, v = (jnp.einsum("btm,mhd->bthd", x, params[n]) for n in "qkv")
+        cache = {"k": update_slice(cache["k"], k, (0, t, 0, 0)), "v": update_slice(cache["v"], v, (0, t, 0, 0))}
+        query = quantize(q, QuantSpec(), scale._replace(spec=None))
+        scores = dot_general(query, cache["k"], (((3,), (3,)), ((0, 2), (0, 2))))
+        probs = jax.nn.softmax(jnp.where(jnp.arange(LENGTH) <= t, scores, -jnp.inf))
+        y = dot_general(probs, cache["v"], (((3,), (1,)), ((0, 1), (0, 2))), spec=QuantSpec())
+        return y.transpose(0, 2, 1, 3), cache
+
+    step = jax.jit(functools.partial(q, qparams=qparams))
+    (ys, cache), (want, by_hand) = steps(step, empty()), steps(jax.jit(plain), empty())
+    assert_same_bits(ys, want)
+    for a, b in zip(*map(jax.tree.leaves, (cache, by_hand)), strict=True):
+        assert_same_bits(a, b)
+    assert (np.asarray(ys) != np.asarray(steps(jax.jit(q), empty())[0])).any()
+    plan = q.plan(PARAMS, empty(), X[:, :1], jnp.int32(0), qparams=qparams)
+    assert [site.state for site in plan if site.entry in qparams] == ["static", "dynamic"]
+
+
+SCALE = QParams(jnp.float32(0.02), jnp.float32(0))
+
+
+def test_a_cache_of_one_scale_meets_static_operands_on_both_sides():
+    rules = [Rule("cache/*", activation=QuantSpec(), kind="cache"), QUERIES]
+    cache = {n: zeros(SHAPE, QuantSpec(), SCALE) for n in "kv"}
+    q = quantize_fn(attention, rules)
+    _, cache = q(PARAMS, cache, X, jnp.int32(0))
+    args = PARAMS, cache, X[:, -1:], jnp.int32(LENGTH - 1)
+    qparams = {"dot_general_3:lhs": SCALE, "dot_general_4:rhs": QParams(jnp.float32(1 / 127), jnp.float32(0))}
+    assert not any(site.scaled_by for site in q.plan(*args, qparams=qparams))
+
+    def plain(params, cache, x):
+        query = quantize(jnp.einsum("btm,mhd->bthd", x, params["q"]), QuantSpec(), SCALE)
+        scores = dot_general(query, cache["k"], (((3,), (3,)), ((0, 2), (0, 2))))
+        probs = quantize(jax.nn.softmax(scores), QuantSpec(), qparams["dot_general_4:rhs"])
+        return dot_general(cache["v"], probs, (((1,), (3,)), ((0, 2), (0, 1)))).transpose(0, 3, 1, 2)
+
+    assert_same_bits(jax.jit(q)(*args, qparams=qparams)[0], jax.jit(plain)(*args[:3]))
+
+
+EACH = QuantSpec(granularity=PerChannel((0, 1, 2, 3)))  # of a stack of layers
+AXES = {
+    "transposed": (EACH, lambda k, t: k[1].transpose(0, 2, 1, 3), ""),
+    "a scale for each feature": (QuantSpec(granularity=PerChannel((0, 1, 4))), lambda k, t: k[1].swapaxes(1, 2), "k"),
+    "blocks of tokens": (QuantSpec(granularity=PerBlock(2, 4)), lambda k, t: k[1].swapaxes(1, 2), "k"),
+    "gathered": (EACH, lambda k, t: k[:, jnp.array([1, 0])][t].swapaxes(1, 2), ""),
+    "halves": (EACH, lambda k, t: jnp.concatenate([k[1, ..., :2], k[1, ..., 2:]], -1).swapaxes(1, 2), "k"),
+    "a branch": (EACH, lambda k, t: jax.lax.cond(t > 0, lambda: k[0], lambda: k[1]).swapaxes(1, 2), ""),
+    "a loop": (EACH, lambda k, t: in_a_loop(k)[1].swapaxes(1, 2), ""),
+    "turns of a scan": (EACH, lambda k, t: jax.lax.scan(lambda _, k: (0, k.swapaxes(1, 2)), 0, k)[1][1], ""),
+}
+
+
+def in_a_loop(k):
+    """Written with two axes as one, which is another way to lie along them."""
+    new = jnp.ones((1, 1, HEADS, FEATURES))
+    body = lambda i, k: written(k.reshape(3, -1, HEADS, FEATURES), new, i).reshape(k.shape)
+    return jax.lax.fori_loop(0, 3, body, k)
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_the_plan_knows_whether_scales_change_along_what_is_contracted(name):
+    spec, read, scaled_by = AXES[name]
+
+    def f(params, k, x, t, read=read):
+        return jnp.einsum("bthd,bhsd->bhts", jnp.einsum("btm,mhd->bthd", x, params["q"]), read(k, t))
+
+    q = quantize_fn(f, [Rule("k", activation=spec, kind="cache"), QUERIES])
+    k = quantize(jax.random.normal(jax.random.key(0), (3, *SHAPE)), spec)
+    args = {"q": PARAMS["q"]}, k, X[:, :1], jnp.int32(0)
+    (site,) = (site for site in q.plan(*args) if site.kind == "act_act" and site.entry)
+    assert site.scaled_by == scaled_by
+    qparams = q.init_qparams(*args)
+    assert (qparams[site.entry] is None) == bool(scaled_by)
+    assert_same_bits(q(*args, qparams=qparams), q(*args))  # of the values at hand, both of them
 
 
 def test_the_cache_is_written_in_place_and_not_made_float():
@@ -495,6 +596,59 @@ def test_the_rounding_of_the_cache_is_passed_straight_through(products):
         np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
         assert np.abs(b).max() > 1
     assert_same_bits(q(PARAMS, *args)[0], q(PARAMS, empty(), *args[1:])[0])
+
+
+def scores(params, keys, x, query=lambda v: v):
+    return jnp.einsum("bthd,bshd->bhts", query(jnp.einsum("btm,mhd->bthd", x, params["q"])), keys)
+
+
+def test_a_static_query_is_trained_as_it_is_served():
+    """With a cache in float, in integers, and in a model that has none."""
+    q, args = quantize_fn(attention, STATIC), (X, jnp.int32(0))
+    qparams = q.init_qparams(PARAMS, in_float(), *args)
+    small = qparams["dot_general_3:lhs"]._replace(scale=qparams["dot_general_3:lhs"].scale / 2)  # saturates
+    qparams |= {"dot_general_3:lhs": small}
+    trained, cache = q(PARAMS, in_float(), *args, qparams=qparams)
+    assert_same_bits(trained, q(PARAMS, empty(), *args, qparams=qparams)[0])
+
+    def without(params, x):
+        return scores(params, jnp.einsum("btm,mhd->bthd", x, params["k"]), x)
+
+    served = quantize_fn(scores, [Rule("keys", activation=KEYS, kind="cache"), QUERIES])
+    (name,) = served.init_qparams(PARAMS, cache["k"], X)
+    rules = [
+        Rule(f"dot_general_2:{side}", activation=s, kind="act_act") for side, s in (("lhs", QuantSpec()), ("rhs", KEYS))
+    ]
+    training = quantize_fn(without, rules)
+    of_training = {"dot_general_2:lhs": small, "dot_general_2:rhs": None}
+    assert_same_bits(training(PARAMS, X, qparams=of_training), served(PARAMS, cache["k"], X, qparams={name: small}))
+
+
+def test_a_query_that_is_quantized_where_it_is_named():
+    f = lambda params, keys, x: scores(params, keys, x, lambda v: quant_point(v, "query"))
+    value, keys = Rule("query", activation=QuantSpec(), kind="value"), quantize(jnp.ones(SHAPE), KEYS)
+    rules = [value, Rule("keys", activation=KEYS, kind="cache"), dataclasses.replace(QUERIES, pattern="**")]
+    q, without = quantize_fn(f, rules), quantize_fn(scores, rules[1:])
+    qparams = {"query": SCALE}
+    assert list(q.init_qparams(PARAMS, keys, X)) == ["query"]
+    want = without(PARAMS, keys, X, qparams={"dot_general_1:lhs": SCALE})
+    assert_same_bits(q(PARAMS, keys, X, qparams=qparams), want)
+    features = QuantSpec(granularity=PerChannel(3))  # scales that change along what is contracted
+    rules[1] = Rule("keys", activation=features, kind="cache")
+    with pytest.raises(ValueError, match=r"At .query#2.*the scales of the cache .keys'.*Drop the rule of the value"):
+        quantize_fn(f, rules).plan(PARAMS, quantize(jnp.ones(SHAPE), features), X)
+
+
+def test_the_range_of_a_static_query_has_a_gradient():
+    keys, weight = jax.random.normal(jax.random.key(0), SHAPE), jax.random.normal(jax.random.key(1), (2, 2, 12, 12))
+    q = quantize_fn(scores, [Rule("keys", activation=KEYS, kind="cache"), QUERIES])
+    by_hand = lambda scale: scores(PARAMS, fake_quant(keys, KEYS), X, lambda v: fake_quant(v, QuantSpec(), scale))
+    want = jax.grad(lambda scale: (by_hand(scale) * weight).sum())(SCALE)
+    for cache in keys, quantize(keys, KEYS):
+        of = lambda scale, cache=cache: q(PARAMS, cache, X, qparams={"dot_general_1:lhs": scale})
+        got = jax.grad(lambda scale, of=of: (of(scale) * weight).sum())(SCALE)
+        np.testing.assert_allclose(got.scale, want.scale, rtol=1e-4)
+    assert abs(want.scale) > 1
 
 
 # Models of others

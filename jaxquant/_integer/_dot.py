@@ -61,6 +61,12 @@ class Dot(ContractionOp):
     def takes_blocks(self) -> bool:
         return True
 
+    @property
+    def turned(self) -> "Dot":
+        """The product of the operands in the other order."""
+        (ca, cb), (ba, bb), (of_a, of_b) = self.contracted, self.batch, self.gradient
+        return Dot((cb, ca), (bb, ba), self.most, execution=self.execution, gradient=(of_b, of_a))
+
     def summed_in_gradient(self, side: int, ndim: int) -> Sequence[int]:
         return self._free(ndim, 1 - side)
 
@@ -238,8 +244,7 @@ class Dot(ContractionOp):
 
     def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
         if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector is a row, which a CPU pads
-            turned = dataclasses.replace(self, contracted=self.contracted[::-1], batch=self.batch[::-1])
-            return turned._in_integers(b, a, length)
+            return self.turned._in_integers(b, a, length)
         wide = max(a.spec.bits, b.spec.bits) > 8
         (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
         (ca, _), (ba, _) = self.contracted, self.batch

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from ._evaluate import Replacements, Step
-from ._origin import Moved, Origin, alike, computed, either
+from ._origin import JOINED, Moved, Origin, alike, computed, either
 from ._program import (
     HIJAX,
     Call,
@@ -205,13 +205,18 @@ def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Se
     outs = _settled(body, _constant(walk, eqn, programs(eqn)[0][0], len(consts), carry))
     walk.read(outs[len(carry) :], "scan")
     walk.with_integers[place.location] = [origin.cache is not None for origin in outs]
-    ys = [y if y.cache is not None else computed([y]) for y in outs[len(carry) :]]
+    ys = [_of_turns(y) if y.cache is not None else computed([y]) for y in outs[len(carry) :]]
     return [*outs[: len(carry)], *ys]  # stacks of what is no cache are followed no further
 
 
 def _of_turn(x: Origin, scan: tuple[Location, int]) -> Origin:
     moves = None if x.moves is None else (*x.moves, Moved(None))
     return x._replace(axes=x.axes[1:], moves=moves, stack=(*x.stack, scan))
+
+
+def _of_turns(y: Origin) -> Origin:
+    """What turns of a scan give of a cache, stacked."""
+    return y._replace(axes=(frozenset([JOINED]), *y.axes) if y.axes else ())
 
 
 def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:

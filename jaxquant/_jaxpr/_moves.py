@@ -22,7 +22,7 @@ from .. import _groups as grouping
 from .._granularity import PerTensor
 from .._qarray import Scales, changed, scales_of, sums_of
 from .._sharding import vary_together
-from ._origin import JOINED, PICKED, Moved, Origin, computed
+from ._origin import JOINED, PICKED, Moved, Origin, along_any, computed
 from ._program import avals, param
 from ._quantized_param import QuantizedParam, dequantized, ordered, with_sums_of
 from ._writes import as_part, is_written, scattered, updated, written_origin
@@ -71,9 +71,10 @@ def one(axes: _OfAxes | None = None, groups: _OfGroups | None = None) -> Move:
 
 def _first(axes: _OfAxes | None, eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
     origin = ins[0]
+    if origin.axes:
+        origin = origin._replace(axes=origin.axes if axes is None else axes(eqn, origin.axes))
     if origin.parts:
-        axes_of = origin.axes if axes is None else axes(eqn, origin.axes)
-        origin = origin._replace(axes=axes_of, moves=_moves(eqn, origin.moves))
+        origin = origin._replace(moves=_moves(eqn, origin.moves))
     return [origin] * len(eqn.outvars)
 
 
@@ -210,11 +211,10 @@ def _gathered_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
 
 
 def _gathered_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
-    origin = computed(ins)
+    origin, axes = computed(ins), _gathered_axes(eqn, ins[0].axes) if ins[0].axes else ()
     if ins[0].parts:
-        axes = _gathered_axes(eqn, ins[0].axes)
         origin = origin._replace(gathered=True, parts=ins[0].parts, axes=axes, moves=None, picked=True)
-    return [origin._replace(cache=ins[0].cache)]
+    return [origin if ins[0].cache is None else origin._replace(cache=ins[0].cache, axes=axes)]
 
 
 def _gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
@@ -255,7 +255,7 @@ def _of_devices_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
 def _of_devices_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
     # A named value has a range of its own on each device, so that all of it is no value with one range.
     if not ins[0].parts:
-        return [ins[0]._replace(points=())]
+        return [ins[0]._replace(points=(), axes=())]
     # What each device has as it was passed is the parameter again.
     whole = () if ins[0].moves == () and param(eqn, "tiled") else None
     return [origin._replace(moves=whole) for origin in _first(_of_devices_axes, eqn, ins)]
@@ -321,17 +321,22 @@ def _together(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
 # Primitives that put values side by side.
 
 
+def _joined_axes(eqn: JaxprEqn, axes: _Axes) -> _Axes:
+    """The axes of what stands side by side, of which each runs along these."""
+    axis, is_new = param(eqn, "dimension", "axis"), eqn.primitive.name == "stack"
+    along = frozenset() if is_new else frozenset().union(*axes[axis : axis + 1])
+    return (*axes[:axis], along | {JOINED}, *axes[axis + (not is_new) :]) if axes else ()
+
+
 def _joined_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
     """The origin of parameters side by side, if they lie alike; or of parts of one cache, or such and what is new."""
     caches = [origin for origin in ins if origin.cache is not None]
     if caches and len({origin.cache for origin in caches}) == 1:
-        return [caches[0]]
+        return [caches[0]._replace(axes=_joined_axes(eqn, along_any(caches)))]
     first = ins[0].axes
     if any(not origin.weights or origin.axes != first for origin in ins):
         return [computed(ins)]
-    axis, is_new = param(eqn, "dimension", "axis"), eqn.primitive.name == "stack"
-    along = frozenset() if is_new else first[axis]
-    axes = (*first[:axis], along | {JOINED}, *first[axis + (not is_new) :])
+    axes = _joined_axes(eqn, first)
     parts = dict.fromkeys(part for origin in ins for part in origin.parts)
     params, picked = frozenset().union(*(origin.params for origin in ins)), any(origin.picked for origin in ins)
     return [Origin(params, parts=tuple(parts), axes=axes, moves=None, picked=picked)]

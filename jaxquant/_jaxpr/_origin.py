@@ -23,8 +23,9 @@ class Origin(NamedTuple):
       captured: whether it depends on an array that the function closes over.
       parts: the paths of the parameters whose values it holds, perhaps some of them in another order; several where
         parameters were concatenated, none if it was computed from them.
-      axes: for each axis of the value, the axes of these parameters that it runs along; JOINED where they stand side by
-        side, PICKED where each element is another part of the parameter, which indices say.
+      axes: for each axis of the value, the axes of these parameters, or of the cache, that it runs along; JOINED where
+        they stand side by side, PICKED where each element is another part, which indices say. Of a cache in which they
+        are not known, none.
       moves: what has put the elements of its one parameter in their order here; None where that is not known.
       picked: whether data say which part of the parameter it is.
       computed: the parameters of at least two axes that it was computed from, with no contraction between.
@@ -81,9 +82,14 @@ JOINED, PICKED = -1, -2  # instead of an axis of a parameter
 DATA, CAPTURED, LITERAL = Origin(data=True), Origin(captured=True), Origin()
 
 
+def own_axes(ndim: int) -> tuple[frozenset[int], ...]:
+    """The axes of what is passed to a program, each along itself."""
+    return tuple(frozenset([i]) for i in range(ndim))
+
+
 def parameter(path: str, ndim: int) -> Origin:
-    """The origin of a parameter itself, each axis along its own."""
-    return Origin(frozenset([path]), parts=(path,), axes=tuple(frozenset([i]) for i in range(ndim)))
+    """The origin of a parameter itself."""
+    return Origin(frozenset([path]), parts=(path,), axes=own_axes(ndim))
 
 
 def computed(origins: Sequence[Origin]) -> Origin:
@@ -105,10 +111,19 @@ def computed(origins: Sequence[Origin]) -> Origin:
 
 def either(*origins: Origin) -> Origin:
     """The origin of what is one of several values, as branches give it."""
+    if origins[0].cache is not None:
+        axes = along_any(origins)
+        origins = tuple(o._replace(axes=axes) for o in origins)
     if not all(alike(o, origins[0]) for o in origins):
         return computed(origins)
     same = all(o.moves == origins[0].moves for o in origins)
     return origins[0] if same else origins[0]._replace(moves=None)
+
+
+def along_any(origins: Sequence[Origin]) -> tuple[frozenset[int], ...]:
+    """For each axis of values of one shape what it runs along in any of them; none if that is not known of one."""
+    known = len({len(o.axes) for o in origins}) == 1
+    return tuple(frozenset().union(*of) for of in zip(*(o.axes for o in origins), strict=True)) if known else ()
 
 
 def alike(a: Origin, b: Origin) -> bool:

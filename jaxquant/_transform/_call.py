@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from .. import _checks as checks
-from .._jaxpr._origin import DATA, Origin, parameter
+from .._jaxpr._origin import DATA, Origin, own_axes, parameter
 from .._paths import is_qarray, with_paths
 from .._qarray import QArray
 from .._qparams import QParams
@@ -103,7 +103,7 @@ def origins_of(
     arrays = [i for i, s in enumerate(call.leaves) if s is None]
     for i, value in zip(arrays, values, strict=True):
         if (cache := found.get(i)) and cache.is_wanted:
-            origins.append(DATA._replace(cache=cache.path, value=("argument", i)))
+            origins.append(DATA._replace(cache=cache.path, axes=own_axes(len(cache.shape)), value=("argument", i)))
             continue
         if i not in paths:
             origins.append(DATA._replace(value=("argument", i)))

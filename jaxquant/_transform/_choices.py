@@ -10,7 +10,7 @@ from .._granularity import PerTensor
 from .._hadamard import block_of
 from .._integer._contract import Precision
 from .._integer._ops import OPS
-from .._jaxpr._origin import JOINED
+from .._jaxpr._origin import JOINED, PICKED
 from .._jaxpr._program import Location
 from .._jaxpr._walk import Contraction, Operand
 from .._paths import named_in_errors
@@ -36,6 +36,8 @@ class Choice(NamedTuple):
       keys: of its entry, or of each of the parameters that were concatenated.
       rotated: the axes along which it is rotated before it is quantized, in the order of the other operand's.
       cache: the path of the cache that it is, whose spec then has the axes of that; else None.
+      is_folded: whether its scales, those of a cache, are multiplied into the other operand: they change along what is
+        contracted, or may.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Choice(NamedTuple):
     keys: tuple[str, ...] = ()
     rotated: tuple[int, ...] = ()
     cache: str | None = None
+    is_folded: bool = False
 
     @property
     def arrives_quantized(self) -> bool:
@@ -67,9 +70,9 @@ class Decision(NamedTuple):
         return self.op.contraction
 
     @property
-    def has_cache(self) -> bool:
-        """Whether one operand is a cache, with which the other one is contracted in integers."""
-        return any(choice.cache is not None for choice in self.operands)
+    def scaled_by(self) -> str:
+        """The path of the cache whose scales are multiplied into the other operand before it is quantized, or ""."""
+        return next((choice.cache for choice in self.operands if choice.cache and choice.is_folded), "")
 
     @property
     def input_keys(self) -> list[str]:
@@ -95,7 +98,21 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
             _check_scales(choice, op.contraction.as_op().takes_blocks)
     gradient = precisions(op, op.names, [choice.rule for choice in choices], specs)
     choices = [_as_cache(choice, other, op, matcher) for choice, other in zip(choices, choices[::-1], strict=True)]
-    return Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient)
+    decision = Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient)
+    _check_rounded_once(decision)
+    return decision
+
+
+def _check_rounded_once(decision: Decision) -> None:
+    """A named value that is quantized already cannot be quantized again with the scales of a cache."""
+    for choice in decision.operands:
+        if decision.scaled_by and choice.point is not None:
+            with named_in_errors(choice.name, rule=choice.rule):
+                raise ValueError(
+                    f"the operand is a value that is quantized where it is named, and the scales of the cache "
+                    f"{decision.scaled_by!r}, which change along what is contracted, would be multiplied into it and "
+                    "it would be rounded again. Drop the rule of the value, or that of this operand."
+                )
 
 
 def _is_cache(op: MatchedOp, operand: Operand) -> bool:
@@ -106,7 +123,7 @@ def _as_cache(choice: Choice, other: Choice, op: MatchedOp, matcher: Matcher) ->
     """The choice, with the cache that the operand is: its integers are taken where the other one has some."""
     if not _is_cache(op, choice.operand) or _is_cache(op, other.operand) or other.spec is None:
         return choice
-    cache, rule = choice.operand.origin.cache, choice.rule or other.rule
+    cache, rule = choice.operand.origin.cache or "", choice.rule or other.rule
     with named_in_errors(choice.name, rule=rule):
         if choice.rotated:
             raise ValueError(
@@ -115,7 +132,15 @@ def _as_cache(choice: Choice, other: Choice, op: MatchedOp, matcher: Matcher) ->
             )
         if other.spec.rounding == "stochastic":
             raise ValueError(f"what meets the cache {cache!r} must round to nearest, got {other.spec}.")
-    return choice._replace(spec=matcher.caches[cache or ""], rule=rule, cache=cache)
+    spec, shape = matcher.caches[cache]
+    return choice._replace(spec=spec, rule=rule, cache=cache, is_folded=_changes(choice, spec, shape))
+
+
+def _changes(choice: Choice, spec: QuantSpec, shape: tuple[int, ...]) -> bool:
+    """Whether the scales of a cache of this shape change, or may, along what is contracted of an operand."""
+    groups, along = qparams_shape(spec, shape), choice.operand.origin.axes
+    changing = {JOINED, PICKED, *(axis for axis, g in enumerate(groups) if g > 1)}
+    return bool(groups) and (not along or any(not changing.isdisjoint(along[i]) for i in choice.contracted))
 
 
 def _with_rotation(op: MatchedOp, choices: Sequence[Choice]) -> Sequence[Choice]:

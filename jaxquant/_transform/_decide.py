@@ -122,7 +122,7 @@ def _sites(
             None if rule is None else rule.pattern, "" if spec else _why(op, choice, frozen), ", ".join(keys),
             entries[keys[0]].spec if keys else None, states[keys[0]] if keys else "",
             is_per_token=spec is not None and bool(activation) and activation.granularity == PerToken(),
-            rotated=choice.rotated,
+            rotated=choice.rotated, scaled_by=entries[keys[0]].scaled_by if keys else "",
         )  # fmt: skip
 
 

@@ -40,7 +40,8 @@ class Entry(NamedTuple):
       is_multiplied: of a parameter, whether a product of integers reads it.
       summed: of a parameter, the axes along which products of integers take its sums; None where none does, or where
         its ops differ.
-      is_dynamic: whether its range is always taken from the values at hand: the batch is in the shape of its scale.
+      is_dynamic: whether its range is always taken from the values at hand: the batch is in the shape of its scale, or
+      scaled_by: the path of the cache whose scales are multiplied into it before it is quantized; else empty.
       location: of the first op that uses it.
       stack: the scans over parameters around an input, and their lengths: each turn has a scale of its own.
       is_seen: whether it can be observed: not in the condition of a loop.
@@ -60,6 +61,7 @@ class Entry(NamedTuple):
     is_multiplied: bool = False
     summed: frozenset[int] | None = None
     is_dynamic: bool = False
+    scaled_by: str = ""
     location: Location = ()
     stack: tuple[tuple[Location, int], ...] = ()
     is_seen: bool = True
@@ -94,7 +96,7 @@ def keyed(decisions: Sequence[Decision]) -> list[Decision]:
         origin = choice.operand.origin
         if choice.is_weight:
             return origin.parts
-        how = choice.spec, choice.rotated, decision.has_cache
+        how = choice.spec, choice.rotated, decision.scaled_by
         known_by = origin.value, str(choice.operand.dtype), contraction.stack, how
         return (choice.name if origin.value is None else first.setdefault(known_by, choice.name),)
 
@@ -130,8 +132,9 @@ def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -
         kind = rule.activation.granularity if rule.activation else spec.granularity
         return Entry(
             key, spec, operand.shape, operand.dtype, False, rule, (name,),
-            is_dynamic=spec.granularity.is_dynamic or kind.is_dynamic or decision.has_cache,
-            location=contraction.location, stack=contraction.stack, is_seen=not contraction.in_condition,
+            is_dynamic=spec.granularity.is_dynamic or kind.is_dynamic or bool(decision.scaled_by),
+            scaled_by=decision.scaled_by, location=contraction.location, stack=contraction.stack,
+            is_seen=not contraction.in_condition,
         )  # fmt: skip
     leaf = leaves[key]
     spec = on_parameter(spec, operand, key, leaf.shape)
@@ -256,6 +259,12 @@ class Entries:
         if qparams is None:
             return None
         with named_in_errors(key, rule=entry.rule):
+            if entry.scaled_by:
+                raise ValueError(
+                    f"the scales of the cache {entry.scaled_by!r}, which change along what is contracted, are "
+                    "multiplied into it before it is quantized, so that its range is not that of what is rounded: it "
+                    "is always dynamic, got qparams. Pass None for it."
+                )
             if entry.is_dynamic:
                 raise ValueError(
                     f"{entry.spec} has a scale of its own for each part of the batch, so it is always dynamic, got "

@@ -108,7 +108,7 @@ class Matcher:
     def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Any], params: str, arguments: Sequence[str] = ()):
         self.rules, self.leaves, self.params, self.arguments = rules, leaves, params, arguments
         self.used, self.shadowed = set(), {}
-        self.caches: dict[str, QuantSpec] = {}  # by their paths
+        self.caches: dict[str, tuple[QuantSpec, tuple[int, ...]]] = {}  # spec and shape, by their paths
 
     def first(self, op: MatchedOp, side: int) -> Rule | None:
         """The rule for an operand."""

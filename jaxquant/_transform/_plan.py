@@ -39,6 +39,8 @@ class Site(NamedTuple):
       entry_spec: QuantSpec with the axes of the parameter; for an input, `spec`.
       is_per_token: whether the rule says PerToken(); `spec` then has its axes.
       rotated: the axes along which it is rotated before it is quantized; empty if it is not.
+      scaled_by: the path of a cache whose scales change along what is contracted: they are multiplied into it before it
+        is quantized, so that it is always dynamic. Empty if there is none.
       nbytes: of a cache, its bytes in integers with their scales; 0 of others.
       state: "static" if quantized with the qparams of the entry, "dynamic" with the range of the values at hand,
         "frozen" if the parameter is integers already; empty if it is left in float.
@@ -62,6 +64,15 @@ class Site(NamedTuple):
     is_per_token: bool = False
     rotated: tuple[int, ...] = ()
     nbytes: int = 0
+    scaled_by: str = ""
+
+    @property
+    def quantized_to(self) -> str:
+        """What becomes of it, in words."""
+        if self.spec is None:
+            return "-"
+        scaled = f", times the scales of {self.scaled_by}" if self.scaled_by else ""
+        return in_words(self.spec, self.is_per_token) + (", rotated" if self.rotated else "") + scaled
 
 
 class Op(NamedTuple):
@@ -131,7 +142,7 @@ class Plan:
                 site.op,
                 f"{site.dtype}[{','.join(map(str, site.shape))}]",
                 str(site.length),
-                (in_words(site.spec, site.is_per_token) if site.spec else "-") + (", rotated" if site.rotated else ""),
+                site.quantized_to,
                 "-" if not site.spec else "same" if site.entry == site.name else site.entry,
                 "-" if not site.entry_spec else "same" if site.entry_spec == site.spec else in_words(site.entry_spec),
                 site.state or "-",

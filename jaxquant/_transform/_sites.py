@@ -19,7 +19,7 @@ from .._granularity import granularity_of
 from .._groups import of_rank
 from .._hadamard import hadamard
 from .._integer._contract import Precision, contract
-from .._integer._dot import dot_general
+from .._integer._dot import Dot, dot_general
 from .._integer._operands import QuantizedOperand
 from .._integer._ops import OPS
 from .._integer._weight_only import by_columns
@@ -254,8 +254,8 @@ class SiteEvaluator(NamedTuple):
                 return by_columns(op, whole, _column_part, side, shape, operands)
         return whole(*operands)
 
-    def _with_cache(self, decision: Decision, eqn: Any, values: Sequence[Any]) -> Array:
-        """The product of a cache with an operand in float, into which scales that change along it are multiplied."""
+    def _with_scales(self, decision: Decision, eqn: Any, values: Sequence[Any]) -> Array:
+        """The product of a cache with an operand in float, into which its scales are multiplied."""
         side = next(i for i, choice in enumerate(decision.operands) if choice.cache is not None)
         spec, numbers, out = decision.operands[1 - side].spec, eqn.params["dimension_numbers"], eqn.outvars[0].aval
         cache, x = _checked(values[side]), values[1 - side]
@@ -269,15 +269,17 @@ class SiteEvaluator(NamedTuple):
         return with_gradient_of(eqn.primitive.bind(*in_order(cache.real), **eqn.params), y)
 
     def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
-        if decision.has_cache:
-            return self._with_cache(decision, eqn, values)
+        if decision.scaled_by:
+            return self._with_scales(decision, eqn, values)
         operands = list(values)
         for side, choice in enumerate(decision.operands):
             if choice.arrives_quantized:
                 dtype, parameter = eqn.invars[side].aval.dtype, _checked(values[side])
-                quantized = changed(parameter.quantized, spec=choice.spec, dtype=dtype)
+                spec = choice.spec if choice.cache is None else with_fitting_spec(parameter).spec
+                quantized = changed(parameter.quantized, spec=spec, dtype=dtype)
                 parameter = dataclasses.replace(parameter, quantized=quantized)
-                operands[side] = parameter if choice.is_weight else _of_value(parameter, choice.contracted)
+                is_value = choice.point is not None
+                operands[side] = _of_value(parameter, choice.contracted) if is_value else parameter
             else:
                 operands[side] = self._quantized(decision, side, values[side], scope)
         spec = next(filter(is_stochastic, decision.gradient), None)
@@ -307,7 +309,8 @@ class SiteEvaluator(NamedTuple):
             operands = [jax.tree.map(whole(of), operand) for operand, of in zip(operands, axes, strict=True)]
         with named_in_errors(*decision.op.names):
             op = decision.contraction.as_op(execution=self.execution, gradient=decision.gradient)
-            y = _contracted(op, *operands, key, more)
+            turns = decision.operands[0].cache is not None  # a CPU has no kernel for it as the first operand
+            y = _turned(op, operands, key) if turns and isinstance(op, Dot) else _contracted(op, *operands, key, more)
         return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
 
     def _named(
@@ -444,8 +447,17 @@ def _rows_with(q: QArray, x: Array, side: int, numbers: Any, **kw: Any) -> Array
     if side:
         return dot_general(x, q, numbers, **kw)
     y = dot_general(x, q, tuple(pair[::-1] for pair in numbers), **kw)
-    batch = len(numbers[1][0])
-    free = x.ndim - len(numbers[0][0])  # where the free axes of x end
+    return _turned_back(y, len(numbers[1][0]), x.ndim - len(numbers[0][0]))
+
+
+def _turned(dot: Dot, operands: Sequence[QuantizedOperand], key: Any) -> Array:
+    """The product of two operands, computed as that of the second with the first."""
+    y = _contracted(dot.turned, *operands[::-1], key, ())
+    return _turned_back(y, len(dot.batch[1]), operands[1].integers.ndim - len(dot.contracted[1]))
+
+
+def _turned_back(y: Array, batch: int, free: int) -> Array:
+    """A product with the free axes of its operands in the other order; those of the first one end at `free`."""
     return lax.transpose(y, (*range(batch), *range(free, y.ndim), *range(batch, free)))
 
 

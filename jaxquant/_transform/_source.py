@@ -67,7 +67,7 @@ class Source(NamedTuple):
         arguments = self.caches.paths(*call.arguments(arrays), self.argnum)
         matcher = Matcher(self.rules, params, f"params_argnum={self.argnum}", arguments)
         matcher.used.update(self.rules.index(cache.rule) for cache in matched if cache)
-        matcher.caches.update((cache.path, cache.spec) for cache in caches if cache)
+        matcher.caches.update((cache.path, (cache.spec, cache.shape)) for cache in caches if cache)
         sites = [site_of(cache, v) for cache, v in zip(caches, arrays, strict=True) if cache]
         decisions = decide(walk, matcher, self.strict, static, frozen, sites)
         return Program(jaxpr, consts, paths, caches, walk, decisions, *results)
