@@ -13,6 +13,11 @@ def is_explicit(v: Array) -> bool:
     return not jax.typeof(v).sharding.mesh.empty
 
 
+def is_split(v: Array) -> bool:
+    """Whether the type of `v` says that it is in parts on the devices of a mesh with explicit axes."""
+    return any(axis is not None for axis in jax.typeof(v).sharding.spec)
+
+
 def vary_together(*trees: Any) -> Any:
     """Casts all arrays to vary over every mesh axis that one of them varies over; a no-op outside `shard_map`.
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from lanes import cases
 
 from jaxquant import (
     PerBlock,
@@ -279,6 +281,45 @@ def test_heads_on_several_devices_stay_there():
     specs = {"in_specs": (*[by_head.spec] * 3, P()), "out_specs": (*[by_head.spec] * 2, P(None, "heads"))}
     local = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
     same(local(full(SPECS["int8"]), full(SPECS["int4"], 1), x, jnp.int32(3)), want)
+
+
+ON_A_MESH = {
+    "written": lambda cache, x, t: update_slice(cache, x, (0, t, 0, 0)),
+    "each at its own": lambda cache, x, t: jax.vmap(lambda cache, x, t: update_slice(cache, x, (t, 0, 0)))(
+        cache, x, t - jnp.arange(B)
+    ),
+    "in a scan": lambda cache, x, t: jax.lax.scan(
+        lambda cache, t: (update_slice(cache, x, (0, 4 * t, 0, 0)), None), cache, jnp.arange(2)
+    )[0],
+    "read": lambda cache, x, t: dynamic_slice(cache, (0, t, 0, 0), x.shape),
+    "a part": lambda cache, x, t: cache[:, 4:],
+}
+
+
+# Under vmap the axis of blocks is counted without the examples.
+ON_MESHES = [
+    (what, name)
+    for what, name in itertools.product(ON_A_MESH, SPECS)
+    if what != "each at its own" or SPECS[name].granularity != KIVI
+]
+
+
+@cases(("what", "name"), ON_MESHES, [(what, "int4") for what in ON_A_MESH])
+def test_heads_on_explicit_axes(what, name):
+    """The same bits, and each array stays as it was split."""
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
+    f, args = jax.jit(ON_A_MESH[what]), (full(SPECS[name]), jnp.asarray(random(B, 4, H, D, seed=1)), jnp.int32(4))
+    want = f(*args)
+
+    def by_head(v):
+        spec = [None, None, "heads", None][: v.ndim]
+        return jax.device_put(v, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+    with jax.set_mesh(mesh):
+        got = f(*jax.tree.map(by_head, args))
+        for v, like in zip(jax.tree.leaves(got), jax.tree.leaves(jax.tree.map(by_head, want)), strict=True):
+            assert jax.typeof(v) == jax.typeof(like)
+    same(got, want)
 
 
 # Read.

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from lanes import cases
 
 from jaxquant import (
@@ -579,6 +581,50 @@ def test_the_cache_is_written_in_place_and_not_made_float():
     assert memory.alias_size_in_bytes >= sum(v.nbytes for v in jax.tree.leaves(cache))
     if jax.__version_info__ >= (0, 9):  # XLA:CPU made int32 of the integers of such a product before
         assert memory.temp_size_in_bytes < 4 * int(np.prod(shape))
+
+
+# Meshes with explicit axes
+
+
+def by_head(mesh, tree, axis=2):
+    def put(v):
+        spec = [None] * axis + ["heads"]
+        return jax.device_put(v, NamedSharding(mesh, P(*spec[: v.ndim]) if v.ndim > axis else P()))
+
+    return jax.tree.map(put, tree)
+
+
+@cases("name", WRITES, ["an example each", "shifted", "in a branch"])
+def test_heads_on_explicit_axes(name):
+    """Whole numbers, so that the projections have the same bits however they are split."""
+
+    def f(params, cache, x, t):
+        q, k, v = (jnp.einsum("btm,mhd->bthd", x, params[n]) for n in "qkv")
+        cache = {n: WRITES[name](cache[n], new, t) for n, new in zip("kv", (k, v), strict=True)}
+        unseen = jnp.where(jnp.arange(LENGTH) <= t, 0, -jnp.inf)[None, None, None]
+        probs = exact_softmax(jnp.einsum("bthd,bshd->bhts", q, cache["k"]) + unseen)
+        return jnp.einsum("bhts,bshd->bthd", probs, cache["v"]), cache
+
+    whole, x = jax.tree.map(lambda v: jnp.round(9 * v), (PARAMS, X))
+    rules = [Rule("cache/*", activation=KEYS, kind="cache"), QUERIES]
+    q, cache = quantize_fn(f, rules), {n: zeros(SHAPE, KEYS) for n in "kv"}
+    args = x[:, :1], jnp.int32(3)
+    qparams = q.init_qparams(whole, cache, *args)
+    step = jax.jit(q)
+    want, written = step(whole, cache, *args, qparams=qparams)
+    mesh = jax.make_mesh((HEADS,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        whole, cache, qparams = by_head(mesh, whole, 1), by_head(mesh, cache), by_head(mesh, qparams)
+        got, new = step(whole, cache, *args, qparams=qparams)
+        for a, b in zip(*map(jax.tree.leaves, (new, cache)), strict=True):
+            assert jax.typeof(a) == jax.typeof(b)
+        assert jax.tree.structure(new) == jax.tree.structure(cache)
+        loss = lambda whole, cache: (q(whole, cache, *args, qparams=qparams)[0] ** 2).sum()
+        if name != "at an index each":  # of which JAX refuses to make a gradient, in float too
+            jax.jit(jax.grad(loss))(whole, by_head(mesh, {n: jnp.zeros(SHAPE) for n in "kv"}))
+    assert_same_bits(np.asarray(got), want)
+    for a, b in zip(*map(jax.tree.leaves, (new, written)), strict=True):
+        assert_same_bits(np.asarray(a), b)
 
 
 # Training

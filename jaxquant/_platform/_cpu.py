@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from .. import _numerics as num
+from .._sharding import is_split
 
 
 def _same(*values: Any) -> Any:
@@ -58,11 +59,16 @@ def if_finite(x: Array, then: Callable[[Masks | None], Any]) -> Any:
 
     By the sum, because a maximum need not tell: over devices, and on XLA:CPU since jax 0.10 in large arrays, it forgets
     a NaN and what it saw before it.
+
+    What is split over explicit axes takes the plain program: vmap makes a select of a condition, which JAX splits
+    otherwise than what it selects, and raises.
     """
-    masks = Masks(_any_nan, _maximum_by_bits)
+    plain, masks = lambda _: then(Masks(_nan_by_maximum, _maximum)), Masks(_any_nan, _maximum_by_bits)
+    if is_split(x):
+        return plain(x)
     by_condition = lambda x: lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(None), lambda: then(masks))
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    return lax.platform_dependent(x, cpu=by_condition, default=lambda _: then(Masks(_nan_by_maximum, _maximum)))
+    return lax.platform_dependent(x, cpu=by_condition, default=plain)
 
 
 def nan_where(x: Array, axes: tuple[int, ...]) -> Array:
@@ -106,9 +112,10 @@ def computed_once(f: Callable, x: Array, *others: Array) -> Any:
 
     XLA:CPU fuses the arithmetic of a channel into the element-wise pass that uses it, and so does it again for every
     element: divisions and all, twice the time of the pass. The result of a conditional stands alone. The branches
-    are the same; the condition is a sum, of which XLA:CPU makes fewer kernels than of `any`. A scalar needs none.
+    are the same; the condition is a sum, of which XLA:CPU makes fewer kernels than of `any`. A scalar needs none, and
+    what is split over explicit axes has none, as in `if_finite`.
     """
-    if not jnp.ndim(x):
+    if not jnp.ndim(x) or is_split(x):
         return f(x, *others)
     branched = lambda x, *others: lax.cond(jnp.sum(x) < 0, f, f, x, *others)
     return lax.platform_dependent(x, *others, cpu=branched, default=f)
