@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 
 import jax
@@ -583,13 +584,17 @@ def test_the_cache_is_written_in_place_and_not_made_float():
         assert memory.temp_size_in_bytes < 4 * int(np.prod(shape))
 
 
-# Meshes with explicit axes
+# Several devices
+
+
+def mesh_of(kind):
+    return jax.make_mesh((HEADS,), ("heads",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
 def by_head(mesh, tree, axis=2):
     def put(v):
-        spec = [None] * axis + ["heads"]
-        return jax.device_put(v, NamedSharding(mesh, P(*spec[: v.ndim]) if v.ndim > axis else P()))
+        spec = P(*[None] * axis, "heads") if v.ndim > axis and v.shape[axis] > 1 else P()
+        return jax.device_put(v, NamedSharding(mesh, spec))
 
     return jax.tree.map(put, tree)
 
@@ -605,14 +610,14 @@ def test_heads_on_explicit_axes(name):
         probs = exact_softmax(jnp.einsum("bthd,bshd->bhts", q, cache["k"]) + unseen)
         return jnp.einsum("bhts,bshd->bthd", probs, cache["v"]), cache
 
-    whole, x = jax.tree.map(lambda v: jnp.round(9 * v), (PARAMS, X))
+    whole, x = whole_numbers()
     rules = [Rule("cache/*", activation=KEYS, kind="cache"), QUERIES]
     q, cache = quantize_fn(f, rules), {n: zeros(SHAPE, KEYS) for n in "kv"}
     args = x[:, :1], jnp.int32(3)
     qparams = q.init_qparams(whole, cache, *args)
     step = jax.jit(q)
     want, written = step(whole, cache, *args, qparams=qparams)
-    mesh = jax.make_mesh((HEADS,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = mesh_of("Explicit")
     with jax.set_mesh(mesh):
         whole, cache, qparams = by_head(mesh, whole, 1), by_head(mesh, cache), by_head(mesh, qparams)
         got, new = step(whole, cache, *args, qparams=qparams)
@@ -625,6 +630,61 @@ def test_heads_on_explicit_axes(name):
     assert_same_bits(np.asarray(got), want)
     for a, b in zip(*map(jax.tree.leaves, (new, written)), strict=True):
         assert_same_bits(np.asarray(a), b)
+
+
+SHARED = QuantSpec(granularity=PerChannel((0, 1)))  # by heads
+
+
+def whole_numbers():
+    return jax.tree.map(lambda v: jnp.round(9 * v), (PARAMS, X))
+
+
+def in_shard_map(f, mesh, **kw):
+    heads, kept = (P(None, "heads"), P(None, None, "heads"), P(), P()), P(None, None, "heads")
+    return jax.shard_map(f, mesh=mesh, in_specs=heads, out_specs=(kept, kept), **kw)
+
+
+@cases(
+    ("kind", "name", "check_vma"),
+    itertools.product(["Auto", "Explicit"], ["KEYS", "VALUES", "one scale"], [True, False]),
+    [("Auto", "VALUES", True), ("Explicit", "KEYS", True), ("Explicit", "one scale", False)],
+)
+def test_a_shard_map_takes_and_gives_caches(kind, name, check_vma):
+    spec = {"KEYS": KEYS, "VALUES": VALUES, "one scale": QuantSpec()}[name]
+    mesh = mesh_of(kind)
+    whole, x = whole_numbers()
+    f, rules = (
+        functools.partial(attention, softmax=exact_softmax),
+        [Rule("cache/*", activation=spec, kind="cache"), PRODUCTS],
+    )
+    q, sharded = (jax.jit(quantize_fn(of, rules)) for of in (f, in_shard_map(f, mesh, check_vma=check_vma)))
+    cache, args = (
+        {n: zeros(SHAPE, spec, SCALE if name == "one scale" else None) for n in "kv"},
+        (x[:, :2], jnp.int32(3)),
+    )
+    _, cache = q(whole, cache, x, jnp.int32(0))
+    want = q(whole, cache, *args)
+    with jax.set_mesh(mesh):
+        got = sharded(by_head(mesh, whole, 1), by_head(mesh, cache), *args)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert_same_bits(np.asarray(a), b)
+
+
+def test_a_gradient_through_a_shard_map():
+    mesh = mesh_of("Auto")
+    loss = lambda f: lambda params: (f(params, in_float(), X, jnp.int32(0))[0] ** 2).sum()
+    got, want = (
+        jax.grad(loss(quantize_fn(f, [*RULES, PRODUCTS])))(PARAMS) for f in (in_shard_map(attention, mesh), attention)
+    )
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_a_shard_map_may_not_take_apart_what_shares_a_scale():
+    q = quantize_fn(in_shard_map(attention, mesh_of("Auto")), [Rule("cache/*", activation=SHARED, kind="cache")])
+    with pytest.raises(ValueError, match=r"At 'cache/k': the cache leaves a shard_map split along axis 2.*Name axis 2"):
+        q.plan(PARAMS, {n: zeros(SHAPE, SHARED) for n in "kv"}, X[:, :1], jnp.int32(0))
 
 
 # Training

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
+from .._sharding import vary_together
 from ._evaluate import Replacements, Step
 from ._origin import JOINED, Moved, Origin, alike, computed, either
 from ._program import (
@@ -33,7 +34,7 @@ from ._program import (
     while_parts,
     while_programs,
 )
-from ._quantized_param import QuantizedParam, ordered, sharded, stacked, without_sums
+from ._quantized_param import QuantizedParam, ordered, put_together, sharded, stacked, without_sums
 from ._walk import Place, Walk
 
 
@@ -327,14 +328,15 @@ def _evaluate_cond(replace: Replacements, step: Step) -> Sequence[Any]:
 def _walk_shard_map(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Sequence[Origin]:
     outs = _walk_call(walk, eqn, _inside(ins, place), place)
     walk.read(outs, "shard_map")
-    return [computed([origin]) if origin.has_integers else origin for origin in outs]
+    walk.with_integers[place.location] = [origin.cache is not None for origin in outs]
+    return [computed([origin]) if origin.has_integers and origin.cache is None else origin for origin in outs]
 
 
 def _evaluate_shard_map(replace: Replacements, step: Step) -> Sequence[Any]:
     eqn, ins, location, scope = step
     of, inputs = functools.partial(param, eqn), replace.inputs
     mesh, axes = of("mesh"), of("manual_axes", "newly_manual_axes")
-    inner = replace.inner(eqn, 0, location)
+    inner = replace.inner(eqn, 0, location, replace.with_integers[location])
     qparams = inputs.within(scope.qparams, location)
     taken = [
         sharded(v, aval.shape, spec, mesh) if isinstance(v, QuantizedParam) else (v, spec)
@@ -344,7 +346,9 @@ def _evaluate_shard_map(replace: Replacements, step: Step) -> Sequence[Any]:
 
     def on_device(qparams, key, *args):
         outs, observed = inner(qparams, key, *args)
-        return tuple(outs), {key: inputs.across(v, axes) for key, v in observed.items()}
+        # All arrays of a cache leave as its values do: groups are in parts then, too.
+        outs = tuple(vary_together(ordered(v))[0] if isinstance(v, QuantizedParam) else v for v in outs)
+        return outs, {key: inputs.across(v, axes) for key, v in observed.items()}
 
     outs, observed = jax.shard_map(
         on_device, mesh=mesh, in_specs=(whole(qparams), whole(scope.key), *(spec for _, spec in taken)),
@@ -352,7 +356,8 @@ def _evaluate_shard_map(replace: Replacements, step: Step) -> Sequence[Any]:
         axis_names=set(axes),
     )(qparams, scope.key, *(v for v, _ in taken))  # fmt: skip
     replace.inputs.note(scope, observed)
-    return outs
+    caches = {v.paths: v for v in ins if isinstance(v, QuantizedParam)}
+    return [put_together(v, caches[v.paths]) if isinstance(v, QuantizedParam) else v for v in outs]
 
 
 CALLS: dict[str, Call] = {

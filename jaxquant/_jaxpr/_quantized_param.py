@@ -125,6 +125,23 @@ def sharded(
     return fitted, jax.tree.map(lambda v: spec if v.shape == shape else of_groups(v), fitted)
 
 
+def put_together(parts: QuantizedParam, cache: QuantizedParam) -> QuantizedParam:
+    """A cache of the parts that devices had in shard_map, each with scales of its own; it came there as `cache`."""
+    q, before = parts.quantized, cache.quantized
+    if q.spec.granularity == PerTensor():  # whose one scale stays
+        scales = scales_of(before).map(lambda v: v.reshape((1,) * q.ndim))
+        return dataclasses.replace(parts, quantized=changed(q, scales))
+    groups = enumerate(zip(groups_of(before), groups_of(q), strict=True)) if q.shape == before.shape else ()
+    shared = next((axis for axis, (old, new) in groups if old == 1 < new), None)
+    if shared is not None:
+        raise ValueError(
+            f"At {cache.paths[0]!r}: the cache leaves a shard_map split along axis {shared}, along which values share "
+            f"a scale, got {q.spec}: each device would have a scale of its own for its part. Name axis {shared} in the "
+            "granularity of the cache, or split it along another one."
+        )
+    return parts
+
+
 def dequantized(parameter: QuantizedParam, guarded: bool = True) -> Array:
     """The real values of its integers, before any cast; unguarded for what a contraction alone reads."""
     return _dequantized(qarray(parameter), parameter.nan_flags, guarded)
