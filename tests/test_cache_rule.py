@@ -187,12 +187,13 @@ def test_an_index_beyond_is_clamped_as_by_the_primitive():
 OTHERS = {
     "arithmetic": (lambda k: k * 2, "by 'mul'"),
     "select": (lambda k: jnp.where(k > 0, k, 0), "by 'gt'"),
+    "a write by a mask": (lambda k: jnp.where(jnp.arange(LENGTH)[None, :, None, None] == 3, 1, k), "by 'select_n'"),
     "a cast that is returned": (lambda k: k.astype(jnp.bfloat16), "by 'the result of the function'"),
     "a custom derivative": (jax.nn.relu, "by 'max'"),
 }
 
 
-@cases("name", OTHERS, ["arithmetic"])
+@cases("name", OTHERS, ["arithmetic", "a write by a mask"])
 def test_what_else_reads_it_in_float(name):
     read, by = OTHERS[name]
 
@@ -200,7 +201,7 @@ def test_what_else_reads_it_in_float(name):
         y, cache = attention(params, cache, x, t)
         return y, cache, read(cache["k"])
 
-    with pytest.raises(ValueError, match=f"At 'cache/k'.*{by}.*everywhere=True"):
+    with pytest.raises(ValueError, match=rf"At 'cache/k'.*{by}.*write to it by.*at\[\.\.\.\]\.set.*everywhere=True"):
         quantize_fn(f, RULES).plan(PARAMS, empty(), X[:, :1], 0)
     if "returned" not in by:
         rules = [Rule("cache/k", activation=KEYS, kind="cache", everywhere=True), RULES[1]]

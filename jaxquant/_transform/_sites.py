@@ -160,8 +160,9 @@ class SiteEvaluator(NamedTuple):
             return _value(cache)
         raise ValueError(
             f"At {cache.paths[0]!r}, chosen by the rule {rule.pattern!r}: the function also reads the cache in float, "
-            f"by {by!r}. Contract it as it is, after moves alone; or let this read the real values of its integers by "
-            'Rule(..., kind="cache", everywhere=True); or leave it in float by a rule with None.'
+            f"by {by!r}. Contract it as it is, after moves alone, and write to it by lax.dynamic_update_slice or "
+            ".at[...].set, which say what they write, not by jnp.where; or let this read the real values of its "
+            'integers by Rule(..., kind="cache", everywhere=True); or leave it in float by a rule with None.'
         )
 
     def read(self, parameter: QuantizedParam, by: str | None) -> Array:
