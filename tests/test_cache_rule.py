@@ -731,6 +731,21 @@ def test_a_static_query_is_trained_as_it_is_served():
     assert_same_bits(training(PARAMS, X, qparams=of_training), served(PARAMS, cache["k"], X, qparams={name: small}))
 
 
+@pytest.mark.parametrize("rule", [Rule("w", weight_spec(8), ROWS), Rule("w", weight_spec(8)), Rule("w", None), None])
+def test_the_plan_says_where_the_input_of_a_weight_is_a_cache(rule):
+    """Its real values, once more quantized by the rule of the weight, or not."""
+    f = lambda params, keys: jnp.einsum("bthd,df->bthf", keys, params["w"])
+    rules, params = [rule] if rule else [], {"w": jax.random.normal(jax.random.key(0), (FEATURES, 3))}
+    q, keys = quantize_fn(f, [Rule("keys", activation=KEYS, kind="cache"), *rules]), quantize(jnp.ones(SHAPE), KEYS)
+    site = (plan := q.plan(params, keys))["w:input"]
+    assert site.cache == "keys"
+    if site.spec:
+        assert "8 bits symmetric per token, of the real values of keys" in str(plan)
+    else:
+        assert site.why == "keys, a cache: its real values"
+    assert_same_bits(q(params, keys), quantize_fn(f, rules)(params, dequantize(keys)))
+
+
 def test_a_query_that_is_quantized_where_it_is_named():
     f = lambda params, keys, x: scores(params, keys, x, lambda v: quant_point(v, "query"))
     value, keys = Rule("query", activation=QuantSpec(), kind="value"), quantize(jnp.ones(SHAPE), KEYS)

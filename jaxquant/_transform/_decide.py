@@ -123,6 +123,7 @@ def _sites(
             entries[keys[0]].spec if keys else None, states[keys[0]] if keys else "",
             is_per_token=spec is not None and bool(activation) and activation.granularity == PerToken(),
             rotated=choice.rotated, scaled_by=entries[keys[0]].scaled_by if keys else "",
+            cache=operand.origin.cache or "",
         )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def _why(op: MatchedOp, choice: Choice, frozen: Set[str]) -> str:
     origin, dtype = choice.operand.origin, choice.operand.dtype
     if op.kind == "closed":
         return f"{op.contraction.op} cannot be entered"
-    if origin.cache is not None and op.kind != "weight":
+    if origin.cache is not None:
         return f"{origin.cache}, a cache: its real values"
     if not frozen.isdisjoint(origin.weights):
         return "integers that no rule is for: their real values"

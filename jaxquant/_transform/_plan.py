@@ -41,6 +41,8 @@ class Site(NamedTuple):
       rotated: the axes along which it is rotated before it is quantized; empty if it is not.
       scaled_by: the path of a cache whose scales change along what is contracted: they are multiplied into it before it
         is quantized, so that it is always dynamic. Empty if there is none.
+      cache: the path of the cache that the operand is: its integers, where `spec` stands without `entry`, or its real
+        values. Empty if it is none.
       nbytes: of a cache, its bytes in integers with their scales; 0 of others.
       state: "static" if quantized with the qparams of the entry, "dynamic" with the range of the values at hand,
         "frozen" if the parameter is integers already; empty if it is left in float.
@@ -65,6 +67,7 @@ class Site(NamedTuple):
     rotated: tuple[int, ...] = ()
     nbytes: int = 0
     scaled_by: str = ""
+    cache: str = ""
 
     @property
     def quantized_to(self) -> str:
@@ -72,7 +75,8 @@ class Site(NamedTuple):
         if self.spec is None:
             return "-"
         scaled = f", times the scales of {self.scaled_by}" if self.scaled_by else ""
-        return in_words(self.spec, self.is_per_token) + (", rotated" if self.rotated else "") + scaled
+        again = f", of the real values of {self.cache}" if self.cache and self.entry else ""
+        return in_words(self.spec, self.is_per_token) + (", rotated" if self.rotated else "") + scaled + again
 
 
 class Op(NamedTuple):
