@@ -908,7 +908,7 @@ def test_keras_hub(name, monkeypatch):
     sizes = {"vocabulary_size": 50, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 32}
     grouped = {"num_query_heads": 4, "num_key_value_heads": 2}
     window = {"head_dim": 4, "use_sliding_window_attention": True, "sliding_window_size": 6}
-    own = {"GPT2": {"num_heads": 2, "max_sequence_length": 64}, "Gemma": grouped | window, "Llama": grouped}[name]
+    own = {"GPT2": {"num_heads": 2, "max_sequence_length": 200}, "Gemma": grouped | window, "Llama": grouped}[name]
     backbone = getattr(models, f"{name}Backbone")(**sizes, **own)
     model = getattr(models, f"{name}CausalLM")(preprocessor=None, backbone=backbone)
 
@@ -917,15 +917,15 @@ def test_keras_hub(name, monkeypatch):
             logits, _, cache = model.call_with_cache(tokens, cache, at)
         return logits, cache
 
-    params, tokens = [v.value for v in model.variables], np.random.default_rng(0).integers(1, 50, (2, 40), np.int32)
-    shape = 2, 2, 2, 40, 2, 8 if name == "GPT2" else 4
+    params, tokens = [v.value for v in model.variables], np.random.default_rng(0).integers(1, 50, (2, 200), np.int32)
+    shape = 2, 2, 2, 200, 2, 8 if name == "GPT2" else 4
     spec = QuantSpec(granularity=PerChannel((0, 1, 2, 3, 4)))
     q = jax.jit(quantize_fn(f, [Rule("cache", activation=spec, kind="cache")]))
     write = keras.ops.slice_update
     monkeypatch.setattr(keras.ops, "slice_update", lambda cache, at, new: write(cache, at, fake_quant(new, KEYS)))
     plain = jax.jit(f)
     cache, floats = zeros(shape, spec), jnp.zeros(shape)
-    for t in range(40):
+    for t in range(200):
         args = tokens[:, t : t + 1], jnp.int32(t)
         want, floats = plain(params, floats, *args)
         with monkeypatch.context() as context:
