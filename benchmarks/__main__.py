@@ -20,6 +20,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "function_transform",
     "serving",
     "integer",
+    "caches",
     "compile_cost",
     "mixed_precision",
     "params_transform",

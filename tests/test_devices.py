@@ -97,8 +97,8 @@ def test_every_case_compiles_without_a_condition_and_has_the_bits_of_the_cpu(tar
         # A convolution of cuDNN adds up integers in float32, exactly where the bound of the sum allows it.
         also = {("s8", "s8", "f32")} if (op, target) == ("conv_general_dilated", "h100") else set()
         assert set(compiled.products) <= {S8} | also
-        # Of one row XLA makes no matrix product: it multiplies and adds up, on both, by hand too.
-        assert compiled.products or "one row" in case.name
+        # Of one row XLA makes no matrix product on a GPU: it multiplies and adds up, by hand too.
+        assert compiled.products or ("one row" in case.name and target == "h100")
     inputs = [np.asarray(v) for v in jax.tree.leaves(case.inputs)]
     names, is_subnormal = sorted(jax.eval_shape(case.f, *case.inputs)), case.name.endswith("subnormal")
     kind = "" if case.exact and not is_subnormal else ", subnormal" if is_subnormal else ", sums of floats"
@@ -133,7 +133,7 @@ def test_nothing_that_the_cpu_wants_is_in_what_serves(kind, rows, target):
     check_nothing_of_the_cpu(compiled)
     if kind in IN_INTEGERS:
         assert set(compiled.products) <= {S8}
-        assert compiled.products or rows == 1
+        assert compiled.products or (rows == 1 and target == "h100")
 
 
 # Weights and inputs in e4m3, with a scale for each output channel and one of all; gradients in e5m2.
