@@ -16,9 +16,10 @@ from .. import _numerics as num
 from .._affine import real_values
 from .._granularity import granularity_of
 from .._groups import broadcast_groups
+from .._platform._cpu import computed_once
 from .._platform._dots import bfloat16_dot, float_dot, integer_dot
 from .._qarray import QArray, changed, checked_operand, groups_of, moved, permutation, scales_of
-from .._sharding import shard_like, vary_together
+from .._sharding import is_explicit, shard_like, vary_together
 from .._spec import QuantSpec, checked_spec
 from .._straight_through import quantize_straight_through
 from ._axes import Matrix, arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
@@ -29,7 +30,6 @@ from ._contract import (
     contraction,
     is_weight_only,
     scaled,
-    with_real_values,
     without_zeros,
 )
 from ._digits import in_digits, sum_of_digits
@@ -399,12 +399,27 @@ def _check_spec(a: Any, b: Any, spec: Any) -> None:
 @functools.partial(jax.jit, static_argnames="dot")
 def _in_float(dot: Dot, a: Any, b: Any) -> Array:
     """`dot` of an operand in float and the real values of a QArray, in the dtype of the former."""
-    product = lambda a, b: lax.dot_general(*with_real_values(a, b), (dot.contracted, dot.batch))
     side = int(isinstance(b, QArray))
-    q = (a, b)[side]
+    q, x = (a, b)[side], (b, a)[side]
+    is_transposed = bool(dot.batch[side]) and q.ndim - 1 in dot.contracted[side]
+    real = _values_alone if is_transposed and not is_explicit(q.stored) else real_values
+
+    def product(a: Any, b: Any) -> Array:
+        a, b = (real(v, x.dtype) if isinstance(v, QArray) else v for v in (a, b))
+        return lax.dot_general(a, b, (dot.contracted, dot.batch))
+
     if q.order is not None or q.spec.format:
         return product(a, b)
     return by_columns(dot, product, part_of, side, q.shape, (a, b))
+
+
+def _values_alone(q: QArray, dtype: Any) -> Array:
+    """The real values, as an array of their own.
+
+    XLA:CPU transposes what a product of a batch sums along its last axis, such as keys, and takes up to twice as long
+    to compute each value in that order.
+    """
+    return computed_once(lambda scale, v: real_values(changed(q, scale=scale, stored=v), dtype), q.scale, q.stored)
 
 
 @functools.partial(jax.jit, static_argnames=("side", "spec", "dot"))
