@@ -106,16 +106,18 @@ def estimated_rows(_, *sizes):
         shape = texts, tokens, HEADS, FEATURES
         like = jax.ShapeDtypeStruct((texts, HEADS, FEATURES), jnp.float32)
         new, t = (like, like, like), jax.ShapeDtypeStruct((), jnp.int32)
-        for name, (of, spec) in {"bfloat16": ("bfloat16", None), **KINDS}.items():
-            caches = jax.eval_shape(lambda of=of, shape=shape: empty(spec_of(of, EACH_TOKEN), shape))
-            program = aot.compiled(functools.partial(attention, spec), (caches, new, t), "v5e")
-            if name == "bfloat16":
-                base = program
-                continue
-            ratio = program.cycles / base.cycles
-            goal = verdict(ratio, 0.6) if (name, texts) == ("int8", 1) else ""
+
+        def compiled(of, spec, shape=shape, args=(new, t)):
+            caches = jax.eval_shape(lambda: empty(spec_of(of, EACH_TOKEN), shape))
+            return aot.compiled(functools.partial(attention, spec), (caches, *args), "v5e")
+
+        base = compiled("bfloat16", None)
+        for name, kind in KINDS.items():
+            program = compiled(*kind)
+            cycles, nbytes = program.cycles / base.cycles, program.bytes / base.bytes
+            goal = verdict(cycles, 0.6) if (name, texts) == ("int8", 1) else ""
             read = "float" if in_float(program, math.prod(shape)) else "integers"
-            yield f"{tokens:,} tokens, batch {texts}, {name}", ratio, program.bytes / base.bytes, goal, read
+            yield f"{tokens:,} tokens, batch {texts}, {name}", cycles, nbytes, goal, read
 
 
 # ---- The character model of notebook 11, all of its weights in float.
@@ -231,7 +233,7 @@ def quality_rows(seeds):
 
 PACKAGES = ("optax",)
 PARTS = {
-    "step": Part(("measured: a step", "time to float32", "goal"), step_rows, 61, (1024,)),
+    "step": Part(("measured: a step", "time to float32", "goal"), step_rows, 31, (1024, 8192)),
     "v5e": Part(
         ("estimated by XLA: a step on a v5e", "cycles to bfloat16", "bytes to bfloat16", "goal of cycles", "reads"),
         estimated_rows,
