@@ -132,7 +132,7 @@ def put_together(parts: QuantizedParam, cache: QuantizedParam) -> QuantizedParam
         scales = scales_of(before).map(lambda v: v.reshape((1,) * q.ndim))
         return dataclasses.replace(parts, quantized=changed(q, scales))
     groups = enumerate(zip(groups_of(before), groups_of(q), strict=True)) if q.shape == before.shape else ()
-    shared = next((axis for axis, (old, new) in groups if old == 1 < new), None)
+    shared = next((axis for axis, (old, new) in groups if old < new), None)
     if shared is not None:
         raise ValueError(
             f"At {cache.paths[0]!r}: the cache leaves a shard_map split along axis {shared}, along which values share "

@@ -70,9 +70,14 @@ class Decision(NamedTuple):
         return self.op.contraction
 
     @property
+    def is_folded(self) -> bool:
+        """Whether the scales of a cache are multiplied into the other operand before it is quantized."""
+        return any(choice.is_folded for choice in self.operands)
+
+    @property
     def scaled_by(self) -> str:
-        """The path of the cache whose scales are multiplied into the other operand before it is quantized, or ""."""
-        return next((choice.cache for choice in self.operands if choice.cache and choice.is_folded), "")
+        """The path of that cache; empty if there is none."""
+        return next((choice.cache or "" for choice in self.operands if choice.is_folded), "")
 
     @property
     def input_keys(self) -> list[str]:
@@ -106,7 +111,7 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
 def _check_rounded_once(decision: Decision) -> None:
     """A named value that is quantized already cannot be quantized again with the scales of a cache."""
     for choice in decision.operands:
-        if decision.scaled_by and choice.point is not None:
+        if decision.is_folded and choice.point is not None:
             with named_in_errors(choice.name, rule=choice.rule):
                 raise ValueError(
                     f"the operand is a value that is quantized where it is named, and the scales of the cache "

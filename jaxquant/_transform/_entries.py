@@ -96,7 +96,7 @@ def keyed(decisions: Sequence[Decision]) -> list[Decision]:
         origin = choice.operand.origin
         if choice.is_weight:
             return origin.parts
-        how = choice.spec, choice.rotated, decision.scaled_by
+        how = choice.spec, choice.rotated, decision.scaled_by if decision.is_folded else None
         known_by = origin.value, str(choice.operand.dtype), contraction.stack, how
         return (choice.name if origin.value is None else first.setdefault(known_by, choice.name),)
 
@@ -132,7 +132,7 @@ def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -
         kind = rule.activation.granularity if rule.activation else spec.granularity
         return Entry(
             key, spec, operand.shape, operand.dtype, False, rule, (name,),
-            is_dynamic=spec.granularity.is_dynamic or kind.is_dynamic or bool(decision.scaled_by),
+            is_dynamic=spec.granularity.is_dynamic or kind.is_dynamic or decision.is_folded,
             scaled_by=decision.scaled_by, location=contraction.location, stack=contraction.stack,
             is_seen=not contraction.in_condition,
         )  # fmt: skip

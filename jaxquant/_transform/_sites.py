@@ -270,7 +270,7 @@ class SiteEvaluator(NamedTuple):
         return with_gradient_of(eqn.primitive.bind(*in_order(cache.real), **eqn.params), y)
 
     def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
-        if decision.scaled_by:
+        if decision.is_folded:
             return self._with_scales(decision, eqn, values)
         operands = list(values)
         for side, choice in enumerate(decision.operands):
