@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import collections
+import functools
 import gc
 import itertools
 import os
@@ -15,9 +16,11 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import hypothesis
 import jax
 import pytest
+from jax._src import compiler
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # the frames of each op, which no test reads
 
 hypothesis.settings.register_profile("jaxquant", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("jaxquant")
@@ -44,6 +47,25 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (item.path.name != "test_notebooks.py", not item.get_closest_marker("bits")))
 
 
+# XLA:CPU takes half as long to emit each kernel as it did before it had emitters of fusions, and in one module of LLVM.
+QUICKER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+compile_options_of = compiler.get_compile_options
+
+
+@functools.cache
+def quicker():
+    """Those options, if this jaxlib has them."""
+    try:
+        jax.jit(lambda: 0, compiler_options=QUICKER).lower().compile()
+    except RuntimeError:
+        return {}
+    return QUICKER
+
+
+def get_compile_options(*args, env_options_overrides=None, **kwargs):
+    return compile_options_of(*args, env_options_overrides=QUICKER | (env_options_overrides or {}), **kwargs)
+
+
 def pytest_runtest_setup(item):
     """Programs of tests of bits are compiled as users compile them, all others with as few optimizations as there are.
 
@@ -52,6 +74,7 @@ def pytest_runtest_setup(item):
     low = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ and not item.get_closest_marker("bits")
     if low != jax.config.read("jax_disable_most_optimizations"):
         jax.config.update("jax_disable_most_optimizations", low)
+        compiler.get_compile_options = get_compile_options if low and quicker() else compile_options_of
         jax.clear_caches()  # they do not know how a program was compiled
 
 
