@@ -392,7 +392,7 @@ def test_a_smoothed_function_is_not_rotated_yet():
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@cases("kind", ["Auto", "Explicit"], ["Auto"])
 def test_on_several_devices(kind):
     mesh = jax.make_mesh((4,), ("data",), (getattr(jax.sharding.AxisType, kind),))
     params, x = {"w": normal(1, 32, 8)}, with_outliers(0, 8, 32)

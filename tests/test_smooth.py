@@ -193,14 +193,15 @@ def changed(before, after):
 
 
 def same_function(f, params, new, *args):
+    f = jax.jit(f)
     want, got = f(params, *args), f(new, *args)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
 
 
 def error(q, f, params, new, x, **kwargs):
     """Of the quantized function, relative."""
-    want = f(params, x)
-    return float(jnp.square(q(new, x, **kwargs) - want).sum() / jnp.square(want).sum())
+    want = np.asarray(jax.jit(f)(params, x), np.float64)
+    return float(np.square(q(new, x, **kwargs) - want).sum() / np.square(want).sum())
 
 
 def smoothed(f, params, x, rules=RULES, **kwargs):

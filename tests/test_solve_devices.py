@@ -2,6 +2,7 @@
 """Solvers on params that lie on several devices: their bits, their sharding, and no weight that is gathered."""
 
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from lanes import cases
 
 from jaxquant import Rule, activation_spec, quantize_fn, solve, weight_spec
 from jaxquant.solve import _folds, _low_rank, _smooth
@@ -110,15 +112,16 @@ def gathered(text):
     return [shape for shape in found if math.prod(map(int, shape.split(","))) >= WIDTH * SYMBOLS]
 
 
-@pytest.mark.parametrize("by_columns", SPLITS)
-@pytest.mark.parametrize(
-    "name", [pytest.param("smooth", marks=pytest.mark.slow), "equalize", "low_rank", "bias_correct", "rotate"]
+@cases(
+    ("name", "by_columns"),
+    itertools.product(["smooth", "equalize", "low_rank", "bias_correct", "rotate"], SPLITS),
+    zip(["equalize", "low_rank", "bias_correct", "rotate"], [*SPLITS] * 2, strict=True),
 )
 def test_params_on_four_devices(name, by_columns):
     check(name, split(SPLITS[by_columns], 4))
 
 
-@pytest.mark.parametrize("by_columns", SPLITS)
+@cases("by_columns", SPLITS, ["columns, then rows"])
 def test_no_program_gathers_a_weight(by_columns):
     """Rows that meet one factor are reduced first, and candidates and what is lost stay split along their columns."""
     q, grams, qparams = quantized()

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.export
@@ -13,6 +14,7 @@ from exact import assert_same_bits
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import cases
 
 from jaxquant import (
     PerBlock,
@@ -99,6 +101,10 @@ DROPPED = {
         lambda p, x: x @ lax.cond(x[0, 0] > 0, lambda w: jnp.tile(w[:4], (2, 1)), lambda w: w, p["w"]), SQUARE,
     ),
 }  # fmt: skip
+SOME = (
+    "an MLP", "layers in a scan", "several axes", "a convolution in groups", "rows in groups", "transposed", "in a loop",
+    "cut and repeated", "a branch cut and repeated",
+)  # fmt: skip
 NONE = {
     "cut": (lambda p, x: x[:, :4] @ p["w"][:4] + x[:, 4:] @ p["w"][4:], SQUARE),
     "two parameters side by side": (lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1), {"a": X.T, "b": X.T}),
@@ -119,7 +125,7 @@ def reads_sums(call, tree):
     return got, not np.array_equal(np.float32(other), np.float32(got))
 
 
-@pytest.mark.parametrize("name", [*KEPT, *DROPPED])
+@cases("name", [*KEPT, *DROPPED], SOME)
 def test_sums_come_with_a_weight_and_are_dropped_for_other_values(name):
     f, params = (KEPT | DROPPED)[name]
     q, served = frozen(f, params)
@@ -129,7 +135,7 @@ def test_sums_come_with_a_weight_and_are_dropped_for_other_values(name):
     assert_same_bits(y, q(params, X))
 
 
-@pytest.mark.parametrize("name", NONE)
+@cases("name", NONE, ["cut"])
 def test_sums_that_no_op_would_read_are_not_made(name):
     f, params = NONE[name]
     q, served = frozen(f, params)
@@ -137,22 +143,22 @@ def test_sums_that_no_op_would_read_are_not_made(name):
     assert_same_bits(q(served, X), q(params, X))
 
 
-@pytest.mark.parametrize(
-    ("weight", "activation", "made"),
-    [
-        (W8, QuantSpec(signed=False), True),  # symmetric, and 128 in codes
-        (W8, activation_spec(8, symmetric=True), False),
-        (W8, dataclasses.replace(A8, granularity=PerToken()), True),
-        (QuantSpec(signed=False, symmetric=False), A8, True),
-        (weight_spec(4), A8, True),
-        (W8, activation_spec(16), False),
-        (weight_spec(12), A8, False),
-        (W8, float8_spec(), False),
-        (float8_spec(), A8, False),
-        (QuantSpec(granularity=PerBlock(None, 4)), A8, False),
-        (W8, None, False),
-    ],
-)
+NEEDED = [
+    (W8, QuantSpec(signed=False), True),  # symmetric, and 128 in codes
+    (W8, dataclasses.replace(A8, granularity=PerToken()), True),
+    (W8, activation_spec(8, symmetric=True), False),
+    (QuantSpec(granularity=PerBlock(None, 4)), A8, False),
+    (QuantSpec(signed=False, symmetric=False), A8, True),
+    (weight_spec(4), A8, True),
+    (W8, activation_spec(16), False),
+    (weight_spec(12), A8, False),
+    (W8, float8_spec(), False),
+    (float8_spec(), A8, False),
+    (W8, None, False),
+]
+
+
+@cases(("weight", "activation", "made"), NEEDED, NEEDED[:4])
 def test_who_needs_sums(weight, activation, made):
     f, params = KEPT["an MLP"]
     q, served = frozen(f, params, weight=weight, activation=activation)
@@ -306,9 +312,11 @@ def layouts(served, spec):
     return jax.tree_util.tree_map_with_path(of, served)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("split", SPLIT)
-@pytest.mark.parametrize("is_whole", [False, True], ids=["sums sharded as the columns", "sums whole"])
+@cases(
+    ("is_whole", "split", "kind"),
+    itertools.product([False, True], SPLIT, ["Auto", "Explicit"]),
+    [(False, "both", "Auto"), (True, "along the columns", "Auto"), (False, "along what is summed", "Explicit")],
+)
 def test_a_sharded_weight(split, kind, is_whole):
     q, served = frozen(lambda p, x: x @ p["w"], SQUARE)
     want, (inner, outer) = q(served, X), SPLIT[split]
@@ -329,8 +337,7 @@ def repeated(w, x, times):
     return jnp.tile(x, times) @ jnp.tile(w, (times, 1))
 
 
-@pytest.mark.parametrize("split", SPLIT)
-@pytest.mark.parametrize("times", [1, 2])
+@cases(("times", "split"), itertools.product([1, 2], SPLIT), [(1, "along the columns"), (2, "both")])
 def test_a_shard_map_inside_of_the_function(split, times):
     """The sums are of all devices, and are not taken for those of a part, nor of that part twice."""
     inner, outer = SPLIT[split]
@@ -346,8 +353,7 @@ def test_a_shard_map_inside_of_the_function(split, times):
     assert_same_bits(y, jax.jit(q)(SQUARE, X))
 
 
-@pytest.mark.parametrize("split", SPLIT)
-@pytest.mark.parametrize("times", [1, 2])
+@cases(("times", "split"), itertools.product([1, 2], SPLIT), [(1, "along the columns"), (2, "both")])
 def test_a_shard_map_around_the_function(split, times):
     inner, outer = SPLIT[split]
     _, served = frozen(lambda p, x: x @ p["w"], SQUARE)
