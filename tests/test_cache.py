@@ -48,6 +48,8 @@ SPECS = {
     "float8 in bfloat16 scales": dataclasses.replace(float8_spec(granularity=TOKEN), scale_dtype="bfloat16"),
     "mxfp8": dataclasses.replace(mxfp8_spec(-1), granularity=PerBlock(-1, 2)),
 }
+# By default; the others in the slow tests.
+SOME = "int8", "int4 in blocks", "uint4 affine in blocks", "mxfp8"
 STATIC = {
     "tensor": (QuantSpec(), (), (2, 1, 4, 4)),
     "feature": (QuantSpec(bits=4, granularity=PerChannel((2, 3))), (1, 1, H, D), (1, 3, 4, 4)),
@@ -118,7 +120,7 @@ def written_at(cache, new, index):
 # Written.
 
 
-@pytest.mark.parametrize("name", SPECS)
+@cases("name", SPECS, SOME)
 def test_an_empty_cache_is_zeros(name):
     spec = SPECS[name]
     empty = zeros(SHAPE, spec, dtype=jnp.bfloat16)
@@ -128,7 +130,7 @@ def test_an_empty_cache_is_zeros(name):
     same(jax.jit(lambda: zeros(SHAPE, spec, dtype=jnp.bfloat16))(), empty)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@cases("name", SPECS, SOME)
 def test_a_part_is_written_as_it_is_quantized_whole(name):
     cache, size, new = full(SPECS[name]), 4, random(1, 4, H, D, seed=1)
     got, x = written_at(cache, new, (1, 4, 0, 0)), random(*SHAPE)
@@ -141,7 +143,7 @@ def test_a_part_is_written_as_it_is_quantized_whole(name):
     same(written_at(cache, quantize(new, SPECS[name]), (-1, -size, 0, -D)), got)
 
 
-@pytest.mark.parametrize("axis", range(4))
+@cases("axis", range(4), [1, 3])
 def test_a_part_along_any_axis_that_has_scales_of_its_own(axis):
     spec, sizes = QuantSpec(granularity=PerChannel((0, 1, 2, 3))), list(SHAPE)
     sizes[axis] = 1
@@ -169,7 +171,7 @@ def test_scales_that_a_part_cannot_change_stay(name):
     assert_same_bits(written_at(cache, random(*SHAPE), (0, 0, 0, 0)).scale, scale)
 
 
-@pytest.mark.parametrize("order", [(-1, -2), (-2, -1, -3)])
+@cases("order", [((-1, -2),), ((-2, -1, -3),)], [((-2, -1, -3),)])
 def test_a_cache_is_written_as_it_lies(order):
     cache = full(SPECS["int4"])
     got = written_at(
@@ -198,7 +200,7 @@ def test_a_traced_index_is_clamped():
         )
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "float8"])
+@cases("name", ["int8", "int4", "float8"], ["int4"])
 def test_a_scan_over_tokens_is_one_at_a_time(name):
     """And quantizing them all at once; with an example at a position of its own under vmap, too."""
     spec, x = SPECS[name], jnp.asarray(random(*SHAPE))
@@ -235,7 +237,7 @@ def test_stochastic_rounding_wants_a_key():
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ["int8", "int4", "float8", "int4 in blocks"])
+@cases("name", ["int8", "int4", "float8", "int4 in blocks"], ["float8", "int4 in blocks"])
 def test_a_donated_cache_is_written_in_place(name):
     shape, traces = (2, 512, 4, 16), []
     cache = zeros(shape, SPECS[name])
@@ -337,7 +339,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
+@cases("name", SPECS, SOME)
 def test_an_index_is_that_of_the_real_values(name):
     q = full(SPECS[name])
     got = jax.jit(lambda q: {part: (p := f(q), dequantize(p)) for part, f in PARTS.items()})(q)
@@ -347,7 +349,7 @@ def test_an_index_is_that_of_the_real_values(name):
     same(PARTS["of each"](q), got["of each"][0])
 
 
-@pytest.mark.parametrize("name", SPECS)
+@cases("name", SPECS, SOME)
 def test_a_traced_part_is_that_of_the_real_values(name):
     q = full(SPECS[name])
     window = jax.jit(lambda q, t: dynamic_slice(q, (0, t, 1, -2), (B, 4, 2, 2)))
@@ -389,8 +391,7 @@ def dot(a, b, dims, spec=None, execution="auto"):
 TOKENS = "int8", "int4", "int8 affine"
 
 
-@pytest.mark.parametrize("name", TOKENS)
-@pytest.mark.parametrize("group", [1, 3])
+@cases(("group", "name"), itertools.product([1, 3], TOKENS), [(1, "int8"), (3, "int8 affine")])
 def test_scores_are_those_of_integers(name, group):
     query, k = random(B, H, group, D, seed=1), full(SPECS[name])
     values, scale = rows_by_hand(query)
@@ -403,8 +404,7 @@ def test_scores_are_those_of_integers(name, group):
     assert_same_bits(dot_general(query, k, SCORES, spec=ROWS), want)
 
 
-@pytest.mark.parametrize("name", TOKENS)
-@pytest.mark.parametrize("bits", [8, 4])
+@cases(("bits", "name"), itertools.product([8, 4], TOKENS), [(8, "int8 affine"), (4, "int4")])
 def test_probabilities_take_the_scale_of_a_token_first(name, bits):
     probs, v, spec = np.abs(random(B, H, 3, T, seed=1)), full(SPECS[name]), dataclasses.replace(ROWS, bits=bits)
     scaled = probs * np.moveaxis(np.asarray(v.scale)[..., 0], 1, 2)[:, :, None]
@@ -437,7 +437,7 @@ def test_probabilities_in_blocks_and_on_one_scale():
     assert_same_bits(dot(probs, v, CONTEXT, QuantSpec(granularity=PerBlock(None, 4))), F(0) + parts[0] + parts[1])
 
 
-@pytest.mark.parametrize("name", ["int8 in blocks", "int4 in blocks", "uint4 affine in blocks"])
+@cases("name", ["int8 in blocks", "int4 in blocks", "uint4 affine in blocks"], ["uint4 affine in blocks"])
 def test_keys_with_a_scale_for_each_feature_in_blocks_of_tokens(name):
     """A query for each block, with the scales of its features; and values so, where each block is a product."""
     query, cache = random(B, H, 3, D, seed=1), full(SPECS[name])
@@ -460,7 +460,7 @@ def test_keys_with_a_scale_for_each_feature_in_blocks_of_tokens(name):
     assert_same_bits(dot(probs, cache, CONTEXT, ROWS), F(0) + parts[0] + parts[1])
 
 
-@pytest.mark.parametrize("name", ["float8", "mxfp8", "float8 in bfloat16 scales"])
+@cases("name", ["float8", "mxfp8", "float8 in bfloat16 scales"], ["mxfp8", "float8 in bfloat16 scales"])
 def test_floats_meet_integers(name):
     probs, v = np.abs(random(B, H, 3, T, seed=1)), full(SPECS[name])
     if name == "mxfp8":

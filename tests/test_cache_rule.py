@@ -461,7 +461,7 @@ QUERIES = dataclasses.replace(PRODUCTS, activation=QuantSpec())  # of one scale,
 STATIC = [*RULES, QUERIES]
 
 
-@pytest.mark.parametrize("spec", [ROWS, QuantSpec()])
+@pytest.mark.parametrize("spec", [ROWS, pytest.param(QuantSpec(), marks=pytest.mark.slow)])
 def test_what_the_scales_of_a_cache_are_multiplied_into_is_dynamic(spec):
     rules = [*RULES, dataclasses.replace(PRODUCTS, activation=spec), Rule("*", weight_spec(8), ROWS)]
     q, args = quantize_fn(attention, rules), (PARAMS, empty(), X[:, :1], jnp.int32(0))
@@ -691,7 +691,9 @@ def test_a_shard_map_may_not_take_apart_what_shares_a_scale():
 # Training
 
 
-@pytest.mark.parametrize("products", [[], [PRODUCTS]], ids=["in float", "in integers"])
+@pytest.mark.parametrize(
+    "products", [pytest.param([], marks=pytest.mark.slow), [PRODUCTS]], ids=["in float", "in integers"]
+)
 def test_the_rounding_of_the_cache_is_passed_straight_through(products):
     """Of a prompt with an empty cache in float, as of the rounded keys and values of a full pass."""
     q = quantize_fn(attention, [*RULES, *products])
@@ -788,6 +790,7 @@ def of_each_step(f, params, cache, x):
     return jnp.concatenate(ys, 1), cache
 
 
+@pytest.mark.slow
 def test_flax_linen():
     nn = pytest.importorskip("flax.linen")
 
@@ -830,6 +833,7 @@ def test_flax_linen():
         np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_flax_nnx():
     nnx = pytest.importorskip("flax.nnx")
 
@@ -935,6 +939,7 @@ def test_keras_hub(name, monkeypatch):
     assert q._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_equinox():
     eqx = pytest.importorskip("equinox")
 
