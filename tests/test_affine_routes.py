@@ -145,9 +145,8 @@ ROUTES: dict[str, tuple[Callable, tuple[int, ...]]] = {
     ("name", "route"),
     itertools.product(SPECS, ROUTES),
     [
-        *itertools.product(["4 bits, affine, half away", "stochastic", "from data"], ["jit"]),
+        *itertools.product(["stochastic", "from data"], ["jit"]),
         ("4 bits, affine, half away", "jit, constant qparams"),
-        ("from data", "jit, all constant"),
         ("weights, 4 bits, blocks", "vmap"),
     ],
 )

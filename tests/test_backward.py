@@ -276,7 +276,7 @@ def convolution(p, x):
 @cases(
     ("operands", "precision"),
     itertools.product(["channels", "affine", "float8"], ["bfloat16", "int8"]),
-    [("channels", "bfloat16"), ("affine", "bfloat16")],
+    [("affine", "bfloat16")],
 )
 def test_a_convolution_has_the_gradient_of_a_rounded_g(operands, precision):
     g = F(rng.normal(size=jax.eval_shape(convolution, {"w": KERNEL}, IMAGE).shape))
@@ -376,7 +376,8 @@ def test_each_site_product_and_turn_of_a_scan_has_noise_of_its_own():
     assert (others["v"] != found["v"]).any()
 
 
-def test_inside_of_scan_remat_and_shard_map():
+@cases("kind", ["scan and remat", "shard_map"], ["scan and remat"])
+def test_inside_of_scan_remat_and_shard_map(kind):
     def block(w, x):
         return jax.nn.relu(x @ w)
 
@@ -395,8 +396,10 @@ def test_inside_of_scan_remat_and_shard_map():
         y, pull = jax.vjp(lambda w, x: q({"w": w}, x), stack, x)
         return *pull(g), y
 
-    whole, of_loop = jax.jit(lambda: (run(layers), run(loop)))()
-    jax.tree.map(assert_same_bits, whole, of_loop)
+    if kind == "scan and remat":
+        jax.tree.map(assert_same_bits, *jax.jit(lambda: (run(layers), run(loop)))())
+        return
+    whole = jax.jit(lambda: run(layers))()
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     part = jax.shard_map(lambda w, x: layers({"w": w}, x), mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
     _, dx, y = map(np.asarray, jax.jit(lambda: run(lambda p, x: part(p["w"], x)))())
@@ -423,17 +426,17 @@ TOKENS = F(rng.normal(size=(2, 16, 32)))
 BLOCKS = QuantSpec(granularity=PerBlock(None, 8))
 
 
-@pytest.mark.parametrize(
-    ("equation", "w", "x", "gradient"),
-    [
-        ("btk,kn->btn", F(rng.normal(size=(32, 32))), TOKENS, (BLOCKS, BLOCKS)),
-        ("gbtk,gkn->gbtn", F(rng.normal(size=(2, 32, 8))), TOKENS[:, None], (None, BLOCKS)),
-        ("tk,kmn->tmn", F(rng.normal(size=(32, 4, 4))), TOKENS[0], (BLOCKS, None)),
-    ],
-    ids=["tokens of a batch", "batches", "two free axes"],
-)
-def test_blocks_of_g_are_of_all_rows(equation, w, x, gradient):
+ROWS = {
+    "tokens of a batch": ("btk,kn->btn", F(rng.normal(size=(32, 32))), TOKENS, (BLOCKS, BLOCKS)),
+    "batches": ("gbtk,gkn->gbtn", F(rng.normal(size=(2, 32, 8))), TOKENS[:, None], (None, BLOCKS)),
+    "two free axes": ("tk,kmn->tmn", F(rng.normal(size=(32, 4, 4))), TOKENS[0], (BLOCKS, None)),
+}
+
+
+@cases("name", ROWS, ["tokens of a batch"])
+def test_blocks_of_g_are_of_all_rows(name):
     """Several axes are summed towards w, towards w, and towards x."""
+    equation, w, x, gradient = ROWS[name]
     rule = Rule("w", weight_spec(8), QuantSpec(), gradient=gradient)
     g = F(rng.normal(size=np.einsum(equation, x, w).shape))
     of = lambda f, *a: gradients(f, [rule])(*a)
@@ -572,7 +575,11 @@ def test_bad_input(call, error, match):
 
 @pytest.mark.parametrize(
     ("operands", "precision"),
-    [("float8", float8_spec("float8_e5m2")), ("tensors", "int8"), ("tensors", (nvfp4_spec(), None))],
+    [
+        ("float8", float8_spec("float8_e5m2")),
+        pytest.param("tensors", "int8", marks=pytest.mark.slow),
+        pytest.param("tensors", (nvfp4_spec(), None), marks=pytest.mark.slow),
+    ],
     ids=["e5m2", "int8", "nvfp4"],
 )
 def test_the_scale_of_a_gradient_is_just_in_time(operands, precision):

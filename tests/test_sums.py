@@ -102,8 +102,8 @@ DROPPED = {
     ),
 }  # fmt: skip
 SOME = (
-    "an MLP", "layers in a scan", "several axes", "a convolution in groups", "rows in groups", "transposed", "in a loop",
-    "cut and repeated", "a branch cut and repeated",
+    "an MLP", "layers in a scan", "several axes", "a convolution in groups", "rows in groups", "transposed",
+    "in a loop", "cut and repeated", "a branch cut and repeated",
 )  # fmt: skip
 NONE = {
     "cut": (lambda p, x: x[:, :4] @ p["w"][:4] + x[:, 4:] @ p["w"][4:], SQUARE),

@@ -587,7 +587,11 @@ STOCHASTIC = weight_spec(8, rounding="stochastic")
 
 @pytest.mark.parametrize(
     ("weight", "activation", "name"),
-    [(STOCHASTIC, None, "w"), (STOCHASTIC, A8, "w"), (W8, activation_spec(rounding="stochastic"), "w:input")],
+    [
+        pytest.param(STOCHASTIC, None, "w", marks=pytest.mark.slow),
+        (STOCHASTIC, A8, "w"),
+        (W8, activation_spec(rounding="stochastic"), "w:input"),
+    ],
 )
 def test_stochastic_rounding_needs_a_key(weight, activation, name):
     q = jq.quantize_fn(dot, [Rule("w", weight, activation)])
