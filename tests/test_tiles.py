@@ -92,7 +92,7 @@ def test_the_bits_are_those_of_the_whole_product(use, spec):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("columns", [0, 1])
+@cases("columns", [0, 1], [1])
 def test_dot_general_by_hand(columns, spec):
     """Also with the rows of the weight as its columns, and a cache's keys, whose scales are of a token."""
     shape = (512, 2048) if columns else (2048, 512)
@@ -161,7 +161,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("use", list(WHOLE))
+@cases("use", list(WHOLE), list(WHOLE)[::3])
 def test_others_stay_whole(use):
     f, w, x = WHOLE[use]
     q, frozen = served(f, SPECS["8 bits"], w, x)
