@@ -371,7 +371,7 @@ LARGE = {
 @cases(
     ("of", "execution"),
     itertools.product(LARGE, EXECUTIONS),
-    [("features", "int8"), *((of, "float32") for of in LARGE)],
+    [("features", "int8"), *((of, "float32") for of in list(LARGE)[-2:])],
 )
 def test_convolutions_that_one_float32_sum_does_not_hold(of, execution):
     rng, (shape_a, shape_b, groups) = np.random.default_rng(8), LARGE[of]
