@@ -180,7 +180,7 @@ def test_the_largest_weight_of_a_channel_keeps_its_gradient(bits, signed):
         assert_same_bits(got, np.ones_like(x))
 
 
-@cases("dtype", ["float32", "bfloat16", "float16"], ["float32", "bfloat16"])
+@cases("dtype", ["float32", "bfloat16", "float16"], ["bfloat16"])
 def test_a_clipped_element_stops_nan_and_infinite_cotangents(dtype):
     of = functools.partial(padded, dtype=oracle.FLOATS[dtype])
     x, g = of(100.0, -100.0, 1.0, np.nan, 0.5), of(np.nan, np.inf, np.nan, np.inf, -np.inf)
@@ -268,7 +268,7 @@ def test_forward_mode_raises():
             jax.jit(forward).lower(x)
 
 
-@cases("dtype", ["float32", "bfloat16", "float16"], ["float32", "bfloat16"])
+@cases("dtype", ["float32", "bfloat16", "float16"], ["bfloat16"])
 def test_scale_gradient(dtype):
     dtype, factors = oracle.FLOATS[dtype], (0.25, 2, jax.device_put(F(0.25)), F(3))
     x, g = np.array([[1.0, -2.0], [np.nan, 3.0]], dtype), np.array([[4.0, -8.0], [1.0, np.inf]], dtype)

@@ -312,7 +312,7 @@ def test_the_qparams_of_any_two_floats_are_finite_and_hold_zero(spec, low, high,
     assert ((zero_point == 0) if spec.symmetric else (qmin <= zero_point) & (zero_point <= qmax)).all()
 
 
-@pytest.mark.parametrize("spec", [QuantSpec(bits=16), activation_spec(16)], ids=repr)
+@cases("spec", [QuantSpec(bits=16), activation_spec(16)], [activation_spec(16)])
 @given(x=moderate, bits=widths)
 def test_minmax_clips_nothing_but_what_rounding_does(spec, x, bits):
     """Affine, the rounded zero point moves the range by half a step, so the end is off by up to one."""

@@ -53,7 +53,7 @@ def halves(axis, shape, **kw):
     return QuantSpec(granularity=own, **kw), QuantSpec(granularity=blocks, **kw)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_granularity_quantizes(axis):
     own, blocks = halves(axis, X.shape)
     assert_same_bits(fake_quant(X, own), fake_quant(X, blocks))

@@ -57,7 +57,7 @@ DOTS = {
 
 
 @cases("name", list(DOTS), ["heads, last", "two axes, swapped"])
-@pytest.mark.parametrize("rule", [("w", W4), Rule("w", W4, A8)])
+@pytest.mark.parametrize("rule", [pytest.param(("w", W4), marks=pytest.mark.slow), Rule("w", W4, A8)])
 def test_of_a_dot(name, rule):
     f, w, x, rows = DOTS[name]
     got = quantize_fn(f, [rule]).observe({"w": w}, x, gram=True)
@@ -181,7 +181,7 @@ def test_batches_and_devices_add_up():
         same(got["shared"], shared, 36)
 
 
-@pytest.mark.parametrize("split", [P("data"), P(None, "data")])
+@pytest.mark.parametrize("split", [pytest.param(P("data"), marks=pytest.mark.slow), P(None, "data")])
 def test_on_a_mesh_with_explicit_axes_they_are_whole(split):
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Explicit,))
     q = quantize_fn(lambda p, x: jnp.dot(x, p["w"], out_sharding=P()), RULES)

@@ -144,7 +144,7 @@ GRADIENTS = {
 }
 
 
-@cases("name", GRADIENTS, ["blocks", "bfloat16"])
+@cases("name", GRADIENTS, ["blocks"])
 def test_a_gradient_in_low_precision_is_that_of_the_dot_with_all_matrices(name):
     sizes, of = SIZES["some in none"], rules(weight_spec(8), activation_spec(8), gradient=GRADIENTS[name])
     every = quantize_fn(lambda p, x: jnp.einsum("mk,kgn->mgn", x, p["w"]), of)
