@@ -436,9 +436,7 @@ def test_integers_of_the_cache_meet_integers():
         assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize(
-    "rules", [pytest.param(RULES, marks=pytest.mark.slow), ALL], ids=["in float", "in integers"]
-)
+@pytest.mark.parametrize("rules", [pytest.param(RULES, marks=pytest.mark.slow), ALL], ids=["in float", "in integers"])
 def test_each_of_200_steps_is_that_with_the_cache_of_the_whole(rules):
     """The products have one shape here, so that XLA adds floats in one order."""
     q = jax.jit(quantize_fn(attention, rules))
