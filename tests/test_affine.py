@@ -103,7 +103,7 @@ GRID = list(spec_grid())
 
 
 # By default every option at least once.
-@cases(("dtype", "spec"), GRID, [GRID[i] for i in (6, 9, 23, 30, 37, 42)])
+@cases(("dtype", "spec"), GRID, [GRID[i] for i in (6, 23, 42)])
 def test_values(dtype, spec, compared):
     rng = np.random.default_rng([spec.bits, spec.signed, spec.symmetric, len(dtype)])
     differ = collections.Counter()
@@ -181,7 +181,7 @@ def test_qparams_of_a_range(bits, signed, symmetric):
 @cases(
     ("granularity", "symmetric"),
     itertools.product(GRANULARITIES, [True, False]),
-    in_turn([(granularity,) for granularity in GRANULARITIES], [False, True]),
+    in_turn([(granularity,) for granularity in GRANULARITIES[::2]], [False, True]),
 )
 def test_ranges_from_the_data(granularity, symmetric):
     """qparams=None is min-max of each group, NaN and infinities left out."""
@@ -253,7 +253,7 @@ NOISY = stochastic(4), stochastic(symmetric=False, granularity=PerChannel(-1))
 @cases(
     ("spec", "dtype"),
     itertools.product(NOISY, ["float32", "bfloat16"]),
-    [(NOISY[0], "bfloat16"), (NOISY[1], "float32")],
+    [(NOISY[0], "bfloat16")],
 )
 def test_stochastic_rounding_is_the_oracle_with_the_noise_of_the_key(spec, dtype, compared):
     rng, key = np.random.default_rng(3), jax.random.key(3)
@@ -461,7 +461,7 @@ EMPTY = [
 @cases(
     ("shape", "granularity", "symmetric"),
     [(*case, symmetric) for case in EMPTY for symmetric in (True, False)],
-    in_turn([EMPTY[0], EMPTY[3], EMPTY[4]], [False, True]),
+    [(*EMPTY[4], False)],
 )
 def test_rank_0_and_size_0(shape, granularity, symmetric):
     spec = QuantSpec(symmetric=symmetric, granularity=granularity)

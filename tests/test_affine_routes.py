@@ -167,7 +167,7 @@ def test_checkpoint(name):
     check(name, [f(*a) for a in each(name)])
 
 
-@cases("name", SPECS, [CHANNEL, "from data"])
+@cases("name", SPECS, ["from data"])
 def test_vmap_over_x_alone(name):
     f = SPECS[name].all_values
     xs, scales, zero_points, gs = inputs(name)
@@ -249,7 +249,7 @@ def test_rows_sharded(name, kind):
 @cases(
     ("name", "what", "kind"),
     itertools.product(["weights", "16 bits, affine, every element", CHANNEL], ["x", "qparams", "both"], KINDS),
-    [(CHANNEL, "x", "Auto"), (CHANNEL, "qparams", "Explicit")],
+    [(CHANNEL, "qparams", "Explicit")],
 )
 def test_channels_sharded(name, what, kind):
     """Tensor parallel: the channels of x, of the qparams or of both are sharded."""
@@ -330,7 +330,7 @@ def data_and_values(symmetric):
 @cases(
     ("after", "symmetric"),
     itertools.product(CONSTANT, [True, False]),
-    in_turn([(n,) for n in list(CONSTANT)[::2]], [True, False]),
+    [(next(iter(CONSTANT)), False)],
 )
 def test_the_sum_with_a_constant_behind_an_op_is_not_contracted(after, symmetric):
     """LLVM moves the addition of a constant into a select, and past it to a product."""
@@ -344,7 +344,7 @@ def test_the_sum_with_a_constant_behind_an_op_is_not_contracted(after, symmetric
 TWO = QuantSpec(), QuantSpec(symmetric=False, granularity=PerChannel(-1))
 
 
-@cases(("given", "spec"), itertools.product([False, True], TWO), [(False, TWO[1]), (True, TWO[0])])
+@cases(("given", "spec"), itertools.product([False, True], TWO), [(True, TWO[0])])
 def test_constants_of_a_program_have_the_levels_of_arguments(spec, given):
     """Among the values are ties, which a reciprocal moves."""
     steps = np.rint(np.random.default_rng(2).normal(size=(512, 16)) * 40)
