@@ -16,7 +16,7 @@ from exact import assert_same_bits
 from inputs import cast, hard_values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases, in_turn
+from lanes import cases
 
 from jaxquant import (
     PerBlock,
