@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import collections
-import contextlib
-import functools
 import gc
 import itertools
 import os
@@ -17,7 +15,6 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import hypothesis
 import jax
 import pytest
-from jax._src import compiler
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -48,27 +45,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (item.path.name != "test_notebooks.py", not item.get_closest_marker("bits")))
 
 
-# As XLA:CPU emitted kernels before it had emitters of fusions, of which jaxlib 0.12 has no others, and in one module of
-# LLVM: a program of one op takes half the time.
-QUICKER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-compile_options_of = compiler.get_compile_options
-
-
-@functools.cache
-def quicker():
-    """Those of the options that this jaxlib has."""
-    found = {}
-    for name, value in QUICKER.items():
-        with contextlib.suppress(RuntimeError):
-            jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
-            found[name] = value
-    return found
-
-
-def get_compile_options(*args, env_options_overrides=None, **kwargs):
-    return compile_options_of(*args, env_options_overrides=quicker() | (env_options_overrides or {}), **kwargs)
-
-
 def pytest_runtest_setup(item):
     """Programs of tests of bits are compiled as users compile them, all others with as few optimizations as there are.
 
@@ -77,7 +53,6 @@ def pytest_runtest_setup(item):
     low = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ and not item.get_closest_marker("bits")
     if low != jax.config.read("jax_disable_most_optimizations"):
         jax.config.update("jax_disable_most_optimizations", low)
-        compiler.get_compile_options = get_compile_options if low and quicker() else compile_options_of
         jax.clear_caches()  # they do not know how a program was compiled
 
 
