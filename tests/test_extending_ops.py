@@ -185,5 +185,5 @@ def test_an_execution_that_another_op_has_is_refused_by_name(monkeypatch):
         x, params["w"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
     )
     q = quantize_fn(conv, RULES, execution="of_dots")
-    with pytest.raises(ValueError, match=r"`execution` must be one of auto, int8, float32, got 'of_dots'"):
+    with pytest.raises(ValueError, match=r"`execution` must be one of auto, int8, float32, native, got 'of_dots'"):
         q({"w": jnp.ones((3, 4, 4))}, jnp.ones((2, 5, 4)))

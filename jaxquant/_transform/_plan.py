@@ -72,11 +72,10 @@ class Site(NamedTuple):
     @property
     def quantized_to(self) -> str:
         """What becomes of it, in words."""
-        if self.spec is None:
-            return "-"
+        words = in_words(self.spec, self.is_per_token) if self.spec else "-"
         scaled = f", times the scales of {self.scaled_by}" if self.scaled_by else ""
         again = f", of the real values of {self.cache}" if self.cache and self.entry else ""
-        return in_words(self.spec, self.is_per_token) + (", rotated" if self.rotated else "") + scaled + again
+        return words + (", rotated" if self.rotated else "") + scaled + again
 
 
 class Op(NamedTuple):
