@@ -41,6 +41,7 @@ class Entry(NamedTuple):
       summed: of a parameter, the axes along which products of integers take its sums; None where none does, or where
         its ops differ.
       is_dynamic: whether its range is always taken from the values at hand: the batch is in the shape of its scale, or
+        scales of a cache are multiplied into it.
       scaled_by: the path of the cache whose scales are multiplied into it before it is quantized; else empty.
       location: of the first op that uses it.
       stack: the scans over parameters around an input, and their lengths: each turn has a scale of its own.
