@@ -58,7 +58,7 @@ def magnitudes(q):
 
 @cases(("op", "formats"), itertools.product(OPS, FORMATS), [*in_turn([(op,) for op in OPS], FORMATS)])
 def test_the_value_is_the_exact_one_up_to_the_rounding_of_a_sum(op, formats):
-    """Within n eps sum |a b|, the bound of a sum of n float32 in any order, and the two products with the scales."""
+    """Within (n + 3) eps sum |a b|: the bound of n float32 added in any order, and the products with the scales."""
     f, *_, n = OPS[op]
     a, b = operands(op, formats, normal)
     exact, native = f(a, b), f(a, b, execution="native")

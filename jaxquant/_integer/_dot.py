@@ -474,8 +474,9 @@ def dot_general(
       execution: static; does not affect the result, but for "native". "int8": int8 x int8 -> int32, int32 for values
         wider than 8 bits. "float32": integers in float32, in chunks that are exact. "auto" is "int8". "native": float8
         values themselves are multiplied, by the float8 unit of a device that has one, and added up in float32 in the
-        order of the device: within `n eps sum |a b|` of the exact result, for n products. Both operands are in the
-        dtype float8_e4m3fn or float8_e5m2, with one scale along the contracted axes; two of integers are as in "int8".
+        order of the device: within `(n + 3) 2 ** -24 sum |a b|` of the exact result, for n products. Both operands are
+        in the dtype float8_e4m3fn or float8_e5m2, with one scale along the contracted axes; two of integers are as in
+        "int8".
 
     Returns:
       float32, or the dtype of the operand in float; its axes are batch, free of a, free of b.
