@@ -66,8 +66,9 @@ def test_the_commands_are_one_line_each():
 @pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_examples_of_a_page_run(example, tmp_path):
+def test_the_examples_of_a_page_run(example, tmp_path, monkeypatch):
     code = EXAMPLES[example]
+    monkeypatch.chdir(tmp_path)  # some of them write files
     for module in modules(code):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}, of an extra or of .ci/run")
