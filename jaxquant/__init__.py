@@ -18,6 +18,11 @@ from ._granularity import PerBlock as PerBlock
 from ._granularity import PerChannel as PerChannel
 from ._granularity import PerTensor as PerTensor
 from ._granularity import PerToken as PerToken
+from ._history import DelayedQParams as DelayedQParams
+from ._history import GradientHistory as GradientHistory
+from ._history import delayed_qparams as delayed_qparams
+from ._history import split_histories as split_histories
+from ._history import update_histories as update_histories
 from ._integer._conv import conv_general_dilated as conv_general_dilated
 from ._integer._dot import dot_general as dot_general
 from ._pack import pack as pack

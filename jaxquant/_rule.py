@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from . import _checks as checks
+from ._granularity import PerTensor
 from ._integer._ops import OPS
 from ._spec import QuantSpec
 
 KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value", "cache")
-_OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient", "rotate")
+_OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient", "history", "rotate")
 _OF_PRODUCTS = (
-    "`op`, `gradient` and `rotate` are of products, got {0.op!r}, {0.gradient!r} and {0.rotate!r} with "
-    'kind="{0.kind}". Drop them, or give them to the rule of the dot.'
+    "`op`, `gradient`, `history` and `rotate` are of products, got {0.op!r}, {0.gradient!r}, {0.history!r} and "
+    '{0.rotate!r} with kind="{0.kind}". Drop them, or give them to the rule of the dot.'
 )
 # Of the fields that not every kind has: the kinds that have one, and the error of the others.
 _FIELDS_OF_KINDS = {
@@ -31,6 +32,7 @@ _FIELDS_OF_KINDS = {
     ),
     "op": (KINDS[:-2], _OF_PRODUCTS),
     "gradient": (KINDS[:-2], _OF_PRODUCTS),
+    "history": (KINDS[:-2], _OF_PRODUCTS),
     "rotate": (KINDS[:-2], _OF_PRODUCTS),
 }
 
@@ -79,6 +81,10 @@ class Rule:
       a weight). The value of the function does not change. A scale of the other operand that varies along what is
       summed, such as a weight's channels towards the input, is multiplied into g before g is rounded. Infinities and
       NaN in g become NaN in what they enter.
+    - history: static int, of how many steps the largest magnitudes of g are kept, so that it is rounded with the range
+      of these (delayed scaling), and not with its own (just in time), which 0 means. For a `gradient` that is
+      PerTensor(). `q.init_qparams` then has a GradientHistory for each gradient, "w:gradient" towards w and
+      "w:input:gradient" towards its input; `split_histories` says how a train step uses them.
     - rotate: "hadamard" multiplies both operands of a dot, before they are quantized, by a Hadamard matrix H along what
       is contracted, in blocks of the largest power of two that divides its length. H @ H = 1, so that the float
       function stays the same, and large values of a few channels are spread over all of them. Parameters stay as they
@@ -110,6 +116,7 @@ class Rule:
     custom: str | None = dataclasses.field(default=None, kw_only=True)
     everywhere: bool = dataclasses.field(default=False, kw_only=True)
     gradient: Any = dataclasses.field(default=None, kw_only=True)
+    history: int = dataclasses.field(default=0, kw_only=True)
     rotate: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
@@ -117,6 +124,8 @@ class Rule:
         _check_specs(self)
         checks.static_bool("optional", self.optional)
         checks.static_int_between("min_size", self.min_size, 0, 2**63 - 1)
+        checks.static_int_between("history", self.history, 0, 2**16)
+        _check_history(self)
         checks.static_bool("everywhere", self.everywhere)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
@@ -201,6 +210,16 @@ def _check_specs(rule: Rule) -> None:
                 f'`gradient` of a Rule must be None, "bfloat16", a QuantSpec, or a pair of these, got '
                 f"{rule.gradient!r}. A pair is (towards the input, towards the weight)."
             )
+
+
+def _check_history(rule: Rule) -> None:
+    specs = [spec for spec in rule.gradients if isinstance(spec, QuantSpec)]
+    if rule.history and (not specs or any(spec.granularity != PerTensor() for spec in specs)):
+        raise ValueError(
+            f"`history` is for a `gradient` that is a QuantSpec with PerTensor(), whose range is one number a step, "
+            f"got history={rule.history} with gradient={rule.gradient!r}. Drop it, and the range is of the values at "
+            'hand; or pass gradient=QuantSpec() or float8_spec("float8_e5m2").'
+        )
 
 
 def _check_of_cache(spec: QuantSpec) -> None:

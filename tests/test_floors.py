@@ -24,7 +24,7 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
     ("_grid",),
     ("_ranges/_range", "_ranges/_histogram", "_ranges/_fit"),
     ("_affine",),
-    ("_cache", "_gram", "_straight_through", "_tally"),
+    ("_cache", "_gram", "_history", "_straight_through", "_tally"),
     (
         *("tf/_checks", "tf/_nudge", "tf/_fake_quant", "tf/_quantize", "tf/_quantize_and_dequantize"),
         "tf/_grad_pass_through",

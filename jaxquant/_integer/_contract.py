@@ -20,11 +20,12 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._affine import real_values
 from .._custom_vjp import custom_vjp
+from .._history import DelayedQParams, with_seen
 from .._qarray import QArray, changed, checked_operand
 from .._spec import QuantSpec
 from .._straight_through import with_gradient_of
 from ._axes import Matrix
-from ._operands import QuantizedOperand, flagged
+from ._operands import QuantizedOperand, Rounding, flagged
 
 # How g is rounded for the gradient of an operand: not at all, to bfloat16, or to the grid of a spec.
 Precision = str | QuantSpec | None
@@ -61,10 +62,11 @@ class ContractionOp(abc.ABC):
         """(a, b, *more) -> float32: the value for two QArrays, which no execution, order or platform changes."""
 
     @abc.abstractmethod
-    def operand_gradient(self, *args: Any, **kwargs: Any) -> Array:
-        """(side, g, q, shape, key, *more) -> float32: the gradient with respect to operand `side`, of this shape.
+    def operand_gradient(self, *args: Any, **kwargs: Any) -> tuple[Array, Array | None]:
+        """(side, g, q, shape, rounding, *more) -> the gradient with respect to operand `side`, of this shape, float32.
 
-        Of g as `gradient` says, rounded stochastically with the PRNG key, and of the integers of the other operand.
+        Of g as `gradient` says, rounded with what `rounding` has, and of the integers of the other operand. And the
+        largest bin of what was rounded, where there is a history.
         """
 
     @abc.abstractmethod
@@ -148,26 +150,30 @@ _differentiated.defvjp(lambda x, q: (_differentiated(x, q), None), lambda _, g: 
 
 
 def _contract_bwd(op, residuals, g):
-    *operands, key, more = residuals
+    *operands, key, more, delayed = residuals
     real = [_differentiated(v.real, v.integers) for v in operands]
     *gradients, of_more = jax.vjp(lambda a, b, more: op.real(a, b, *more), *real, more)[1](g)
+    seen = list(jax.tree.map(jnp.zeros_like, delayed))
     for side, (precision, other) in enumerate(zip(op.gradient, reversed(operands), strict=True)):
         if precision is not None and 0 not in gradients[side].shape:
             own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]
-            low = op.operand_gradient(side, lax.stop_gradient(g), other.integers, exact.shape, own, *more)
+            rounding, g_values = Rounding(own, delayed[side]), lax.stop_gradient(g)
+            low, largest = op.operand_gradient(side, g_values, other.integers, exact.shape, rounding, *more)
             gradients[side] = with_gradient_of(exact, low.astype(exact.dtype))
-    return *(QuantizedOperand(gradient, None, None) for gradient in gradients), None, of_more
+            seen[side] = with_seen(delayed[side], largest) if delayed[side] else None
+    return *(QuantizedOperand(gradient, None, None) for gradient in gradients), None, of_more, tuple(seen)
 
 
 @functools.partial(custom_vjp, rule=_contract_bwd, static=(0,))
 def contract(
-    op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, key: Any = None, more: tuple[Array, ...] = ()
-) -> Array:
+    op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, key: Any = None, more: tuple[Array, ...] = (),
+    delayed: tuple[DelayedQParams | None, DelayedQParams | None] = (None, None),
+) -> Array:  # fmt: skip
     """`op.exact` of the integers of two operands, with the gradients of `op.real` to their real values, twice too.
 
     Where `op.gradient` says a precision, the gradient has the value of `op.operand_gradient`, and its own derivative is
-    still that of `op.real`; `key` is for what is rounded stochastically. `more` are operands that are not quantized,
-    such as the sizes of groups.
+    still that of `op.real`; `key` is for what is rounded stochastically, and `delayed` is of the histories of both
+    gradients. `more` are operands that are not quantized, such as the sizes of groups.
     """
     return op.exact(*(flagged(v.integers, v.nan_flags) for v in (a, b)), *more)
 

@@ -31,7 +31,7 @@ from ._conv_gradient import Transposed
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen
 from ._native import is_native
-from ._operands import centred, codes, largest_magnitude, plain, rounded, sums_along
+from ._operands import Rounding, centred, codes, largest_magnitude, plain, rounded, sums_along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,9 @@ class Conv(ContractionOp):
         acc = sum_of_digits(*parts, specs, length, lowering.check, lambda x, w: lowering.product(self, x, w, length))
         return scaled(acc, self._in_output(0, a.scale, a), self._in_output(1, b.scale, b))
 
-    def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
+    def operand_gradient(
+        self, side: int, g: Array, q: QArray, shape: tuple[int, ...], rounding: Rounding
+    ) -> tuple[Array, Array | None]:
         """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
 
         A scale for each example, or output feature, is multiplied into g: the gradient sums over them.
@@ -140,12 +142,12 @@ class Conv(ContractionOp):
         step, transposed = lax.reshape(step, ()), Transposed.of(self.real, side, g.shape, q.shape, shape)
         if not isinstance(precision, QuantSpec):
             low = centred(q, jnp.float32).astype(jnp.bfloat16)
-            return num.guard(transposed(g.astype(jnp.bfloat16), low, jnp.float32) * step)
+            return num.guard(transposed(g.astype(jnp.bfloat16), low, jnp.float32) * step), None
         out = self.dimensions.out_spec
         kind = precision.granularity.of_op([i for i in range(g.ndim) if i != out[side]], g.shape)
         spec = dataclasses.replace(precision, granularity=kind)
         summed = tuple(i for i in range(g.ndim) if i not in kind.axes)
-        a, b = rounded(g, spec, summed, key), plain(q, q.values, step, q.zero_point)
+        (a, largest), b = rounded(g, spec, summed, rounding), plain(q, q.values, step, q.zero_point)
 
         def contracted(x: QArray, w: QArray) -> Array:
             wide = max(x.spec.bits, w.spec.bits) > 8
@@ -164,7 +166,7 @@ class Conv(ContractionOp):
             check = chosen(LOWERINGS, self.execution).check
             acc = sum_of_digits(*parts, (spec, q.spec), transposed.length, check, contracted)
         *operands, output = self._axes()
-        return scaled(acc, in_output("g", a.scale, a.shape, output, operands[side]), b.scale)
+        return scaled(acc, in_output("g", a.scale, a.shape, output, operands[side]), b.scale), largest
 
     def _axes(self) -> tuple[list[str], list[str], list[str]]:
         """The names of the axes of both operands and of the output, which share the examples and the features.

@@ -35,7 +35,7 @@ from ._contract import (
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
 from ._native import is_native
-from ._operands import QuantizedOperand, centred, codes, largest_magnitude, plain, rounded, sums_along
+from ._operands import QuantizedOperand, Rounding, centred, codes, largest_magnitude, plain, rounded, sums_along
 from ._weight_only import by_columns, part_of
 
 
@@ -131,7 +131,9 @@ class Dot(ContractionOp):
         acc = lax.dot_general(a.values, b.values, ((ca, cb), (ba, bb)), preferred_element_type=jnp.float32)
         return scaled(acc, *(dot._in_output(side, q.step, (a, b)) for side, q in enumerate((a, b))))
 
-    def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any) -> Array:
+    def operand_gradient(
+        self, side: int, g: Array, q: QArray, shape: tuple[int, ...], rounding: Rounding
+    ) -> tuple[Array, Array | None]:
         """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
 
         Where the scale of q varies along what is summed, it is multiplied into g: for each block along the axes that
@@ -144,7 +146,7 @@ class Dot(ContractionOp):
         batch, summed = output[: len(self.batch[0])], [n for n in other if n not in own]
         if isinstance(precision, QuantSpec) and precision.granularity.sizes and len(summed) > 1:
             dot, g, q = self._with_one_summed(side, g, q, self._free(q.ndim, 1 - side))
-            return dot.operand_gradient(side, g, q, shape, key)
+            return dot.operand_gradient(side, g, q, shape, rounding)
         groups = dict(zip(other, groups_of(q), strict=True))
         folded = any(groups[n] not in (0, 1) for n in summed)
         of = _scaled_by(g, output, q, other, len(batch)) if folded else _Factors(g, output, other, q.shape, [])
@@ -156,14 +158,15 @@ class Dot(ContractionOp):
         if isinstance(precision, QuantSpec):
             at = tuple(map(of_g.index, summed))
             spec = dataclasses.replace(precision, granularity=precision.granularity.of_op(at, g.shape))
-            y = dot.exact(*in_order(rounded(g, spec, at, key), _factor(q, folded, in_blocks)))
+            low, largest = rounded(g, spec, at, rounding)
+            y = dot.exact(*in_order(low, _factor(q, folded, in_blocks)))
         else:
-            values = lax.reshape(centred(q, jnp.float32).astype(jnp.bfloat16), in_blocks)
+            values, largest = lax.reshape(centred(q, jnp.float32).astype(jnp.bfloat16), in_blocks), None
             y = bfloat16_dot(*in_order(g.astype(jnp.bfloat16), values), (dot.contracted, dot.batch))
             if not folded:
                 step = lax.reshape(q.step, groups_of(q))
                 y = num.guard(y * in_output("q", step, q.shape, other, of_y))
-        return lax.reshape(arranged(y, of_y, of.in_blocks(own)), shape)
+        return lax.reshape(arranged(y, of_y, of.in_blocks(own)), shape), largest
 
     def _with_one_summed(self, side: int, g: Array, q: QArray, summed: Sequence[int]) -> tuple["Dot", Array, QArray]:
         """The dot, g and q with the axes that a gradient sums, which lie together, as one: rows of blocks."""

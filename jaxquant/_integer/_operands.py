@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .._granularity import PerTensor
 from .._groups import apart, broadcast_groups
+from .._history import DelayedQParams, largest_bin
 from .._qarray import QArray, changed, sums_of
 from .._ranges._range import finite_or
 from .._spec import QuantSpec
@@ -102,15 +103,29 @@ def flagged(q: QArray, flags: Array | None) -> QArray:
     return dataclasses.replace(q, scale=with_flags(q.scale.astype(jnp.float32), flags))
 
 
-def rounded(g: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any) -> QArray:
-    """g on the grid of a spec, in whose products what is not finite is NaN."""
-    if spec.rounding == "stochastic" and key is None:
+class Rounding(NamedTuple):
+    """With what a gradient is rounded, beside its spec.
+
+    Attributes:
+      key: PRNG key of stochastic rounding, or None.
+      delayed: what its history gives; None if it has none.
+    """
+
+    key: Any = None
+    delayed: DelayedQParams | None = None
+
+
+def rounded(g: Array, spec: QuantSpec, contracted: tuple[int, ...], rounding: Rounding) -> tuple[QArray, Array | None]:
+    """g on the grid of a spec, in whose products what is not finite is NaN; and its largest bin, for a history."""
+    if spec.rounding == "stochastic" and rounding.key is None:
         raise ValueError(
             f"The gradient is rounded stochastically by {spec}, which needs a PRNG key. Pass key=jax.random.key(...) "
             "to the quantized function where it is differentiated."
         )
-    _, q, flags = quantize_straight_through(finite_or(g, jnp.nan), spec, contracted, key)
-    return flagged(q, flags)
+    delayed = rounding.delayed
+    qparams, largest = (None, None) if delayed is None else (delayed.qparams, largest_bin(g))
+    _, q, flags = quantize_straight_through(finite_or(g, jnp.nan), spec, contracted, rounding.key, qparams)
+    return flagged(q, flags), largest
 
 
 def plain(q: QArray, values: Array, scale: Array, zero_point: Array | None) -> QArray:

@@ -14,6 +14,7 @@ from .._qarray import QArray, moved
 from ._axes import Matrix, arranged, dot_axes, dot_numbers, int_pairs
 from ._contract import ContractionOp
 from ._dot import Dot
+from ._operands import Rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,9 @@ class Ragged(ContractionOp):
         y = jnp.take(y.reshape(-1, *y.shape[2:]), blocks.places, 0, mode="fill", fill_value=0)
         return y.reshape([*kept, *y.shape[1:]])
 
-    def operand_gradient(self, side: int, g: Array, q: QArray, shape: tuple[int, ...], key: Any, sizes: Array) -> Array:
+    def operand_gradient(
+        self, side: int, g: Array, q: QArray, shape: tuple[int, ...], rounding: Rounding, sizes: Array
+    ) -> tuple[Array, Array | None]:
         """The gradient of the dot of all rows with all matrices: where a row is in another group, its g is 0."""
         shapes = (shape, q.shape) if side == 0 else (q.shape, shape)
         a, b, output = dot_axes(self.contracted, self.batch, [len(of) for of in shapes])
@@ -128,7 +131,7 @@ class Ragged(ContractionOp):
         numbers = dot_numbers(*((own, other) if side == 0 else (other, own)), *shared)
         of_one_group = math.prod(length[n] for n in summed if n != group) if side == 0 else None
         dot = Dot(*numbers, of_one_group, execution=self.execution, gradient=self.gradient)
-        return dot.operand_gradient(side, g, q, shape, key)
+        return dot.operand_gradient(side, g, q, shape, rounding)
 
     def _free(self, side: int, ndim: int) -> list[int]:
         """The axes that are neither contracted nor of the batch, nor the groups."""

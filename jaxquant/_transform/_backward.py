@@ -16,9 +16,10 @@ from ._match import MatchedOp
 
 def precisions(
     op: MatchedOp, names: Sequence[str], rules: Sequence[Rule | None], specs: Sequence[QuantSpec | None]
-) -> tuple[Precision, Precision]:
-    """The precision of the products that give the gradients of the two operands."""
+) -> tuple[tuple[Precision, Precision], tuple[int, int]]:
+    """The precision of the products that give the gradients of the two operands, and how many steps each remembers."""
     found: list[Precision] = [None, None]
+    steps = [0, 0]
     for side in range(2):
         rule = rules[side if op.weight is None else op.weight]
         if rule is None or rule.gradients == (None, None):
@@ -35,9 +36,11 @@ def precisions(
                     '`gradient` is for the derivative of quantized ops, and custom="keep" keeps the derivative that '
                     'its author wrote. Drop one of them, or pass custom="inline".'
                 )
+            if isinstance(precision, QuantSpec):
+                steps[side] = rule.history
             if precision is not None:
                 _check_gradient(op, side, precision, [spec for spec in specs if spec is not None][1 - side])
-    return found[0], found[1]
+    return (found[0], found[1]), (steps[0], steps[1])
 
 
 def _check_gradient(op: MatchedOp, side: int, precision: QuantSpec | str, other: QuantSpec) -> None:

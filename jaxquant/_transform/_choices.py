@@ -59,11 +59,12 @@ class Choice(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What happens to one op: what its operands get, and the precision of its two backward products."""
+    """What happens to one op: what its operands get, the precision of its two backward products, and their history."""
 
     op: MatchedOp
     operands: tuple[Choice, ...]
     gradient: tuple[Precision, Precision] = (None, None)
+    steps: tuple[int, int] = (0, 0)
 
     @property
     def contraction(self) -> Contraction:
@@ -78,6 +79,11 @@ class Decision(NamedTuple):
     def scaled_by(self) -> str:
         """The path of that cache; empty if there is none."""
         return next((choice.cache or "" for choice in self.operands if choice.is_folded), "")
+
+    @property
+    def gradient_keys(self) -> tuple[str, ...]:
+        """The keys of the histories of the gradients with respect to the operands; empty where there is none."""
+        return tuple(f"{name}:gradient" if n else "" for name, n in zip(self.op.names, self.steps, strict=False))
 
     @property
     def input_keys(self) -> list[str]:
@@ -101,9 +107,9 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
     if None not in specs:
         for choice in choices:
             _check_scales(choice, op.contraction.as_op().takes_blocks)
-    gradient = precisions(op, op.names, [choice.rule for choice in choices], specs)
+    gradient, steps = precisions(op, op.names, [choice.rule for choice in choices], specs)
     choices = [_as_cache(choice, other, op, matcher) for choice, other in zip(choices, choices[::-1], strict=True)]
-    decision = Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient)
+    decision = Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient, steps)
     _check_rounded_once(decision)
     return decision
 

@@ -12,7 +12,7 @@ from .._jaxpr._walk import Contraction, Walk
 from . import _errors as errors
 from ._axes import contracted_axes
 from ._choices import Choice, Decision, choose
-from ._entries import Entries, Entry, entries_of, keyed, read_entry
+from ._entries import Entries, Entry, entries_of, gradient_entries, keyed, read_entry
 from ._match import MatchedOp, Matcher, gathered_by_data, is_wanted, names_of, numbered, ops_of, with_names
 from ._plan import Count, Plan, Site
 
@@ -66,7 +66,7 @@ def decide(
     keys = {location: [choice.keys for choice in decision.operands] for location, decision in quantized.items()}
     left = {site.name: site.why for site in sites if site.spec is None}
     plan = Plan(tuple(sites), _counts(matcher, paths))
-    return Decisions(plan, quantized, custom, Entries(entries, keys, left))
+    return Decisions(plan, quantized, custom, Entries(entries, keys, left, gradient_entries(quantized.values())))
 
 
 # Entries: what else reads a parameter

@@ -4,13 +4,14 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import _checks as checks
 from .._affine import qparams_of_shape
+from .._history import BINS, DelayedQParams, GradientHistory, empty_history
 from .._integer._operands import takes_sums
 from .._jaxpr._program import Location
 from .._jaxpr._walk import Contraction
@@ -81,6 +82,61 @@ class Entry(NamedTuple):
     def size(self) -> int:
         """How many values it has, in all turns of a scan."""
         return math.prod((*(n for _, n in self.stack), *self.shape))
+
+
+class GradientEntry(NamedTuple):
+    """A gradient whose range is of its history.
+
+    Attributes:
+      key: the name of the operand that it is with respect to, and ":gradient".
+      spec: QuantSpec of the gradient.
+      steps: how many steps the history has.
+      location: of the op.
+      stack: the scans over parameters around it, and their lengths: each turn has a history of its own.
+      rule: that says so.
+    """
+
+    key: str
+    spec: QuantSpec
+    steps: int
+    location: Location
+    stack: tuple[tuple[Location, int], ...]
+    rule: Rule | None
+
+    def empty(self) -> GradientHistory:
+        """The history before the first step."""
+        return empty_history(self.spec, tuple(n for _, n in self.stack), self.steps)
+
+    def checked(self, qparams: Any) -> DelayedQParams | None:
+        """What a caller has passed for it."""
+        if qparams is None:
+            return None
+        if isinstance(qparams, GradientHistory):
+            raise TypeError(
+                "a GradientHistory is state of the train step, and no qparams. Split them, trained, histories = "
+                "split_histories(qparams); and pass qparams={**trained, **delayed_qparams(histories)}, or without a "
+                "gradient qparams=trained."
+            )
+        expected = (*(n for _, n in self.stack), BINS)
+        if not isinstance(qparams, DelayedQParams) or qparams.seen.shape != expected or qparams.spec != self.spec:
+            of = f"seen of shape {qparams.seen.shape} and {qparams.spec}" if isinstance(qparams, DelayedQParams) else ""
+            raise TypeError(
+                f"the entry takes DelayedQParams with seen of shape {expected} and {self.spec}, got "
+                f"{of or checks.kind(qparams)}. Make it by delayed_qparams(histories), of q.init_qparams(params, ...)."
+            )
+        return qparams
+
+
+def gradient_entries(decisions: Iterable[Decision]) -> dict[str, GradientEntry]:
+    """The gradients that have a history, by their keys."""
+    found = {}
+    for decision in decisions:
+        each = zip(decision.gradient_keys, decision.gradient, decision.steps, decision.operands, strict=False)
+        for key, spec, steps, choice in each:
+            if key and isinstance(spec, QuantSpec):
+                c = decision.contraction
+                found[key] = GradientEntry(key, spec, steps, c.location, c.stack, choice.rule)
+    return found
 
 
 def keyed(decisions: Sequence[Decision]) -> list[Decision]:
@@ -214,11 +270,13 @@ class Entries:
       of: each by its key, in the order of the program.
       keys: of the operands of each op that is quantized, by where it is.
       left: why sites are left in float, by their names.
+      gradients: those that have a history, by their keys.
     """
 
     of: Mapping[str, Entry]
     keys: Mapping[Location, Sequence[tuple[str, ...]]]
     left: Mapping[str, str]
+    gradients: Mapping[str, GradientEntry]
 
     @functools.cached_property
     def _streams(self) -> dict[Any, int]:
@@ -235,18 +293,27 @@ class Entries:
         found = {key for own in self.keys.values() if path in sum(own, ()) for keys in own for key in keys}
         return {key for key in found if not self.of[key].is_weight}
 
-    def checked_qparams(self, qparams: Any, frozen: Mapping[str, QArray]) -> dict[str, QParams | None]:
-        """The qparams of each entry, in float32 and of full rank, as a caller has passed them; None is dynamic."""
+    def checked_qparams(
+        self, qparams: Any, frozen: Mapping[str, QArray]
+    ) -> tuple[dict[str, QParams | None], dict[str, DelayedQParams]]:
+        """The qparams of each entry, in float32 and of full rank, as a caller has passed them; None is dynamic.
+
+        And what he has passed of histories of gradients.
+        """
         if qparams is None or (isinstance(qparams, Mapping) and not qparams):
-            return dict.fromkeys(self.of)
-        self.same_keys("qparams", "q.init_qparams(params, ...)", qparams, frozen)
-        return {key: self.checked(key, qparams.get(key)) for key in self.of}
+            return dict.fromkeys(self.of), {}
+        self.same_keys("qparams", "q.init_qparams(params, ...)", qparams, {*frozen, *self.gradients})
+        delayed = {}
+        for key, gradient in self.gradients.items():
+            with named_in_errors(key, rule=gradient.rule):
+                delayed[key] = gradient.checked(qparams.get(key))
+        return {key: self.checked(key, qparams.get(key)) for key in self.of}, {k: v for k, v in delayed.items() if v}
 
     def are_of_qparams(self, argument: Any) -> bool:
         """Whether an argument is a dict of qparams that were made for this function."""
-        is_ours = lambda v: v is None or (isinstance(v, QParams) and v.spec is not None)
+        is_ours = lambda v: v is None or (isinstance(v, QParams | DelayedQParams) and v.spec is not None)
         return isinstance(argument, Mapping) and bool(argument) and all(
-            key in self.of and is_ours(v) for key, v in argument.items()
+            (key in self.of or key in self.gradients) and is_ours(v) for key, v in argument.items()
         )  # fmt: skip
 
     def same_keys(self, name: str, made_by: str, given: Any, optional: Collection[str]) -> None:

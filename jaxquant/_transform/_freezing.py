@@ -64,7 +64,7 @@ def _refuse_nan(leaf: Array) -> None:
 def refuse_lost_scales(qparams: Mapping[str, QParams | None]) -> None:
     """Raises for scales that an optimizer has moved to where no scale is."""
     for name, of in qparams.items():
-        if of is None or isinstance(of.scale, jax.core.Tracer):
+        if not isinstance(of, QParams) or isinstance(of.scale, jax.core.Tracer):
             continue
         scale = np.asarray(of.scale)
         lost = ~((scale >= TINY) & (scale < np.inf))

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from .. import _checks as checks
+from .._history import DelayedQParams
 from .._integer._dot import LOWERINGS
 from .._integer._lowering import checked_execution
 from .._jaxpr._evaluate import Scope
@@ -204,6 +205,8 @@ class QuantizedFunction:
         Returns:
           A dict from entry to QParams or None: a pytree to differentiate with respect to, update, checkpoint and
           `save`. The key of a parameter is its path; the key of an input is the name of the first site that uses it.
+          Where a rule says `history`, also from "name:gradient" to GradientHistory, empty, for the gradient with
+          respect to each operand; then `split_histories` comes first.
           The qparams know their spec, and raise under another one. None means dynamic: an input per token always is,
           and you may set others to None. A parameter that was frozen without qparams has None too.
 
@@ -230,7 +233,7 @@ class QuantizedFunction:
                     else _of_input(ranges.get(key), entry)
                 )  # fmt: skip
                 found[key] = made and made._replace(spec=entry.spec)
-        return found
+        return found | {key: gradient.empty() for key, gradient in entries.gradients.items()}
 
     def freeze(self, *args: Any, qparams: Any = None, **kwargs: Any) -> Any:
         """The parameters, with QArrays for those that the rules quantize: what is served.
@@ -393,7 +396,7 @@ class QuantizedFunction:
                     f"Argument {name!r} holds the qparams of this function. Pass them by name: q(params, ..., "
                     "qparams=qparams)."
                 )
-        of_entries = entries.checked_qparams(qparams, frozen)
+        of_entries, delayed = entries.checked_qparams(qparams, frozen)
         operands = {path for of in program.walk.found() for v in of.operands for path in v.origin.weights}
         entries.check_frozen(frozen, qparams, operands, program.walk.reads)
         if how.lsq_gradient:
@@ -402,14 +405,15 @@ class QuantizedFunction:
                     of_entries[name] = with_lsq_gradient(used, entry.size, entry.spec, None)
         caches = {cache.path: cache for cache in program.caches if cache}
         sites = SiteEvaluator(program.decisions, self._execution, key, how.observer, how.is_float, view, caches)
-        outs, observed = self._outs(program, sites, arrays, of_entries)
+        outs, observed = self._outs(program, sites, arrays, of_entries, delayed)
         results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]
         return leaves, Static.of(program.structure), Static.known_by_identity(program.decisions), observed
 
     def _outs(
-        self, program: Program, sites: SiteEvaluator, arrays: Sequence[Any], qparams: Mapping[str, QParams | None]
-    ) -> tuple[list[Any], dict[str, Any]]:
+        self, program: Program, sites: SiteEvaluator, arrays: Sequence[Any], qparams: Mapping[str, QParams | None],
+        delayed: Mapping[str, DelayedQParams],
+    ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
         """The arrays among the results, and what is observed."""
         entries = program.decisions.entries.of
         inputs = {key: v for key, v in qparams.items() if v is not None and not entries[key].is_weight}
@@ -419,7 +423,7 @@ class QuantizedFunction:
         # its values there. Only the evaluation can tell that this happens: what the walk follows no further may never
         # be read, and values that are carried for nothing would change the loops of other programs.
         while True:
-            scope = Scope(inputs, sites.key_of_inputs(), {}, {})
+            scope = Scope({**inputs, **delayed}, sites.key_of_inputs(), {}, {})
             args = [
                 v if path is None else sites.parameter(path, v, qparams.get(path), path in read)
                 for path, v in zip(program.paths, arrays, strict=True)

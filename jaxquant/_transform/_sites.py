@@ -18,6 +18,7 @@ from .._affine import fake_quant, real_values
 from .._granularity import granularity_of
 from .._groups import of_rank
 from .._hadamard import hadamard
+from .._history import DelayedQParams
 from .._integer._contract import Precision, contract
 from .._integer._dot import Dot, dot_general
 from .._integer._operands import QuantizedOperand
@@ -36,7 +37,7 @@ from .._jaxpr._quantized_param import (
 from .._paths import named_in_errors
 from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
-from .._sharding import replicated
+from .._sharding import replicated, vary_together
 from .._spec import QuantSpec, qparams_shape
 from .._straight_through import nan_flags, quantize_straight_through, with_gradient_of
 from ._caches import Cache
@@ -45,6 +46,8 @@ from ._decide import Decisions
 from ._entries import Entry
 from ._observers import RANGES, Observed, Observer, Use
 from ._plan import Op, Site
+
+Delayed = tuple[DelayedQParams | None, ...]  # what histories give for the gradients with respect to both operands
 
 
 def inputs_of(decisions: Decisions, observer: Observer | None) -> tuple[Inputs, Mapping[str, Use]]:
@@ -67,9 +70,10 @@ def inputs_of(decisions: Decisions, observer: Observer | None) -> tuple[Inputs, 
         turns = tuple(n for location, n in uses[key].stack if location in scans)
         return how.neutral(jax.tree.map(lambda v: jax.ShapeDtypeStruct((*turns, *v.shape), v.dtype), one))
 
-    stacks = {key: entry.stack for key, entry in entries.items()} | {key: use.stack for key, use in uses.items()}
+    stacks = {key: entry.stack for key, entry in (*entries.items(), *decisions.entries.gradients.items())}
+    stacks |= {key: use.stack for key, use in uses.items()}
     inputs = Inputs(
-        {at: set(of.input_keys) for at, of in decisions.of.items()},
+        {at: {*of.input_keys, *of.gradient_keys} for at, of in decisions.of.items()},
         {key: tuple(use.at) for key, use in uses.items()},
         {key: [location for location, _ in stack] for key, stack in stacks.items()},
         nothing,
@@ -285,7 +289,10 @@ class SiteEvaluator(NamedTuple):
                 operands[side] = self._quantized(decision, side, values[side], scope)
         spec = next(filter(is_stochastic, decision.gradient), None)
         key = self._key(spec, scope.key, (decision.contraction.location, "gradient"))
-        return from_integers(functools.partial(self._product, decision, eqn, key), operands, _of_weight)
+        delayed = tuple(scope.qparams.get(name) if name else None for name in decision.gradient_keys)
+        y = from_integers(functools.partial(self._product, decision, eqn, key, delayed), operands, _of_weight)
+        lacking = [name for name, v in zip(decision.gradient_keys, delayed, strict=True) if name and v is None]
+        return _not_differentiated(y, tuple(lacking)) if lacking else y
 
     def _quantized(self, decision: Decision, side: int, v: Any, scope: Scope) -> tuple[Array, QArray, Array | None]:
         """An input with the gradient of its quantizer, in integers, and its NaN flags."""
@@ -301,7 +308,7 @@ class SiteEvaluator(NamedTuple):
             scope.memo[known_by] = v, result  # the value too: no other then gets its id
             return result
 
-    def _product(self, decision: Decision, eqn: Any, key: Any, *values: Any) -> Array:
+    def _product(self, decision: Decision, eqn: Any, key: Any, delayed: Delayed, *values: Any) -> Array:
         operands, more = [QuantizedOperand(*v) for v in values[:2]], values[2:]
         axes = [choice.contracted for choice in decision.operands]
         if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
@@ -311,7 +318,12 @@ class SiteEvaluator(NamedTuple):
         with named_in_errors(*decision.op.names):
             op = decision.contraction.as_op(execution=self.execution, gradient=decision.gradient)
             turns = decision.operands[0].cache is not None  # a CPU has no kernel for it as the first operand
-            y = _turned(op, operands, key) if turns and isinstance(op, Dot) else _contracted(op, *operands, key, more)
+            if any(delayed):
+                _, delayed = vary_together(operands, delayed)
+            if turns and isinstance(op, Dot):
+                y = _turned(op, operands, key, delayed)
+            else:
+                y = _contracted(op, *operands, key, more, delayed)
         return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
 
     def _named(
@@ -451,9 +463,9 @@ def _rows_with(q: QArray, x: Array, side: int, numbers: Any, **kw: Any) -> Array
     return _turned_back(y, len(numbers[1][0]), x.ndim - len(numbers[0][0]))
 
 
-def _turned(dot: Dot, operands: Sequence[QuantizedOperand], key: Any) -> Array:
+def _turned(dot: Dot, operands: Sequence[QuantizedOperand], key: Any, delayed: Delayed) -> Array:
     """The product of two operands, computed as that of the second with the first."""
-    y = _contracted(dot.turned, *operands[::-1], key, ())
+    y = _contracted(dot.turned, *operands[::-1], key, (), delayed[::-1])
     return _turned_back(y, len(dot.batch[1]), operands[1].integers.ndim - len(dot.contracted[1]))
 
 
@@ -502,6 +514,23 @@ def _of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array
 
 
 _contracted = jax.jit(contract, static_argnums=0)  # traced, and differentiated, once for each shape
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _not_differentiated(y: Array, lacking: tuple[str, ...]) -> Array:
+    """A result whose gradient is rounded with the ranges of histories that the call does not have."""
+    return y
+
+
+def _refuse_gradient(lacking: tuple[str, ...], _: None, g: Array) -> Any:
+    raise ValueError(
+        f"At {lacking[0]!r}: the rule gives the gradient a history, and `qparams` of the call that is differentiated "
+        "has no entry for it. Pass qparams={**trained, **delayed_qparams(histories)}, with trained, histories = "
+        "split_histories(q.init_qparams(params, ...)); or drop `history` from the rule."
+    )
+
+
+_not_differentiated.defvjp(lambda y, lacking: (y, None), _refuse_gradient)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
