@@ -9,6 +9,7 @@ the largest magnitude of all.
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from jax import Array, lax
 from . import _checks as checks
 from ._qparams import QParams
 from ._ranges._range import LARGEST, Range, qparams_from_range
-from ._spec import QuantSpec
+from ._spec import QuantSpec, spec_from_json, spec_to_json
 
 _SHIFT = 20  # of the bits of a float32, so that 3 bits of its fraction are left: 8 bins for each power of two
 _INF = 0x7F800000
@@ -61,6 +62,16 @@ class DelayedQParams:
     qparams: QParams | None
     seen: Any
     spec: QuantSpec
+
+
+# So that an exported program can take and return them.
+for _kind in (GradientHistory, DelayedQParams):
+    jax.export.register_pytree_node_serialization(
+        _kind,
+        serialized_name=f"jaxquant.{_kind.__name__}",
+        serialize_auxdata=lambda of: json.dumps(spec_to_json(of[0])).encode(),
+        deserialize_auxdata=lambda data: (spec_from_json(json.loads(data)),),
+    )
 
 
 def empty_history(spec: QuantSpec, turns: tuple[int, ...], steps: int) -> GradientHistory:

@@ -13,6 +13,11 @@ import jaxquant
 from jaxquant import solve, tf
 
 PUBLIC = {
+    "DelayedQParams",
+    "GradientHistory",
+    "delayed_qparams",
+    "split_histories",
+    "update_histories",
     "Gram",
     "Histogram",
     "Log2QParams",
