@@ -29,17 +29,20 @@ _straight_through.defvjp(lambda *args: (_straight_through(*args), args), fake_qu
 
 @functools.partial(jax.jit, static_argnames=("spec", "contracted"))
 def quantize_straight_through(
-    x: Array, spec: QuantSpec, contracted: tuple[int, ...], key: Any, qparams: QParams | None = None
-) -> tuple[Any, QArray, Array]:
+    x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Any, qparams: QParams | None = None
+) -> tuple[Any, QArray, Array | None]:
     """`x` with the gradients of `fake_quant(x, spec, qparams)`, and `quantize(x, spec, qparams)`: of a contraction.
 
     And flags, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN, so
-    that the results which they enter are NaN; 0 elsewhere.
+    that the results which they enter are NaN; 0 elsewhere. `contracted=None` is for what is multiplied in floats that
+    have NaN: it has no flags.
     """
     frame, noise = frame_of(spec, is_fitted=qparams is None), noise_for(x, spec, key)
     values = lax.stop_gradient(x)
 
-    quantized = lambda grid, masks: (levels_of(values, grid, noise), nan_flags(values, contracted, masks and masks.nan))
+    def quantized(grid, masks):
+        flags = None if contracted is None else nan_flags(values, contracted, masks and masks.nan)
+        return levels_of(values, grid, noise), flags
 
     def of_range(x_min, x_max, masks):
         grid = grid_of_range(x_min, x_max, frame)

@@ -163,12 +163,26 @@ def test_what_is_trained_is_served(model):
     np.testing.assert_allclose(served, trained, rtol=0, atol=1e-6 * float(jnp.abs(trained).max()))
 
 
-def test_a_nan_is_in_what_it_enters():
-    f, params, x = MODELS["MLP"]
-    q = quantize_fn(f, [RULES["e4m3"]], execution="native")
-    y = q(params, x.at[2, 3].set(jnp.nan))
-    assert jnp.isnan(y[2]).all()
-    assert not jnp.isnan(y[jnp.arange(6) != 2]).any()
+@cases(("model", "at"), itertools.product(MODELS, "xag"), [("MLP", "x"), ("MLP", "a"), ("MLP", "g"), ("CNN", "g")])
+def test_a_nan_is_in_what_it_enters(model, at):
+    """In values and gradients as with exact products, whose integers have flags for it; here it is in the products.
+
+    A flag is for all that share a scale: in a convolution a NaN is in what it enters, as in float, and in no more.
+    """
+    f, params, x = MODELS[model]
+    lost = lambda v: v.at[(1,) * v.ndim].set(jnp.nan)
+    params, x = (params | {"a": lost(params["a"])} if at == "a" else params), (lost(x) if at == "x" else x)
+    found = []
+    for execution in ("native", "auto"):
+        q = quantize_fn(f, [RULES["e4m3, e5m2 backward"]], execution=execution)
+        y, pull = jax.vjp(jax.jit(q), params, x)
+        g = jnp.ones_like(y)
+        found.append(jax.tree.map(jnp.isnan, (y, pull(lost(g) if at == "g" else g))))
+    native, exact = map(jax.tree.leaves, found)
+    np.testing.assert_array_equal(native[0], jnp.isnan(f(params, x)))
+    for got, want in zip(native, exact, strict=True):
+        assert (got <= want).all() if model == "CNN" else (got == want).all()
+    assert 0 < sum(int(v.sum()) for v in native) < sum(v.size for v in native)
 
 
 # ---- Bad input.

@@ -30,7 +30,7 @@ from ._contract import (
 from ._conv_gradient import Transposed
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen
-from ._native import is_native
+from ._native import is_native, is_of_floats
 from ._operands import Rounding, centred, codes, largest_magnitude, plain, rounded, sums_along
 
 
@@ -147,7 +147,8 @@ class Conv(ContractionOp):
         kind = precision.granularity.of_op([i for i in range(g.ndim) if i != out[side]], g.shape)
         spec = dataclasses.replace(precision, granularity=kind)
         summed = tuple(i for i in range(g.ndim) if i not in kind.axes)
-        (a, largest), b = rounded(g, spec, summed, rounding), plain(q, q.values, step, q.zero_point)
+        a, largest = rounded(g, spec, None if is_of_floats(self.execution, spec) else summed, rounding)
+        b = plain(q, q.values, step, q.zero_point)
 
         def contracted(x: QArray, w: QArray) -> Array:
             wide = max(x.spec.bits, w.spec.bits) > 8

@@ -34,7 +34,7 @@ from ._contract import (
 )
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
-from ._native import is_native
+from ._native import is_native, is_of_floats
 from ._operands import QuantizedOperand, Rounding, centred, codes, largest_magnitude, plain, rounded, sums_along
 from ._weight_only import by_columns, part_of
 
@@ -158,7 +158,7 @@ class Dot(ContractionOp):
         if isinstance(precision, QuantSpec):
             at = tuple(map(of_g.index, summed))
             spec = dataclasses.replace(precision, granularity=precision.granularity.of_op(at, g.shape))
-            low, largest = rounded(g, spec, at, rounding)
+            low, largest = rounded(g, spec, None if is_of_floats(self.execution, spec) else at, rounding)
             y = dot.exact(*in_order(low, _factor(q, folded, in_blocks)))
         else:
             values, largest = lax.reshape(centred(q, jnp.float32).astype(jnp.bfloat16), in_blocks), None

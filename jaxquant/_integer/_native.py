@@ -4,8 +4,14 @@
 from collections.abc import Sequence
 
 from .._qarray import QArray, groups_of
+from .._spec import QuantSpec
 
 _DTYPES = "float8_e4m3fn", "float8_e5m2"  # those that devices multiply
+
+
+def is_of_floats(execution: str, spec: QuantSpec) -> bool:
+    """Whether what is rounded to `spec` is multiplied as floats, in which a NaN is a NaN, and needs no flag."""
+    return execution == "native" and spec.dtype in _DTYPES
 
 
 def is_native(execution: str, a: QArray, b: QArray, axes: tuple[Sequence[int], Sequence[int]]) -> bool:

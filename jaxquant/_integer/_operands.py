@@ -115,7 +115,9 @@ class Rounding(NamedTuple):
     delayed: DelayedQParams | None = None
 
 
-def rounded(g: Array, spec: QuantSpec, contracted: tuple[int, ...], rounding: Rounding) -> tuple[QArray, Array | None]:
+def rounded(
+    g: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, rounding: Rounding
+) -> tuple[QArray, Array | None]:
     """g on the grid of a spec, in whose products what is not finite is NaN; and its largest bin, for a history."""
     if spec.rounding == "stochastic" and rounding.key is None:
         raise ValueError(

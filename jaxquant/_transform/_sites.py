@@ -21,6 +21,7 @@ from .._hadamard import hadamard
 from .._history import DelayedQParams
 from .._integer._contract import Precision, contract
 from .._integer._dot import Dot, dot_general
+from .._integer._native import is_of_floats
 from .._integer._operands import QuantizedOperand
 from .._integer._ops import OPS
 from .._integer._weight_only import by_columns
@@ -136,9 +137,9 @@ class SiteEvaluator(NamedTuple):
         if self.view:
             return self._to_view(entry, value, real, qparams)
         with named_in_errors(path, rule=entry.rule):
-            real, q, flags = quantize_straight_through(
-                real, entry.spec, tuple(sorted(entry.contracted)), self._key(entry.spec, self.key, path), qparams
-            )
+            contracted = None if is_of_floats(self.execution, entry.spec) else tuple(sorted(entry.contracted))
+            key = self._key(entry.spec, self.key, path)
+            real, q, flags = quantize_straight_through(real, entry.spec, contracted, key, qparams)
         return _parameter(path, q, entry.spec, real, value if is_read else None, flags)
 
     def cache(self, cache: Cache, value: Any) -> Any:
@@ -304,7 +305,8 @@ class SiteEvaluator(NamedTuple):
             if key is None and known_by in scope.memo:
                 return scope.memo[known_by][1]
             qparams = scope.qparams.get(choice.keys[0])
-            result = quantize_straight_through(v, choice.spec, choice.contracted, key, qparams)
+            contracted = None if is_of_floats(self.execution, choice.spec) else choice.contracted
+            result = quantize_straight_through(v, choice.spec, contracted, key, qparams)
             scope.memo[known_by] = v, result  # the value too: no other then gets its id
             return result
 
