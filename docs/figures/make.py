@@ -27,6 +27,7 @@ from jaxquant import (
     Range,
     Rule,
     activation_spec,
+    delayed_qparams,
     ema_ranges,
     fake_quant,
     histogram,
@@ -36,6 +37,8 @@ from jaxquant import (
     quantize_fn,
     range_from_histogram,
     report,
+    split_histories,
+    update_histories,
     weight_spec,
 )
 
@@ -361,6 +364,36 @@ def ranges():
     return figure
 
 
+def delayed():
+    """The largest magnitude of a gradient over steps, and what its history lets through."""
+    q = quantize_fn(lambda w, x: x @ w, [Rule("", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=8)])
+    w, x = jnp.eye(16), jax.random.normal(jax.random.key(0), (32, 16))
+    trained, histories = split_histories(q.init_qparams(w, x))
+
+    @jax.jit
+    def step(histories, g):
+        given = delayed_qparams(histories)
+        seen = jax.vjp(lambda given: q(w, x, qparams={**trained, **given}), given)[1](g)[0]
+        return update_histories(histories, seen)
+
+    largest, limit = [], []
+    for i in range(60):
+        g = 2.0 ** (3 * np.sin(i / 9)) * jax.random.normal(jax.random.key(i), (32, 16)) * (4 if i == 20 else 1)
+        given = delayed_qparams(histories)[":gradient"].qparams
+        limit.append(np.nan if i == 0 else 127 * float(given.scale))
+        largest.append(float(jnp.abs(g).max()))
+        histories = step(histories, g)
+    largest, limit = np.array(largest), np.array(limit)
+    steps, clipped = np.arange(60), largest > limit
+    figure, axis = plt.subplots(figsize=(9, 3.2))
+    axis.step(steps, limit, where="mid", color=COLORS[0], label="end of the range, of the 8 steps before")
+    axis.plot(steps, largest, "o-", color=GRAY, markersize=3, linewidth=1, label="largest magnitude of g")
+    axis.plot(steps[clipped], largest[clipped], "o", color=COLORS[4], markersize=5, label="clipped")
+    axis.set(title="A history of 8 steps", xlabel="step", yscale="log")
+    axis.legend()
+    return figure
+
+
 @functools.cache
 def network():
     """A small network, trained on nothing: its report is about errors alone."""
@@ -492,6 +525,7 @@ FIGURES = (
     onto_the_grid,
     curves,
     ranges,
+    delayed,
     sqnr,
     costs,
 )
