@@ -27,6 +27,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "elementwise",
     "affine",
     "formats",
+    "float8",
     "learned_scales",
     "solvers",
     "memory",

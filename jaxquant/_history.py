@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from . import _checks as checks
 from ._qparams import QParams
-from ._ranges._range import LARGEST, Range, qparams_from_range
+from ._ranges._range import LARGEST, Range, finite_or, qparams_from_range
 from ._spec import QuantSpec, spec_from_json, spec_to_json
 
 _SHIFT = 20  # of the bits of a float32, so that 3 bits of its fraction are left: 8 bins for each power of two
@@ -81,8 +81,8 @@ def empty_history(spec: QuantSpec, turns: tuple[int, ...], steps: int) -> Gradie
 
 def largest_bin(g: Array) -> Array:
     """The bin of the largest finite magnitude of g, int32."""
-    bits = lax.bitcast_convert_type(g.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
-    return jnp.max(jnp.where(bits < _INF, bits, 0), initial=0) >> _SHIFT
+    magnitude = jnp.abs(finite_or(g.astype(jnp.float32), 0))
+    return lax.bitcast_convert_type(jnp.max(magnitude, initial=0), jnp.int32) >> _SHIFT
 
 
 def with_seen(delayed: DelayedQParams, largest: Array) -> DelayedQParams:
@@ -158,12 +158,21 @@ def delayed_qparams(histories: Any, *, just_in_time: bool = False) -> dict[str, 
     _checked("histories", histories, GradientHistory, "split_histories(qparams)")
     just_in_time = checks.static_bool("just_in_time", just_in_time)
 
-    def of(history: GradientHistory) -> DelayedQParams:
-        turns = history.bins.shape[:-1]
-        qparams = None if just_in_time else _qparams(jnp.max(history.bins, -1), history.spec)
-        return DelayedQParams(qparams, jnp.zeros((*turns, BINS), jnp.float32), history.spec)
+    found = {}
+    for (spec, (*turns, _)), keys in _alike(histories).items():
+        scale, zero_point = _qparams(jnp.max(jnp.stack([histories[key].bins for key in keys]), -1), spec)
+        for i, key in enumerate(keys):
+            qparams = None if just_in_time else QParams(scale[i], zero_point[i])
+            found[key] = DelayedQParams(qparams, jnp.zeros((*turns, BINS), jnp.float32), spec)
+    return {key: found[key] for key in histories}
 
-    return {key: of(history) for key, history in histories.items()}
+
+def _alike(histories: Mapping[str, GradientHistory]) -> dict[tuple[QuantSpec, tuple[int, ...]], list[str]]:
+    """The entries by their spec and shape: a device takes as long for one as for all of a kind."""
+    found: dict[Any, list[str]] = {}
+    for key, history in histories.items():
+        found.setdefault((history.spec, history.bins.shape), []).append(key)
+    return found
 
 
 def _qparams(largest: Array, spec: QuantSpec) -> QParams:
@@ -221,20 +230,28 @@ def update_histories(histories: Any, seen: Any) -> dict[str, GradientHistory]:
             "`seen` has seen no gradient, like what delayed_qparams(histories) gives. Pass the gradient with respect "
             "to it: gradients, seen = jax.grad(loss, argnums=(0, 1))(params, delayed)."
         )
-    return {key: _updated(key, history, seen[key]) for key, history in histories.items()}
+    for key, history in histories.items():
+        _check_alike(key, history, seen[key])
+    found = {}
+    for (spec, _), keys in _alike(histories).items():
+        new = _later(*(jnp.stack(of) for of in zip(*((histories[k].bins, seen[k].seen) for k in keys), strict=True)))
+        found |= {key: GradientHistory(new[i], spec) for i, key in enumerate(keys)}
+    return {key: found[key] for key in histories}
 
 
-def _updated(key: str, history: GradientHistory, seen: DelayedQParams) -> GradientHistory:
+def _later(bins: Array, seen: Array) -> Array:
+    """Histories with what was seen in front; as they were where nothing was."""
+    new = jnp.max(jnp.where(seen > 0, jnp.arange(BINS, dtype=jnp.int32), -1), -1, keepdims=True)
+    return jnp.where(new < 0, bins, jnp.concatenate([new, bins[..., :-1]], -1))
+
+
+def _check_alike(key: str, history: GradientHistory, seen: DelayedQParams) -> None:
     expected = (*history.bins.shape[:-1], BINS)
     if seen.seen.shape != expected or seen.spec != history.spec:
         raise ValueError(
             f"At {key!r}: `seen` must be of shape {expected} and for {history.spec}, got shape {seen.seen.shape} and "
             f"{seen.spec}. Take both from one function."
         )
-    counted = seen.seen > 0
-    new = jnp.max(jnp.where(counted, jnp.arange(BINS, dtype=jnp.int32), 0), -1, keepdims=True)
-    later = jnp.concatenate([new, history.bins[..., :-1]], -1)
-    return dataclasses.replace(history, bins=jnp.where(counted.any(-1, keepdims=True), later, history.bins))
 
 
 def _checked(name: str, given: Any, kind: type, made_by: str) -> None:
