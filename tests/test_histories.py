@@ -167,6 +167,30 @@ def test_just_in_time_is_what_a_rule_without_a_history_gives():
     assert_same_bits(scale, end_of_bin(np.abs(g).max()) / F(57344))
 
 
+@pytest.mark.bits
+def test_each_side_has_a_history_of_what_is_rounded_for_it():
+    """Towards the input the scales of the weight's channels are in g, and its grid is another."""
+    w, x, g = normal(WIDTH, WIDTH), normal(ROWS, WIDTH), normal(ROWS, WIDTH)
+    weight, gradient = QuantSpec(granularity=jq.PerChannel(1)), (E5M2, QuantSpec())
+    q = quantize_fn(lambda w, x: x @ w, [Rule("", weight, QuantSpec(), gradient=gradient, history=STEPS)])
+    trained, histories = jq.split_histories(q.init_qparams(w, x))
+    trained = {"": None, ":input": INPUT}
+    pull = jax.jit(lambda d: jax.vjp(lambda w, x, d: q(w, x, qparams={**trained, **d}), w, x, d)[1](g))
+    *_, seen = pull(delayed_qparams(histories))
+    delayed = delayed_qparams(update_histories(histories, seen))
+    of_w, of_x, _ = pull(delayed)
+    channels = np.abs(w).max(0) / F(127)
+    by_hand = {":input:gradient": History(E5M2), ":gradient": History(QuantSpec())}
+    for _ in range(2):
+        (to_input, input_scale) = by_hand[":input:gradient"].rounded(g * channels)
+        (to_weight, weight_scale) = by_hand[":gradient"].rounded(g)
+    assert_same_bits(delayed[":input:gradient"].qparams.scale, input_scale)
+    assert_same_bits(delayed[":gradient"].qparams.scale, weight_scale)
+    (qx, inside), (qw, _) = levels(x, INPUT.scale), levels(w, channels)
+    assert_same_bits(of_w, product(qx.T, to_weight, INPUT.scale * weight_scale))
+    assert_same_bits(of_x, np.where(inside, product(to_input, qw.T, input_scale), F(0)))
+
+
 # What adds cotangents: one history has the largest of all
 
 
