@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from exact import differing
 
-from benchmarks import aot, by_hand, devices, exactness
+from benchmarks import aot, by_hand, devices, exactness, float8
 from jaxquant import PerChannel, Rule, float8_spec, quantize_fn, weight_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
@@ -155,6 +155,21 @@ def test_native_products_are_of_the_narrow_values_themselves(target):
     assert trained.products.count(FORWARD) == 2
     assert len(trained.products) == 5
     assert set(trained.products) <= {FORWARD, *BACKWARD}
+
+
+@compiles
+def test_a_step_with_delayed_scales_rounds_gradients_as_it_makes_them():
+    """In the kernel of what is made of a product: none reads g again. Just in time, a kernel finds its range before."""
+    cases = float8.cases(2, 1024, 256, ("native",))
+    delayed, by_hand, just_in_time = (
+        aot.compiled(*cases[name], "h100")
+        for name in ("jaxquant, delayed, native", "by hand, all delayed", "jaxquant, just in time, native")
+    )
+    assert sorted(delayed.products) == sorted(by_hand.products)
+    rounded = lambda program: re.findall(r"= \((.*?)\) fusion\(", program.optimized)
+    with_maximum = lambda program: [v for v in rounded(program) if "f8e5m2[256,1024]" in v and "f32[512]" in v]
+    assert len(with_maximum(delayed)) == len(with_maximum(by_hand)) == 2
+    assert not with_maximum(just_in_time)
 
 
 @compiles

@@ -24,6 +24,7 @@ from jaxquant import (
     PerBlock,
     PerChannel,
     PerTensor,
+    PerToken,
     QArray,
     QParams,
     QuantSpec,
@@ -34,6 +35,7 @@ from jaxquant import (
     fake_quant,
     fake_quant_params,
     fit_qparams,
+    float8_spec,
     init_qparams,
     observe,
     qparams_from_range,
@@ -368,3 +370,43 @@ def test_tiles_inside_the_shards_of_an_explicit_mesh(split):
     want = of_tiles(x)
     with jax.set_mesh(of := mesh("Explicit", *GRID)):
         same(of_tiles(jax.device_put(x, NamedSharding(of, split))), want)
+
+
+def conv(w, x):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+OPS = {  # the shapes of w and x, and how these are split
+    "rows": (lambda w, x: x @ w, (16, 8), (8, 16), P(), P("data")),
+    "rows of a batch": (lambda w, x: x @ w, (16, 8), (8, 4, 16), P(), P("data")),
+    "columns": (lambda w, x: x @ w, (16, 8), (8, 16), P(None, "model"), P("data")),
+    "conv": (conv, (3, 3, 4, 8), (4, 6, 6, 4), P(), P("data")),
+}
+GRADIENTS = {
+    "bfloat16": "bfloat16",
+    "int8": QuantSpec(),
+    "rows and channels": (QuantSpec(granularity=PerToken()), QuantSpec(granularity=PerChannel(None))),
+    "blocks": QuantSpec(granularity=PerBlock(None, 4)),
+    "float8, native": float8_spec("float8_e5m2"),
+}
+
+
+@cases(
+    ("op", "gradient"),
+    [(op, g) for op in OPS for g in GRADIENTS if (op, g) != ("conv", "blocks")],
+    [("columns", "int8"), ("rows", "bfloat16"), ("conv", "int8")],
+)
+def test_low_precision_gradients_on_an_explicit_mesh(op, gradient):
+    """JAX refuses to sum over axes that are split, as the rows are in the product towards the weight."""
+    f, *shapes, of_w, of_x = OPS[op]
+    w, x = (np.random.default_rng(15).normal(size=shape).astype(F) for shape in shapes)
+    execution = "native" if gradient == "float8, native" else "auto"
+    spec = float8_spec() if execution == "native" else QuantSpec()
+    q = quantize_fn(f, [Rule("**", spec, spec, gradient=GRADIENTS[gradient])], execution=execution)
+    slopes = jax.jit(jax.grad(lambda w, x: (q(w, x) ** 2).sum(), (0, 1)))
+    want = slopes(w, x)
+    with jax.set_mesh(of := mesh("Explicit", *GRID)):
+        got = slopes(*(jax.device_put(v, NamedSharding(of, split)) for v, split in ((w, of_w), (x, of_x))))
+    for one, split in zip(got, (of_w, of_x), strict=True):
+        assert [axis for axis in one.sharding.spec if axis] == [axis for axis in split if axis]
+    same(got, want)

@@ -22,6 +22,7 @@ from .._affine import real_values
 from .._custom_vjp import custom_vjp
 from .._history import DelayedQParams, with_seen
 from .._qarray import QArray, changed, checked_operand
+from .._sharding import shard_like
 from .._spec import QuantSpec
 from .._straight_through import with_gradient_of
 from ._axes import Matrix
@@ -159,7 +160,7 @@ def _contract_bwd(op, residuals, g):
             own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]
             rounding, g_values = Rounding(own, delayed[side]), lax.stop_gradient(g)
             low, largest = op.operand_gradient(side, g_values, other.integers, exact.shape, rounding, *more)
-            gradients[side] = with_gradient_of(exact, low.astype(exact.dtype))
+            gradients[side] = with_gradient_of(exact, shard_like(low.astype(exact.dtype), exact))
             seen[side] = with_seen(delayed[side], largest) if delayed[side] else None
     return *(QuantizedOperand(gradient, None, None) for gradient in gradients), None, of_more, tuple(seen)
 

@@ -17,6 +17,7 @@ from .._groups import broadcast_groups
 from .._platform._dots import integer_sums
 from .._platform._gpu import convolution
 from .._qarray import QArray, checked_operand
+from .._sharding import replicated
 from .._spec import QuantSpec
 from ._axes import Matrix, in_output
 from ._contract import (
@@ -136,6 +137,7 @@ class Conv(ContractionOp):
 
         A scale for each example, or output feature, is multiplied into g: the gradient sums over them.
         """
+        g, q = jax.tree.map(replicated, (g, q))  # which a convolution sums over, or shares, in every axis
         precision, step = self.gradient[side], q.step
         if any(n != 1 for n in step.shape):
             g, step = g * self._in_output(1 - side, step, q), jnp.float32(1)

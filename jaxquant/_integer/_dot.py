@@ -19,7 +19,7 @@ from .._groups import broadcast_groups
 from .._platform._cpu import computed_once
 from .._platform._dots import bfloat16_dot, float_dot, integer_dot
 from .._qarray import QArray, changed, checked_operand, groups_of, moved, permutation, scales_of
-from .._sharding import is_explicit, shard_like, vary_together
+from .._sharding import is_explicit, replicated, shard_like, vary_together
 from .._spec import QuantSpec, checked_spec
 from .._straight_through import quantize_straight_through
 from ._axes import Matrix, arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
@@ -159,10 +159,13 @@ class Dot(ContractionOp):
             at = tuple(map(of_g.index, summed))
             spec = dataclasses.replace(precision, granularity=precision.granularity.of_op(at, g.shape))
             low, largest = rounded(g, spec, None if is_of_floats(self.execution, spec) else at, rounding)
-            y = dot.exact(*in_order(low, _factor(q, folded, in_blocks)))
+            pair = in_order(low, _factor(q, folded, in_blocks))
+            y = dot.exact(*(_whole_along(v, axes) for v, axes in zip(pair, dot.contracted, strict=True)))
         else:
             values, largest = lax.reshape(centred(q, jnp.float32).astype(jnp.bfloat16), in_blocks), None
-            y = bfloat16_dot(*in_order(g.astype(jnp.bfloat16), values), (dot.contracted, dot.batch))
+            pair = in_order(g.astype(jnp.bfloat16), values)
+            pair = (replicated(v, axes) for v, axes in zip(pair, dot.contracted, strict=True))
+            y = bfloat16_dot(*pair, (dot.contracted, dot.batch))
             if not folded:
                 step = lax.reshape(q.step, groups_of(q))
                 y = num.guard(y * in_output("q", step, q.shape, other, of_y))
@@ -280,6 +283,11 @@ LOWERINGS = {
     "float32": Lowering(Dot._in_float32, check_float32),
     "native": Lowering(Dot._in_integers, check_int32),  # of integers; floats have no need of one
 }
+
+
+def _whole_along(q: QArray, axes: Sequence[int]) -> QArray:
+    """`q` with these axes on every device of a mesh with explicit axes, gathered as integers."""
+    return jax.tree.map(lambda v: replicated(v, axes) if v.ndim == q.ndim else v, q) if is_explicit(q.values) else q
 
 
 class _Factors(NamedTuple):
