@@ -134,6 +134,16 @@ def test_parameters_frozen_with_ranges_of_inputs_want_them():
     assert Q.plan(frozen(), X)["w1"].state == "frozen"
 
 
+def test_a_range_of_what_takes_none():
+    """It was taken, and had no effect."""
+    for w in ("w1", "w2"):
+        refused([f"At '{w}'", "are of inputs"], Q.init_qparams, PARAMS, X, ranges={**RANGES, w: Range(-1.0, 1.0)})
+    per_token = quantize_fn(model, [Rule("*", weight_spec(8), QuantSpec(granularity=PerToken()))])
+    refused(["At 'w2:input'.*always dynamic"], per_token.init_qparams, PARAMS, X, ranges={"w2:input": Range(-1.0, 1.0)})
+    with_none = Q.init_qparams(PARAMS, X, ranges={**RANGES, "w1": None})
+    jax.tree.map(assert_same_bits, with_none, Q.init_qparams(PARAMS, X, ranges=RANGES))
+
+
 def test_qparams_of_another_spec():
     q4 = quantize_fn(model, NARROW)
     for params in (PARAMS, frozen()):

@@ -213,8 +213,8 @@ class QuantizedFunction:
         Gradient: none, as `fit_qparams`.
 
         Raises:
-          TypeError, ValueError: as a call and as `fit_qparams`; for ranges that lack an entry or have an unknown one;
-            and for an input that no batch has reached.
+          TypeError, ValueError: as a call and as `fit_qparams`; for ranges that lack an entry, have an unknown one, or
+            one of a parameter or of an input that is always dynamic; and for an input that no batch has reached.
 
         Source: as `fit_qparams` and `qparams_from_range`.
         """
@@ -228,6 +228,11 @@ class QuantizedFunction:
         found = {}
         for key, entry in entries.of.items():
             with named_in_errors(key, rule=entry.rule):
+                if entry.is_weight and ranges.get(key) is not None:
+                    raise ValueError(
+                        "`ranges` are of inputs, got one of the parameter, which is fitted to its values by `method`. "
+                        f"Drop it; or set the qparams that this gives, qparams[{key!r}] = qparams_from_range(...)."
+                    )
                 made = (
                     _of_parameter(params[key], entry, method) if entry.is_weight
                     else _of_input(ranges.get(key), entry)
@@ -447,8 +452,10 @@ def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:
 
 
 def _of_input(r: Any, entry: Entry) -> QParams | None:
-    if r is None or not has_range(entry):
+    if r is None:
         return None
+    if not has_range(entry):
+        raise ValueError("the input is always dynamic, got a range for it. Drop it, or pass None.")
     if not isinstance(r, Range):
         raise TypeError(
             f"a range of `ranges` must be a Range or None, got {checks.kind(r)}. Of a histogram: range_from_histogram."
