@@ -34,7 +34,7 @@ from ._contract import (
 )
 from ._digits import in_digits, sum_of_digits
 from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
-from ._native import is_native, is_of_floats
+from ._native import asks_native, is_of_floats, native_dot
 from ._operands import QuantizedOperand, Rounding, centred, codes, largest_magnitude, plain, rounded, sums_along
 from ._weight_only import by_columns, part_of
 
@@ -100,7 +100,7 @@ class Dot(ContractionOp):
 
     def exact(self, a: QArray, b: QArray) -> Array:
         """The scaled integer contraction, block by block where a scale changes along it; or of floats as they are."""
-        if is_native(self.execution, a, b, self.contracted):
+        if asks_native(self.execution, a, b):
             return self._native(a, b)
         specs, lowering = (a.spec, b.spec), chosen(LOWERINGS, self.execution)
         (stored_a, *of_a), (stored_b, *of_b) = (
@@ -128,8 +128,8 @@ class Dot(ContractionOp):
             _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
         )
         dot = dataclasses.replace(self, contracted=(ca, cb), batch=(ba, bb))
-        acc = lax.dot_general(a.values, b.values, ((ca, cb), (ba, bb)), preferred_element_type=jnp.float32)
-        return scaled(acc, *(dot._in_output(side, q.step, (a, b)) for side, q in enumerate((a, b))))
+        acc, scales = native_dot(a, b, (dot.contracted, dot.batch))
+        return scaled(acc, *(dot._in_output(side, v, (a, b)) for side, v in enumerate(scales)))
 
     def operand_gradient(
         self, side: int, g: Array, q: QArray, shape: tuple[int, ...], rounding: Rounding
