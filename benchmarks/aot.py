@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
-TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 GPUS = {"h100": "NVIDIA H100 80GB HBM3", "a100": "NVIDIA A100-SXM4-80GB", "b200": "NVIDIA B200"}
 # They are read once, when JAX looks for its platforms.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks no cloud which TPU this machine has
@@ -42,7 +42,7 @@ def missing(target: str) -> str:
 
 @functools.cache
 def devices(target: str) -> list[Any]:
-    """Devices that are not there: four of TPUS, or one of GPUS."""
+    """Devices that are not there: four of TPUS, eight of 7x, or one of GPUS."""
     if why := missing(target):
         raise ModuleNotFoundError(f"{target} {why}")
     if target in TPUS:

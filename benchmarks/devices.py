@@ -252,6 +252,7 @@ TRAINERS = {
     "AQT": (trained_by_aqt, ("int8", "int8, gradient int8")),
 }
 ROWS = 8, 128, 1024
+TPUS = "v5e", "v6e"  # which have columns
 GOALS = {
     "static": (0.70, 0.95, 0.70), "dynamic": (0.80, 1.3, 1.0), "per token": (0.60, 1.1, 1.0),
     "static affine": (1.0, 1.2, 0.78), "dynamic affine": (1.1, 1.5, 1.2), "weight-only": (1.5, 1.4, 1.0),
@@ -296,12 +297,12 @@ def _ratio(got: Any, base: Any, field: str) -> float | None:
 def estimates(got: Programs, base: Programs, goals: Sequence[float] | None) -> tuple:
     """The cells of a function: cycles and bytes to those of the base, the goals for v5e, kernels and conditionals."""
     results, bases = (
-        {target: [future.result() for future in each.get(target, ())] for target in (*aot.TPUS, "h100")}
+        {target: [future.result() for future in each.get(target, ())] for target in (*TPUS, "h100")}
         for each in (got, base)
     )
     of = lambda target, field: [_ratio(*pair, field) for pair in zip(results[target], bases[target], strict=True)]
     told = lambda ratios: " / ".join("fails" if r is None else f"{r:.2f}" for r in ratios)
-    cells = [told(of(target, field)) for field in ("first", "second") for target in aot.TPUS]
+    cells = [told(of(target, field)) for field in ("first", "second") for target in TPUS]
     verdict = ""
     if goals:
         met = [r is not None and round(r, 2) <= goal for r, goal in zip(of("v5e", "first"), goals, strict=True)]
@@ -328,7 +329,7 @@ def case_of(make: Callable, kind: str, model: Model, dtype: str, rows: int) -> C
 
 
 def serving_rows(rounds: int, *cases: tuple[str, str, tuple[str, ...]]) -> Iterator[tuple]:
-    rows = dict.fromkeys(aot.TPUS, ROWS) | {"h100": ROWS[1:2]}
+    rows = dict.fromkeys(TPUS, ROWS) | {"h100": ROWS[1:2]}
     for name, dtype, few in cases:
         model = MODELS[name]
         base = programs(lambda n, m=model: (m.apply, m.inputs(n, "bfloat16")), rows)
@@ -341,7 +342,7 @@ def serving_rows(rounds: int, *cases: tuple[str, str, tuple[str, ...]]) -> Itera
 
 def step_rows(rounds: int, *cases: tuple[str, str, tuple[str, ...]]) -> Iterator[tuple]:
     for name, dtype, few in cases:
-        yield from steps(f"{name}, {dtype}", MODELS[name], dtype, few, (*aot.TPUS, "h100"))
+        yield from steps(f"{name}, {dtype}", MODELS[name], dtype, few, (*TPUS, "h100"))
 
 
 def steps(name: str, model: Model, dtype: str, few: tuple[str, ...], targets: Sequence[str]) -> Iterator[tuple]:

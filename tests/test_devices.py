@@ -20,7 +20,7 @@ import pytest
 from exact import differing
 
 from benchmarks import aot, by_hand, devices, exactness, float8
-from jaxquant import PerChannel, Rule, float8_spec, quantize_fn, weight_spec
+from jaxquant import PerChannel, Rule, float8_spec, mxfp4_spec, mxfp8_spec, nvfp4_spec, quantize_fn, weight_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
 TARGETS = "v5e", "h100"
@@ -142,7 +142,7 @@ FORWARD, BACKWARD = ("f8e4m3fn", "f8e4m3fn", "f32"), [("f8e4m3fn", "f8e5m2", "f3
 
 
 @compiles
-@pytest.mark.parametrize("target", [*TARGETS, "v6e", "b200"])
+@pytest.mark.parametrize("target", [*TARGETS, "v6e", "7x", "b200"])
 def test_native_products_are_of_the_narrow_values_themselves(target):
     params, x = [jnp.zeros((512, 512))] * 2, jnp.zeros((128, 512))
     q = quantize_fn(devices.mlp, [NARROW], execution="native")
@@ -182,6 +182,66 @@ def test_a_native_convolution_is_of_the_narrow_values_themselves(target):
     assert aot.compiled(q, (q.freeze(w, x), x), target).products == [FORWARD]
 
 
+# ---- In blocks: what a format holds, and what the unit of a B200 calls it.
+
+BLOCKS = {
+    "mxfp8": (mxfp8_spec, "f8e4m3fn", "kind::mxf8f6f4"),
+    "mxfp4": (mxfp4_spec, "f4e2m1fn", "kind::mxf4"),
+    "nvfp4": (nvfp4_spec, "f4e2m1fn", "kind::mxf4nvf4"),
+}
+in_blocks = pytest.mark.parametrize("name", BLOCKS)
+
+
+def served_in_blocks(name, rows, width, target="b200"):
+    """An odd number of columns is one that cannot be packed by twos."""
+    spec, *_ = BLOCKS[name]
+    q = quantize_fn(devices.mlp, [Rule("*", spec(), spec())], execution="native")
+    params, x = [jax.ShapeDtypeStruct((512, width), "float32")], jax.ShapeDtypeStruct((rows, 512), "float32")
+    return aot.compiled(q, (jax.eval_shape(q.freeze, params, x), x), target)
+
+
+@compiles
+@in_blocks
+@pytest.mark.parametrize("target", ["h100", "b200"])
+@pytest.mark.parametrize("shape", [(128, 512), (1, 75)])
+def test_a_gpu_is_given_blocks_as_they_are(name, target, shape):
+    _, dtype, _ = BLOCKS[name]
+    assert served_in_blocks(name, *shape, target).products == [(dtype, dtype, "f32")]
+
+
+@compiles
+@in_blocks
+@pytest.mark.parametrize("target", ["h100", "b200"])
+def test_a_gpu_trains_on_blocks_as_they_are(name, target):
+    spec, dtype, _ = BLOCKS[name]
+    q = quantize_fn(devices.mlp, [Rule("*", spec(), spec(), gradient=spec())], execution="native")
+    gradient = jax.grad(lambda params, x: jnp.sum(q(params, x) ** 2), (0, 1))
+    params, x = [jax.ShapeDtypeStruct((512, 512), "float32")], jax.ShapeDtypeStruct((128, 512), "float32")
+    assert aot.compiled(gradient, (params, x), target).products == [(dtype, dtype, "f32")] * 3
+
+
+@compiles
+@in_blocks
+@pytest.mark.parametrize("target", ["v5e", "7x"])
+def test_a_tpu_multiplies_blocks_in_bfloat16(name, target):
+    assert served_in_blocks(name, 128, 512, target).products == [("bf16", "bf16", "f32")]
+
+
+@compiles
+@in_blocks
+def test_the_unit_of_a_b200_applies_the_scales(name, tmp_path):
+    """Of an H100, which has no such unit, the same kernel multiplies bfloat16."""
+    found = {
+        target: set(re.findall(r"(?:tcgen05|wgmma|mma)\.\w*mma\w*\S*|mma\.sync\S*", "".join(texts)))
+        for target in ("b200", "h100")
+        if (texts := ptx(f"t.served_in_blocks({name!r}, 128, 512, {target!r})", tmp_path / target))
+    }
+    *_, kind = BLOCKS[name]
+    assert any(f".{kind}.block_scale" in op for op in found["b200"])
+    assert found["h100"]
+    assert all(".bf16.bf16" in op for op in found["h100"])
+
+
 def weights_in_float(spec, rows, target):
     """What a program that serves such a weight writes of it in float, but for what stays on a TPU's chip: S(1)."""
     q, w, x = quantize_fn(lambda w, x: x @ w, [("", spec)]), jnp.zeros((2048, 2048)), jnp.zeros((rows, 2048))
@@ -210,17 +270,22 @@ def test_nothing_that_the_cpu_wants_is_in_a_step(kind, target):
     assert compiled.products.count(S8) >= (5 if kind == "int8, gradient int8" else 2)
 
 
-def float_instructions(name, folder):
-    """The instructions on float32 that an H100 is given for the functions of FUSED; XLA's flags need a new process."""
+def ptx(code, folder):
+    """The texts of what a GPU is given for what `code` compiles, `t` being this file; XLA's flags need a process."""
     paths = os.pathsep.join([str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])])
     flags = {
         "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": paths,
     }
-    code = f"import test_devices as t; [t.aot.compiled(*make(), 'h100') for make in t.FUSED[{name!r}]]"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | flags, check=True, capture_output=True, timeout=240)
-    texts = [path.read_text() for path in folder.glob("*.ptx")]
+    command = [sys.executable, "-c", f"import test_devices as t; {code}"]
+    subprocess.run(command, env=os.environ | flags, check=True, capture_output=True, timeout=240)
+    return [path.read_text() for path in folder.glob("*.ptx")]
+
+
+def float_instructions(name, folder):
+    """The instructions on float32 that an H100 is given for the functions of FUSED."""
+    texts = ptx(f"[t.aot.compiled(*make(), 'h100') for make in t.FUSED[{name!r}]]", folder)
     return {op for text in texts for op in re.findall(r"^\s+((?:fma|mul|add|sub)\.\S*f32)", text, re.MULTILINE)}
 
 

@@ -164,8 +164,8 @@ class Dot(ContractionOp):
         else:
             values, largest = lax.reshape(centred(q, jnp.float32).astype(jnp.bfloat16), in_blocks), None
             pair = in_order(g.astype(jnp.bfloat16), values)
-            pair = (replicated(v, axes) for v, axes in zip(pair, dot.contracted, strict=True))
-            y = bfloat16_dot(*pair, (dot.contracted, dot.batch))
+            x, w = (replicated(v, axes) for v, axes in zip(pair, dot.contracted, strict=True))
+            y = bfloat16_dot(x, w, (dot.contracted, dot.batch))
             if not folded:
                 step = lax.reshape(q.step, groups_of(q))
                 y = num.guard(y * in_output("q", step, q.shape, other, of_y))

@@ -47,7 +47,7 @@ def _refusal(a: QArray, b: QArray) -> ValueError:
     return ValueError(
         f'`execution="native"` multiplies {" and ".join(_DTYPES)}, which devices do, with one scale along what is '
         "contracted; and in a dot product, blocks along one axis of it, both as in mxfp8_spec() and mxfp4_spec() or "
-        f'both as in nvfp4_spec(). Got {a.spec} and {b.spec}. Quantize both operands so, or pass execution="auto", '
+        f'both as in nvfp4_spec(); got {a.spec} and {b.spec}. Quantize both operands so, or pass execution="auto", '
         "which is exact for every format."
     )
 
@@ -87,17 +87,16 @@ def _scale_dtype_of_blocks(a: QArray, b: QArray, axes: tuple[Sequence[int], Sequ
 
 
 def _axis_in_blocks(a: QArray, b: QArray, axes: tuple[Sequence[int], Sequence[int]], size: int) -> int:
-    """Which of the contracted axes is in blocks of this size."""
-    found = set()
-    for q, contracted in zip((a, b), axes, strict=True):
-        runs = {k: q.shape[i] // groups_of(q)[i] for k, i in enumerate(contracted) if groups_of(q)[i] > 1}
-        if any(run != size for run in runs.values()):
-            raise _refusal(a, b)
-        found |= {*runs}
-    can_be = found or {k for k, i in enumerate(axes[0]) if a.shape[i] % size == 0}
-    if len(found) > 1 or not can_be:
+    """Which of the contracted axes is in blocks of this size. Along others each element may have a scale."""
+    lengths = [a.shape[i] for i in axes[0]]
+    groups = [{groups_of(a)[i], groups_of(b)[j]} for i, j in zip(*axes, strict=True)]
+    in_blocks = [k for k, n in enumerate(lengths) if n // size in groups[k] - {1}]
+    whole = [k for k, n in enumerate(lengths) if n % size == 0 and groups[k] == {1}]
+    found = in_blocks or whole[-1:]
+    fits = (groups[k] <= {1, n // size if k in found else n} for k, n in enumerate(lengths))
+    if len(found) != 1 or not all(fits):
         raise _refusal(a, b)
-    return max(can_be)
+    return found[0]
 
 
 class _Blocks(NamedTuple):
