@@ -134,7 +134,11 @@ CASES = [
     for dot, blocks in itertools.product(DOTS, BLOCKS)
     if blocks in ALONE.get(dot, BLOCKS) and (dot, blocks) != ("vectors", "nvfp4 and tiles")
 ]
-FEW = [*in_turn([("a matmul",)], BLOCKS), *((dot, "nvfp4") for dot in DOTS if dot != "a matmul"), ("a matmul", "mxfp4")]
+FEW = [
+    *in_turn([("a matmul",)], BLOCKS),
+    *((dot, "nvfp4") for dot in DOTS if dot != "a matmul"),
+    *(("a matmul", blocks) for blocks in ("mxfp4", "mxfp8 and one scale", "nvfp4 and tiles")),
+]
 
 
 def in_blocks(dot, blocks, make):
@@ -330,6 +334,7 @@ BAD = {
     "short blocks of MX": (_of(jq.mxfp8_spec(1), 16), jq.mxfp8_spec(0), "as in mxfp8_spec.*got .*size=16"),
     "long blocks of NVFP4": (_of(jq.nvfp4_spec(1), 32), jq.nvfp4_spec(0), "as in nvfp4_spec.*got .*size=32"),
     "MX beside NVFP4": (jq.mxfp4_spec(1), jq.nvfp4_spec(0), "both as in nvfp4_spec"),
+    "scales of two kinds": (_of(jq.mxfp4_spec(1), 16), jq.nvfp4_spec(0), "both as in nvfp4_spec"),
     "float8 beside NVFP4": (float8_spec(), jq.nvfp4_spec(0), "both as in nvfp4_spec"),
     "integers in blocks": (jq.mxint8_spec(1), jq.mxfp8_spec(0), "exact for every format"),
 }

@@ -486,8 +486,9 @@ def dot_general(
         wider than 8 bits. "float32": integers in float32, in chunks that are exact. "auto" is "int8". "native": float8
         values themselves are multiplied, by the float8 unit of a device that has one, and added up in float32 in the
         order of the device: within `(n + 3) 2 ** -24 sum |a b|` of the exact result, for n products. Both operands are
-        in the dtype float8_e4m3fn or float8_e5m2, with one scale along the contracted axes; two of integers are as in
-        "int8".
+        in the dtype float8_e4m3fn or float8_e5m2, with one scale along the contracted axes; or in blocks along one of
+        these, both of MX or both of NVFP4, which are bfloat16 products where no unit takes blocks. XLA cannot compile
+        blocks for GPUs older than compute capability 8.9. Two of integers are as in "int8".
 
     Returns:
       float32, or the dtype of the operand in float; its axes are batch, free of a, free of b.

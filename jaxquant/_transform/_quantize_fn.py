@@ -489,7 +489,7 @@ def quantize_fn(
         run along the contracted axis. PerToken() is for activations. Axes of a parameter are counted on the parameter.
       params_argnum: static int, the positional argument of f that holds the parameters.
       execution: static, as in `dot_general`; does not affect the result, but for "native": float8 products of the
-        device, forward and, where a rule has a float8 `gradient`, backward.
+        device, in dot products also MX and NVFP4, forward and, where a rule has such a `gradient`, backward.
       strict: static bool. True makes sites that no rule matches an error.
 
     Returns:
