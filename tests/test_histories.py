@@ -269,6 +269,19 @@ def devices_have_one_history():
             assert np.abs(g - got[name]).max() < 1e-6 * np.abs(g).max()
 
 
+def test_explicit_axes_have_one_history():
+    params, x, y, q, trained, histories, _ = whole_batch()
+    filled = update_histories(histories, train_step(q, trained)(params, histories, x, y, 1.0, just_in_time=True)[1])
+    want, seen_of_whole = train_step(q, trained)(params, filled, x, y, 1.0)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        put = lambda tree, axes: jax.device_put(tree, jax.sharding.NamedSharding(mesh, axes))
+        x, y, params, filled = put(x, P("d")), put(y, P("d")), put(params, P()), put(filled, P())
+        got, seen = train_step(q, trained)(params, filled, x, y, 1.0)
+        assert largest_of(update_histories(filled, seen)) == largest_of(update_histories(filled, seen_of_whole))
+    jax.tree.map(assert_same_bits, got, want)
+
+
 def test_devices_have_one_history():
     devices_have_one_history()
 
