@@ -317,12 +317,13 @@ for kind in GRADIENTS:
 # ## Recipes: all three products in one format
 #
 # What accelerators are built for: weights, inputs and g of all products in the layers of the text model, from the first
-# step on. The embedding and the head stay in float32, but for bfloat16.
+# step on, by the products of the device (`execution="native"`), which a CPU emulates. The embedding and the head stay
+# in float32, but for bfloat16.
 #
 # - **bfloat16**: parameters, moments, activations and gradients, without a float32 copy of the parameters. Sums
 #   within an op and the loss are float32.
-# - **float8**, as in Transformer Engine: e4m3 forward, e5m2 for g, one scale for each tensor, by the float8 product of
-#   the device (`execution="native"`). Scales are of the tensor at hand, or those of g of the last 16 steps ("delayed").
+# - **float8**, as in Transformer Engine: e4m3 forward, e5m2 for g, one scale for each tensor: of the tensor at hand, or
+#   for g of the last 16 steps ("delayed").
 # - **MXFP8**: e4m3 for all three, in blocks of 32 along what each product sums.
 # - **NVFP4**: blocks of 16, and g with stochastic rounding. NVIDIA's recipe also rotates both operands of the weight's
 #   gradient, `x.T @ g`, by a Hadamard matrix along the tokens: H.T @ H = 1, so that in float nothing changes, and
@@ -345,8 +346,8 @@ def write_turned(params, tokens, rotation):
     return write(params, tokens, functools.partial(turned, rotation=rotation))
 
 
-def recipe(weight, activation, gradient, f=write, execution="auto", **kw):
-    return quantize_fn(f, [Rule("layers/*", weight, activation, gradient=gradient, **kw)], execution=execution)
+def recipe(weight, activation, gradient, f=write, **kw):
+    return quantize_fn(f, [Rule("layers/*", weight, activation, gradient=gradient, **kw)], execution="native")
 
 
 float8, mxfp8, nvfp4 = (float8_spec(), float8_spec(), float8_spec("float8_e5m2")), mxfp8_spec(), nvfp4_spec()
@@ -354,8 +355,8 @@ in_nvfp4 = recipe(nvfp4, nvfp4, nvfp4_spec(rounding="stochastic"), write_turned)
 RECIPES = {
     "float32": write,
     "bfloat16": write,
-    "float8": recipe(*float8, execution="native"),
-    "float8, delayed": recipe(*float8, execution="native", history=16),
+    "float8": recipe(*float8),
+    "float8, delayed": recipe(*float8, history=16),
     "MXFP8": recipe(mxfp8, mxfp8, mxfp8),
     "NVFP4": functools.partial(in_nvfp4, rotation=np.eye(16, dtype=np.float32)),  # which rotates nothing
     "NVFP4, rotated": functools.partial(in_nvfp4, rotation=HADAMARD),
