@@ -166,7 +166,7 @@ def _flat(case: Case) -> tuple:
     return f, *args
 
 
-PACKAGES = ("jax-cuda12-plugin",)
+PACKAGES = ()
 PARTS = {
     "compiled": Part(
         (

@@ -103,6 +103,7 @@ def step_rows(rounds):
         "float8_spec()": of(float8_spec(granularity=PerChannel(None)), float8_spec()),
         "float8_spec(), native": of(float8_spec(granularity=PerChannel(None)), float8_spec(), execution="native"),
         "nvfp4_spec()": of(nvfp4_spec(), nvfp4_spec()),
+        "nvfp4_spec(), native": of(nvfp4_spec(), nvfp4_spec(), execution="native"),
     }
     to = compared(steps("MLP", contenders), rounds)
     for name in contenders:
