@@ -5,7 +5,7 @@
 # transformer are trained with int8 weights and inputs from the first step on, and with the gradients in the backward
 # products in float32, bfloat16, int8 and float8. The value of the model is the same function in all of them. How far
 # off are the gradients, layer by layer; what does it do to the loss; what does a step take? Then the transformer is
-# trained by the recipes of accelerators: bfloat16 alone, float8, MXFP8 and NVFP4, in all three products. At last a
+# trained by the recipes of accelerators: bfloat16 alone, float8, MXFP8 and NVFP4, in all three products. Finally a
 # trained model is frozen in 8 and 4 bits, and low-rank factors are trained beside it (**LoRA**).
 # [Low-precision training](../docs/low_precision.md) says what is rounded where.
 
@@ -328,7 +328,7 @@ for kind in GRADIENTS:
 # - **NVFP4**: blocks of 16, and g with stochastic rounding. NVIDIA's recipe also rotates both operands of the weight's
 #   gradient, `x.T @ g`, by a Hadamard matrix along the tokens: H.T @ H = 1, so that in float nothing changes, and
 #   an outlier among the tokens is spread over 16 of them. In JAX that is a function around the product: its value is
-#   `x @ w`, its gradient that of the rotated product.
+#   `x @ w`, its gradient the one of the rotated product.
 
 # %%
 constant = jax.lax.stop_gradient
@@ -475,7 +475,7 @@ for layer in [*parts, "mean"]:
 #
 # The text model has read Python's documentation. Now it shall write Python code, by thin matrices beside the frozen
 # ones, which are all that is trained. The base is float32, or what `q.freeze` makes of it: 4 bits in blocks of 32,
-# NVFP4, float8, int8 with int8 inputs, or float8 with float8 inputs and an e5m2 gradient, whose products are those of
+# NVFP4, float8, int8 with int8 inputs, or float8 with float8 inputs and an e5m2 gradient, multiplied as they are by
 # the device. What the backward pass keeps of the base are the integers or floats that it is frozen to, here counted
 # without the scales.
 
