@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delayed scaling of gradients: the largest magnitudes of earlier steps, and how those of a step are counted.
+"""Delayed scaling of gradients: the largest magnitudes of earlier steps, and how the one of a step is counted.
 
 What leaves a backward pass is a cotangent, and JAX adds cotangents: of the turns of a scan, of the examples of a vmap,
 of devices and of micro-batches. A sum of maxima is no maximum. So the cotangent counts: it is 1 in the bin where the
