@@ -353,7 +353,7 @@ def test_every_op_has_histories(op, execution):
     delayed = delayed_qparams(histories)
     for key in keys:
         assert_same_bits(delayed[key].qparams.scale, end_of_bin(np.abs(g).max()) / F(57344), key)
-    # With these scales, the gradient is that of g which is on their grid already.
+    # With these scales, the gradient is the one of a g that is on their grid already.
     on_grid = jq.fake_quant(g, E5M2, delayed[keys[0]].qparams)
     got, _ = jax.jit(pull)(delayed)
     plain = quantize_fn(f, [*rules[:-1], Rule("*", **{"activation": float8_spec(), **kind})], execution=execution)

@@ -187,7 +187,7 @@ def test_what_a_gpu_is_given_has_the_same_value(dot, blocks, monkeypatch):
 
 @cases(("blocks",), [("mxfp8",), ("mxfp4",), ("nvfp4",)], [("mxfp4",)])
 def test_a_program_for_a_gpu_has_the_scaled_dot_of_xla(blocks):
-    """From JAX 0.12 on; that of 0.10 fails to compile it for mxfp4. For a CPU and a TPU it is a product of bfloat16."""
+    """From JAX 0.12 on: 0.10 fails to compile it for mxfp4. For a CPU and a TPU it is a product of bfloat16."""
     a, b, numbers = in_blocks("a matmul", blocks, normal)
     traced = jax.jit(lambda a, b: jq.dot_general(a, b, numbers, execution="native")).trace(a, b)
     texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "tpu", "cpu")}

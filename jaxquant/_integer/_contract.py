@@ -172,8 +172,8 @@ def contract(
 ) -> Array:  # fmt: skip
     """`op.exact` of the integers of two operands, with the gradients of `op.real` to their real values, twice too.
 
-    Where `op.gradient` says a precision, the gradient has the value of `op.operand_gradient`, and its own derivative is
-    still that of `op.real`; `key` is for what is rounded stochastically, and `delayed` is of the histories of both
+    Where `op.gradient` says a precision, the gradient has the value of `op.operand_gradient`, and still the derivative
+    of the gradient of `op.real`; `key` is for what is rounded stochastically, and `delayed` is of the histories of both
     gradients. `more` are operands that are not quantized, such as the sizes of groups.
     """
     return op.exact(*(flagged(v.integers, v.nan_flags) for v in (a, b)), *more)

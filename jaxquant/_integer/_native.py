@@ -19,7 +19,7 @@ from .._spec import QuantSpec
 _DTYPES = "float8_e4m3fn", "float8_e5m2"  # those that devices multiply
 # In blocks: by the dtype of the scales, how long they are and what they hold. MX, and NVFP4.
 _BLOCKS = {"float8_e8m0fnu": (32, (*_DTYPES, "float4_e2m1fn")), "float8_e4m3fn": (16, ("float4_e2m1fn",))}
-# XLA:GPU makes one kernel of it; that of JAX 0.10 fails to compile it for some formats.
+# XLA:GPU makes one kernel of it; with JAX 0.10 it fails to compile it for some formats.
 _scaled_dot: Any = lax.scaled_dot if jax.__version_info__ >= (0, 12) else None
 
 

@@ -88,18 +88,14 @@ class GradientEntry(NamedTuple):
     """A gradient whose range is of its history.
 
     Attributes:
-      key: the name of the operand that it is with respect to, and ":gradient".
       spec: QuantSpec of the gradient.
       steps: how many steps the history has.
-      location: of the op.
       stack: the scans over parameters around it, and their lengths: each turn has a history of its own.
       rule: that says so.
     """
 
-    key: str
     spec: QuantSpec
     steps: int
-    location: Location
     stack: tuple[tuple[Location, int], ...]
     rule: Rule | None
 
@@ -134,8 +130,7 @@ def gradient_entries(decisions: Iterable[Decision]) -> dict[str, GradientEntry]:
         each = zip(decision.gradient_keys, decision.gradient, decision.steps, decision.operands, strict=False)
         for key, spec, steps, choice in each:
             if key and isinstance(spec, QuantSpec):
-                c = decision.contraction
-                found[key] = GradientEntry(key, spec, steps, c.location, c.stack, choice.rule)
+                found[key] = GradientEntry(spec, steps, decision.contraction.stack, choice.rule)
     return found
 
 
@@ -298,7 +293,7 @@ class Entries:
     ) -> tuple[dict[str, QParams | None], dict[str, DelayedQParams]]:
         """The qparams of each entry, in float32 and of full rank, as a caller has passed them; None is dynamic.
 
-        And what he has passed of histories of gradients.
+        And what the caller has passed of histories of gradients.
         """
         if qparams is None or (isinstance(qparams, Mapping) and not qparams):
             return dict.fromkeys(self.of), {}
