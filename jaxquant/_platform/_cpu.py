@@ -30,6 +30,15 @@ def unknown(*values: Array) -> tuple[Array, ...]:
     return lax.platform_dependent(*values, cpu=_barrier, default=_same)
 
 
+def written(v: Array) -> Array:
+    """`v` as an array in memory of its own, to be the operand of a product of floats: the identity.
+
+    Of a constant XLA:CPU chooses another layout, and of a transpose that it sees another kernel; each sums in another
+    order. What is trained, served and closed over has one form so.
+    """
+    return lax.platform_dependent(v, cpu=lambda v: _barrier(v)[0], default=lambda v: v)
+
+
 def _barrier(*values: Any) -> Any:
     return lax.optimization_barrier(values)
 

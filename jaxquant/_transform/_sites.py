@@ -36,6 +36,7 @@ from .._jaxpr._quantized_param import (
     with_fitting_spec,
 )
 from .._paths import named_in_errors
+from .._platform._cpu import written
 from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
 from .._sharding import replicated, vary_together
@@ -250,7 +251,7 @@ class SiteEvaluator(NamedTuple):
                     key = self._key(choice.spec, scope.key, (decision.contraction.location, side))
                     qparams = scope.qparams.get(choice.keys[0])
                     operands[side] = _fake_quantized(values[side], choice.spec, qparams, key)
-        unguarded = functools.partial(_value, guarded=False)
+        unguarded = lambda v: written(_value(v, guarded=False))
         whole = lambda *operands: from_integers(
             lambda *values: eqn.primitive.bind(*values, **eqn.params), operands, unguarded
         )
@@ -494,7 +495,7 @@ def _has_tiles(choice: Choice, v: Any, other: Any) -> bool:
         return False
     is_transposed = any(move.primitive is lax.transpose_p for move in moves)
     q = v.quantized
-    return v.real is None and q.order is None and not q.spec.format and not is_transposed
+    return q.order is None and not q.spec.format and not is_transposed
 
 
 def _value(parameter: QuantizedParam, guarded: bool = True) -> Array:
