@@ -17,7 +17,7 @@ from .. import _groups as grouping
 from .._integer._axes import int_pairs
 from .._integer._ops import OPS
 from ._flat import Node, dtype_of_result
-from ._program import param
+from ._program import order_read, param
 
 Factors = np.ndarray
 Wanted = list[tuple[int, Factors]]  # of operands, by their number, the factors that they must have
@@ -144,6 +144,11 @@ def _reshaped(v: Factors, old: tuple[int, ...], new: tuple[int, ...]) -> Factors
             full[i] = old[i] if changes else 1
         sizes += [new[j] if changes else 1 for j in of_new]
     return lean(np.broadcast_to(v, full).reshape(sizes))
+
+
+def _as_read(node: Node) -> tuple[int, ...]:
+    """The shape of the operand of a reshape with its axes in the order in which they are read."""
+    return tuple(node.shapes[0][0][i] for i in order_read(node.eqn))
 
 
 def _broadcast(node: Node, v: Factors) -> Factors:
@@ -472,8 +477,8 @@ RULES: dict[str, Rule] = {
         lambda node, _, v: v.transpose(np.argsort(param(node.eqn, "permutation"))),
     ),
     "reshape": _one(
-        lambda node, v: _reshaped(v, node.shapes[0][0], node.shapes[1][0]),
-        lambda node, _, v: _reshaped(v, node.shapes[1][0], node.shapes[0][0]),
+        lambda node, v: _reshaped(v.transpose(order_read(node.eqn)), _as_read(node), node.shapes[1][0]),
+        lambda node, _, v: _reshaped(v, node.shapes[1][0], _as_read(node)).transpose(np.argsort(order_read(node.eqn))),
     ),
     "squeeze": _one(
         lambda node, v: v.squeeze(tuple(param(node.eqn, "dimensions"))),

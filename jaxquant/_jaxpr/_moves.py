@@ -23,7 +23,7 @@ from .._granularity import PerTensor
 from .._qarray import Scales, changed, scales_of, sums_of
 from .._sharding import vary_together
 from ._origin import JOINED, PICKED, Moved, Origin, along_any, computed
-from ._program import avals, param
+from ._program import avals, order_read, param
 from ._quantized_param import QuantizedParam, dequantized, ordered, with_sums_of
 from ._writes import as_part, is_written, scattered, updated, written_origin
 
@@ -149,13 +149,20 @@ def _broadcasted(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[An
 
 def _reshaped_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
     """Which axes the new ones run along: in runs of equal size, each new axis along all the old ones of its run."""
-    old, new = avals(eqn.invars)[0].shape, avals(eqn.outvars)[0].shape
+    order = order_read(eqn)
+    old, new = tuple(avals(eqn.invars)[0].shape[i] for i in order), avals(eqn.outvars)[0].shape
+    axes = tuple(axes[i] for i in order)
     result = [frozenset[int]()] * len(new)
     for of_old, of_new in grouping.segments(old, new):
         along = [axes[i] for i in of_old if old[i] > 1] or [axes[i] for i in of_old]  # those of size 1 do not count
         for j in [j for j in of_new if new[j] > 1] or of_new:
             result[j] = frozenset().union(*along)
     return tuple(result)
+
+
+def _reshaped(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    order = order_read(eqn)
+    return [grouping.reshaped(lax.transpose(v, order), tuple(shape[i] for i in order), avals(eqn.outvars)[0].shape)]
 
 
 def _unstacked_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
@@ -398,7 +405,7 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
 
 MOVES: dict[str, Move] = {
     "transpose": one(_transposed_axes, lambda eqn, v, shape, _: [lax.transpose(v, param(eqn, "permutation"))]),
-    "reshape": one(_reshaped_axes, lambda eqn, v, shape, _: [grouping.reshaped(v, shape, avals(eqn.outvars)[0].shape)]),
+    "reshape": one(_reshaped_axes, _reshaped),
     "squeeze": one(_squeezed_axes, lambda eqn, v, shape, _: [lax.squeeze(v, param(eqn, "dimensions"))]),
     "broadcast_in_dim": one(_broadcasted_axes, _broadcasted),
     "unstack": one(_unstacked_axes, _unstacked),

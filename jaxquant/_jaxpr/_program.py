@@ -87,6 +87,11 @@ def param(eqn: JaxprEqn, *names: str) -> Any:
     )
 
 
+def order_read(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The axes of the operand of a reshape in the order in which its elements are read."""
+    return tuple(param(eqn, "dimensions") or range(eqn.invars[0].aval.ndim))
+
+
 def avals(variables: Sequence[Any]) -> list[Any]:
     """The abstract values of variables: shapes and dtypes."""
     return [v.aval for v in variables]

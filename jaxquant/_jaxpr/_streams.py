@@ -18,7 +18,7 @@ from .._integer._axes import Pairs, int_pairs
 from .._integer._ops import OPS
 from ._flat import END, SHARED, TURN, Flat, Node, dtype_of_result, length_of
 from ._folding import Gain, Operand, Scans
-from ._program import param
+from ._program import order_read, param
 
 Numbers = tuple[int, ...]  # of channels, the major ones first
 MIXES, CUTS = "which passes no rotation", "which takes them apart"
@@ -379,7 +379,9 @@ def _whole(s: Streams, node: Node, v: Axes, cut: Iterable[int]) -> list[Axes]:
 
 
 def _reshaped(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    old, new = node.shapes[0][0], node.shapes[1][0]
+    order = order_read(node.eqn)
+    old, new = tuple(node.shapes[0][0][i] for i in order), node.shapes[1][0]
+    ins = [tuple(ins[0][i] for i in order)]
     outs: list[Axis | None] = [None] * len(new)
     for of_old, of_new in grouping.segments(old, new):
         axes, places = [(ins[0][i], old[i]) for i in of_old if old[i] > 1], [j for j in of_new if new[j] > 1]
