@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each value of a program is made of, and the contractions that it holds."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ class Contraction(NamedTuple):
     operands: tuple[Operand, ...]
     params: Mapping[str, Any]
     custom: tuple[Location, ...]  # the custom_jvp and custom_vjp calls around it
-    gradient: str  # "transpose(" or "jvp(" if the function itself differentiates, and this is in that pass; else ""
+    gradient: str  # "transpose" or "jvp" if the function itself differentiates, and this is in that pass; else ""
     stack: tuple[tuple[Location, int], ...] = ()  # the scans over parameters around it, with their lengths
     in_condition: bool = False  # whether it is in the condition of a loop
     more: tuple[Any, ...] = ()  # the avals of the operands behind both, such as the sizes of groups
@@ -61,14 +60,18 @@ class Place(NamedTuple):
     """Where a walk is."""
 
     location: Location = ()
-    scope: str = ""
+    names: tuple[str, ...] = ()  # that jax.named_scope gave
+    passes: frozenset[str] = frozenset()  # the transforms that made the equations here, such as "transpose"
     custom: tuple[Location, ...] = ()
     stack: tuple[tuple[Location, int], ...] = ()
     in_condition: bool = False
 
     def of(self, eqn: JaxprEqn, i: int) -> "Place":
-        stack = str(eqn.source_info.name_stack)
-        return self._replace(location=(*self.location, i), scope=f"{self.scope}/{stack}" if stack else self.scope)
+        stack = eqn.source_info.name_stack.stack
+        is_pass = [type(part).__name__ == "Transform" for part in stack]
+        names = (*self.names, *(part.name for part, of in zip(stack, is_pass, strict=True) if not of))
+        passes = self.passes.union(part.name for part, of in zip(stack, is_pass, strict=True) if of)
+        return self._replace(location=(*self.location, i), names=names, passes=passes)
 
     def inside(self, k: int) -> "Place":
         """The place of a program in the equation here."""
@@ -86,11 +89,10 @@ def _contracts(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _clean(scope: str) -> str:
-    """A name stack without what transforms and einsum add to it."""
-    while (inner := re.sub(r"\b(?:jvp|transpose|vmap)\(([^()]*)\)", r"\1", scope)) != scope:
-        scope = inner
-    return "/".join(s for s in scope.split("/") if s and not re.search(r"->|\(|^(checkpoint|rematted_computation)$", s))
+def _scope(names: Sequence[str]) -> str:
+    """The scope of these names, without those that einsum and remat give."""
+    each = (part for name in names for part in name.split("/"))
+    return "/".join(s for s in each if s and "->" not in s and s not in ("checkpoint", "rematted_computation"))
 
 
 class Walk:
@@ -107,8 +109,8 @@ class Walk:
 
         The name stack does not tell the tangents of `jax.jvp` from the values beside them.
         """
-        backward = any(c.gradient == "transpose(" for c in self.contractions.values())
-        forward = lambda c: c._replace(gradient="") if c.gradient == "jvp(" and backward else c
+        backward = any(c.gradient == "transpose" for c in self.contractions.values())
+        forward = lambda c: c._replace(gradient="") if c.gradient == "jvp" and backward else c
         return [forward(c) for c in self.contractions.values()]
 
     def program(self, jaxpr: Jaxpr, ins: Sequence[Origin], place: Place = _START) -> list[Origin]:
@@ -164,9 +166,9 @@ class Walk:
         more: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         operands = tuple(Operand(aval.shape, aval.dtype, origin) for aval, origin in zip(values, ins, strict=True))
-        at, gradient = place.location, next((pass_ for pass_ in ("transpose(", "jvp(") if pass_ in place.scope), "")
+        at, gradient = place.location, next((name for name in ("transpose", "jvp") if name in place.passes), "")
         self.contractions[at] = Contraction(
-            at, op, _clean(place.scope), operands, params, place.custom, gradient, place.stack, place.in_condition,
+            at, op, _scope(place.names), operands, params, place.custom, gradient, place.stack, place.in_condition,
             tuple(more),
         )  # fmt: skip
 
