@@ -38,7 +38,7 @@ def decide(
     errors.refuse_captured_model(found, matcher)
     found = matcher.with_activations([matcher.with_weight(op) for op in found])
     # A named value without a rule is a name for a site, or for nothing.
-    ops = with_names([op for op in found if op.kind != "value" or is_wanted(matcher.first(op, 0))])
+    ops = with_names([op for op in found if op.kind != "value" or is_wanted(matcher.first(op, 0))], matcher.leaves)
     decisions = keyed(choose(ops, matcher, strict))
     reads = _reads(decisions, walk.reads)
     used = entries_of(decisions, matcher.leaves)
@@ -98,7 +98,7 @@ def _with_reads(
         if by and path in entries and entries[path].is_weight:  # read in float too, it lies as it always did
             entries[path] = entries[path]._replace(reads=tuple(sorted(by)), order=None)
     before = [name for op in ops for name in names_of(op)]
-    names = dict(zip(everywhere, numbered([*before, *everywhere])[len(before) :], strict=True))
+    names = dict(zip(everywhere, numbered([*before, *everywhere], matcher.leaves)[len(before) :], strict=True))
     for path, name in names.items():
         entries[path] = entries[path]._replace(sites=(*entries[path].sites, name))
     return entries, names

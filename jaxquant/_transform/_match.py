@@ -2,7 +2,8 @@
 """The contractions of a function by kind and name, and which rule is for which of their operands."""
 
 import collections
-from collections.abc import Mapping, Sequence, Set
+import itertools
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +60,7 @@ def ops_of(contractions: Sequence[Contraction]) -> list[MatchedOp]:
     for c in contractions:
         # Constants alone, but not those that are named; and the names that a backward pass repeats.
         is_constant = all(operand.origin.role == "captured" for operand in c.operands)
-        if c.gradient == "transpose(" if c.op == NAME else is_constant:
+        if c.gradient == "transpose" if c.op == NAME else is_constant:
             continue
         base = "/".join(filter(None, (c.scope, c.op)))
         ops.append(_matched(c, f"{base}_{counts[base]}"))
@@ -90,15 +91,24 @@ def names_of(op: MatchedOp) -> list[str]:
     return [weight, other] if op.weight == 0 else [other, weight]
 
 
-def numbered(names: Sequence[str]) -> list[str]:
-    """Names that are all different: the second of equal ones has "#2" after it."""
-    seen = collections.Counter()
-    return [name if (n := seen.update([name]) or seen[name]) == 1 else f"{name}#{n}" for name in names]
+def numbered(names: Sequence[str], paths: Collection[str]) -> list[str]:
+    """Names that are all different: the second of equal ones has "#2" after it, or the next that no other has.
+
+    `paths` are of parameters and caches, which no other name may be.
+    """
+    seen, taken, found = collections.Counter(), {*names, *paths}, []
+    for name in names:
+        seen[name] += 1
+        numbers = itertools.count(seen[name])
+        own = name if seen[name] == 1 else next(new for n in numbers if (new := f"{name}#{n}") not in taken)
+        taken.add(own)
+        found.append(own)
+    return found
 
 
-def with_names(ops: Sequence[MatchedOp]) -> list[MatchedOp]:
+def with_names(ops: Sequence[MatchedOp], paths: Collection[str]) -> list[MatchedOp]:
     """The ops with names for their sites."""
-    names = iter(numbered([name for op in ops for name in names_of(op)]))
+    names = iter(numbered([name for op in ops for name in names_of(op)], paths))
     return [op._replace(names=tuple(next(names) for _ in op.contraction.operands)) for op in ops]
 
 
