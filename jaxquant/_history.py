@@ -39,8 +39,7 @@ class GradientHistory:
 
     Attributes:
       bins: int32 of shape (steps,), or (turns, steps) in a scan over parameters, the newest first: which of 2,040 bins
-        holds the largest magnitude. A bin is an eighth of a power of two wide. 0 where there was no step, or nothing
-        but zeros.
+        holds the largest magnitude. A bin is an eighth of a power of two wide. 0 where there was no step.
       spec: static, the QuantSpec of the gradient.
     """
 
@@ -185,8 +184,8 @@ def _qparams(largest: Array, spec: QuantSpec) -> QParams:
 def update_histories(histories: Any, seen: Any) -> dict[str, GradientHistory]:
     """The histories after a step: the largest magnitudes that its backward pass has seen first, the oldest dropped.
 
-    A gradient that the backward pass did not compute, as in a branch not taken, keeps its history. Infinities and NaN
-    are left out.
+    A gradient keeps its history where the backward pass did not compute it, as in a branch not taken, and where it has
+    no finite value but zeros, as in a step that a loss scaler drops. Other infinities and NaN are left out.
 
     Args:
       histories: dict {entry: GradientHistory}.
@@ -240,9 +239,9 @@ def update_histories(histories: Any, seen: Any) -> dict[str, GradientHistory]:
 
 
 def _later(bins: Array, seen: Array) -> Array:
-    """Histories with what was seen in front; as they were where nothing was."""
+    """Histories with what was seen in front; as they were where nothing was, or zeros, whose bin is the first."""
     new = jnp.max(jnp.where(seen > 0, jnp.arange(BINS, dtype=jnp.int32), -1), -1, keepdims=True)
-    return jnp.where(new < 0, bins, jnp.concatenate([new, bins[..., :-1]], -1))
+    return jnp.where(new <= 0, bins, jnp.concatenate([new, bins[..., :-1]], -1))
 
 
 def _check_alike(key: str, history: GradientHistory, seen: DelayedQParams) -> None:
