@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 
@@ -134,13 +135,19 @@ def windows_of_groups(groups: Sequence[int], shape: Sequence[int], windows: Wind
 
 def part(v: Array, windows: Windows) -> Array:
     """A part of an array."""
-    whole = [windows.get(i, (0, n)) for i, n in enumerate(v.shape)]
-    return lax.dynamic_slice(v, [start for start, _ in whole], [n for _, n in whole]) if windows else v
+    sizes = [windows[i][1] if i in windows else n for i, n in enumerate(v.shape)]
+    return lax.dynamic_slice(v, _starts(windows, v.ndim), sizes) if windows else v
 
 
 def with_part(v: Array, new: Array, windows: Windows) -> Array:
     """An array with a part of other values."""
-    return lax.dynamic_update_slice(v, new, [windows.get(i, (0, n))[0] for i, n in enumerate(v.shape)])
+    return lax.dynamic_update_slice(v, new, _starts(windows, v.ndim))
+
+
+def _starts(windows: Windows, ndim: int) -> list[Any]:
+    """Where a part starts along each axis, in int32: JAX wants one dtype, and its default may be int64."""
+    start = lambda i: windows[i][0] if i in windows else 0
+    return [np.int32(v) if isinstance(v := start(i), int) else v.astype(jnp.int32) for i in range(ndim)]
 
 
 def joined(parts: Sequence[Array], shapes: Sequence[tuple[int, ...]], axis: int) -> Array:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ._sharding import is_explicit
@@ -30,14 +31,18 @@ def select(condition: Array, a: Any, b: Any) -> Array:
     """
     if is_explicit(condition):  # JAX's broadcasts know what becomes of shardings
         return jnp.where(condition, a, b)
-    dtype = next(v.dtype for v in (a, b) if hasattr(v, "dtype"))
+    dtype = next((v.dtype for v in (a, b) if hasattr(v, "dtype")), jnp.result_type(a, b))
+    a, b = (v if hasattr(v, "dtype") else np.asarray(v, dtype) for v in (a, b))
+    return (_selected if isinstance(condition, jax.core.Tracer) else _selected_alone)(condition, a, b)
 
-    def full(v: Any) -> Array:
-        if jnp.ndim(v) == 0 and not isinstance(v, jax.core.Tracer):
-            return lax.full_like(condition, v, dtype)
-        return v if v.shape == condition.shape else jnp.broadcast_to(v, condition.shape)
 
-    return lax.select(condition, full(a), full(b))
+def _selected(condition: Array, a: Any, b: Any) -> Array:
+    full = lambda v: v if v.shape == condition.shape else jnp.broadcast_to(v, condition.shape)
+    constant = lambda v: v.ndim == 0 and not isinstance(v, jax.core.Tracer)
+    return lax.select(condition, *(lax.full_like(condition, v, v.dtype) if constant(v) else full(v) for v in (a, b)))
+
+
+_selected_alone = jax.jit(_selected)  # eagerly, where jax_debug_nans would find a constant that is NaN
 
 
 def guard(v: Array) -> Array:

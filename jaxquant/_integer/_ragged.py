@@ -101,7 +101,7 @@ class Ragged(ContractionOp):
         b = _transposed(b, (*self.batch[1], self.group, *self.contracted[1], *columns))
         b = _reshaped(b, [n, *b.shape[len(self.batch[1]) + 1 :]])
         group = self._groups(kept, count, sizes).reshape(batches, -1)
-        group = jnp.where(group < count, group + count * jnp.arange(batches)[:, None], n).reshape(-1)
+        group = jnp.where(group < count, group + count * jnp.arange(batches, dtype=jnp.int32)[:, None], n).reshape(-1)
         rows_of_a, is_known = a.shape[0], isinstance(a.shape[0], int)
         blocks = _in_blocks(group, n, -(-rows_of_a // n), min(2 * n, rows_of_a) if is_known else 2 * n)
         axes = tuple(range(2, a.ndim + 1)), tuple(range(1, a.ndim))
@@ -143,7 +143,9 @@ class Ragged(ContractionOp):
         at = (*self.batch[0], *self._free(0, len(kept) + len(self.contracted[0]))).index(self.ragged)
         before, length = kept[:at], kept[at]
         ends = jnp.cumsum(jnp.broadcast_to(sizes.astype(jnp.int32), [*before, count]), -1)
-        group = (lax.broadcasted_iota(ends.dtype, [*[1] * at, length, 1], at) >= ends[..., None, :]).sum(-1)
+        group = (lax.broadcasted_iota(ends.dtype, [*[1] * at, length, 1], at) >= ends[..., None, :]).sum(
+            -1, dtype=jnp.int32
+        )
         return jnp.broadcast_to(lax.expand_dims(group, range(at + 1, len(kept))), kept)
 
 
@@ -163,12 +165,14 @@ class _Blocks(NamedTuple):
 
 def _in_blocks(group: Array, n: int, size: Any, count: Any) -> _Blocks:
     """The rows of n groups, of each row its `group` or n for none, in `count` blocks of `size`, which hold them all."""
-    turn = jnp.cumsum(group[:, None] == jnp.arange(n)[None], 0)  # of each row in its group, counted from 1
+    turn = jnp.cumsum(
+        group[:, None] == jnp.arange(n)[None], 0, dtype=jnp.int32
+    )  # of each row in its group, counted from 1
     blocks = -(-turn[-1] // size)
     ends, own = jnp.cumsum(blocks), jnp.clip(group, 0, n - 1)
     places = (ends - blocks)[own] * size + jnp.take_along_axis(turn, own[:, None], 1)[:, 0] - 1
     places = jnp.where(group < n, places, count * size)
-    rows = jnp.zeros(count * size, jnp.int32).at[places].set(jnp.arange(group.shape[0]), mode="drop")
+    rows = jnp.zeros(count * size, jnp.int32).at[places].set(jnp.arange(group.shape[0], dtype=jnp.int32), mode="drop")
     groups = jnp.clip(jnp.searchsorted(ends, jnp.arange(count), side="right"), 0, n - 1)
     return _Blocks(rows.reshape(count, size), groups, places)
 

@@ -145,8 +145,9 @@ class Compared:
     def _check_new(self, pairs: Mapping[str, tuple[QArray, QParams]], entries: Entries) -> None:
         for path, (q, qparams) in pairs.items():
             entry = entries.of.get(path)
-            # Now, also where a call is traced in which they are constants.
-            with named_in_errors(path, rule=entry and entry.rule), jax.ensure_compile_time_eval():
+            # Now, also where a call is traced in which they are constants: then jax_debug_nans looks at ours, too.
+            at_once = jax.ensure_compile_time_eval(), jax.debug_nans(False)
+            with named_in_errors(path, rule=entry and entry.rule), at_once[0], at_once[1]:
                 if entry and not is_quantized_with(q, entries.checked(path, qparams), entry.spec):
                     raise ValueError(
                         "the parameter was frozen with other qparams than these: its scale is not that of its entry. "
