@@ -120,13 +120,12 @@ class Conv(ContractionOp):
     def exact(self, a: QArray, b: QArray) -> Array:
         """The scaled integer convolution; or of floats as they are."""
         length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
-        specs, (batch, *_), (out, *_) = (a.spec, b.spec), self.dimensions.lhs_spec, self.dimensions.rhs_spec
-        summed = [i for i in range(a.ndim) if i != batch], [i for i in range(b.ndim) if i != out]
+        specs, summed = (a.spec, b.spec), self.contracted_axes((a.ndim, b.ndim))
         if is_native(self.execution, a, b, summed):
             acc = self.real(*_of_one_dtype(a, b))
             return scaled(acc, self._in_output(0, a.step, a), self._in_output(1, b.step, b))
         lowering = chosen(LOWERINGS, self.execution)
-        (a, *_), (b, *_) = parts = in_digits(a, b, summed)
+        (a, *_), (b, *_) = parts = in_digits(a, b, summed, lambda: lowering.takes(length, *specs))
         acc = sum_of_digits(*parts, specs, length, lowering.check, lambda x, w: lowering.product(self, x, w, length))
         return scaled(acc, self._in_output(0, a.scale, a), self._in_output(1, b.scale, b))
 
@@ -165,9 +164,9 @@ class Conv(ContractionOp):
         if is_native(self.execution, a, b, axes):
             acc = transposed(*_of_one_dtype(a, b), jnp.float32)
         else:
-            (a, *_), (b, *_) = parts = in_digits(a, b, axes)
-            check = chosen(LOWERINGS, self.execution).check
-            acc = sum_of_digits(*parts, (spec, q.spec), transposed.length, check, contracted)
+            lowering, specs, length = chosen(LOWERINGS, self.execution), (spec, q.spec), transposed.length
+            (a, *_), (b, *_) = parts = in_digits(a, b, axes, lambda: lowering.takes(length, *specs))
+            acc = sum_of_digits(*parts, specs, length, lowering.check, contracted)
         *operands, output = self._axes()
         return scaled(acc, in_output("g", a.scale, a.shape, output, operands[side]), b.scale), largest
 

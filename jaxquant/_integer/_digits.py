@@ -24,12 +24,15 @@ from ._operands import centred, largest_magnitude, with_flags
 _LARGEST = 2**7  # magnitude of a digit
 
 
-def in_digits(a: QArray, b: QArray, axes: tuple[Sequence[int], Sequence[int]]) -> tuple[list[QArray], list[QArray]]:
-    """Two operands as the digits of their values, from the lowest; integers of one byte beside integers stay.
+def in_digits(
+    a: QArray, b: QArray, axes: tuple[Sequence[int], Sequence[int]], is_short: Callable[[], bool]
+) -> tuple[list[QArray], list[QArray]]:
+    """Two operands as the digits of their values, from the lowest.
 
+    Integers beside integers stay whole, but for those of more than 8 bits whose sums are not short enough for int32.
     Along `axes` a NaN of a float counts for all: the scales of the digits are NaN there.
     """
-    if not _is_cut(a.spec, b.spec):
+    if not _is_cut(a.spec, b.spec) and (max(a.spec.bits, b.spec.bits) <= 8 or is_short()):
         return [_in_float32(a)], [_in_float32(b)]
     return _digits(a, axes[0]), _digits(b, axes[1])
 
@@ -80,10 +83,11 @@ def _fit(length: Any, a: QuantSpec, b: QuantSpec, digits: int) -> None:
     of_digit = math.prod(_LARGEST if _is_cut(spec) or spec.bits > 8 else largest_magnitude(spec) for spec in (a, b))
     limit = min((2**31 - 1) // (of_digit * digits), (2**63 - 1) // (_most(a) * _most(b)))
     if not is_at_most(length, limit):
+        blocks = "PerBlock along the contracted axis in a dot product, or " if limit else ""
+        fewer = "a format of a smaller range, such as float8_e4m3fn" if _is_cut(a, b) else "fewer bits"
         raise ValueError(
             f"A contraction of {length} products of {a} and {b} does not fit the sums of their digits exactly: no more "
-            f"than {limit} of them do. Use {'PerBlock along the contracted axis, or ' if limit else ''}a format of a "
-            "smaller range, such as float8_e4m3fn."
+            f"than {limit} of them do. Use {blocks}{fewer}."
         )
 
 
@@ -97,7 +101,7 @@ def sum_of_digits(
 ) -> Array:
     """The contraction of two operands of these specs in digits: int32, or rounded once to float32."""
     unit = math.prod(map(_unit, specs))
-    if _is_cut(*specs):
+    if _is_cut(*specs) or len(a) * len(b) > 1:
         _fit(length, *specs, min(len(a), len(b)))
     else:
         check(length, *specs)

@@ -107,8 +107,14 @@ class Dot(ContractionOp):
             _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
         )
         (ca, cb), (ba, bb) = zip(of_a, of_b, strict=True)
-        parts = in_digits(stored_a, stored_b, (ca, cb))
-        blocks = [self._blocks(parts[0][0], parts[1][0], specs, i, j) for i, j in zip(ca, cb, strict=True)]
+        blocks_of = lambda a, b: [self._blocks(a, b, specs, i, j) for i, j in zip(ca, cb, strict=True)]
+
+        def is_short() -> bool:
+            length = math.prod(stored_a.shape[i] for i in ca) // max(math.prod(blocks_of(stored_a, stored_b)), 1)
+            return lowering.takes(length if self.most is None else min(length, self.most), *specs)
+
+        parts = in_digits(stored_a, stored_b, (ca, cb), is_short)
+        blocks = blocks_of(parts[0][0], parts[1][0])
         dot = dataclasses.replace(self, contracted=(ca, cb), batch=(ba, bb))
         if math.prod(blocks) == 1:
             return dot._block(*parts, specs, lowering)

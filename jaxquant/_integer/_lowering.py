@@ -33,6 +33,14 @@ class Lowering(NamedTuple):
     check: Callable[[Any, QuantSpec, QuantSpec], None]
     platforms: tuple[str, ...] = ()
 
+    def takes(self, length: Any, a: QuantSpec, b: QuantSpec) -> bool:
+        """Whether sums of `length` products of operands of these specs pass its check."""
+        try:
+            self.check(length, a, b)
+        except ValueError:
+            return False
+        return True
+
 
 Lowerings = Mapping[str, Lowering]  # of an op, by the names that `execution` takes
 
@@ -48,19 +56,10 @@ def chosen(lowerings: Lowerings, execution: str) -> Lowering:
 
     def product(op: Any, a: QArray, b: QArray, length: Any) -> Array:
         of = lambda lowering: lambda a, b: lowering.product(op, a, b, length)
-        takes = lambda lowering: _takes(lowering, length, a.spec, b.spec)
-        platforms = {platform: of(own) for platform, own in by_platform.items() if takes(own)}
+        platforms = {name: of(own) for name, own in by_platform.items() if own.takes(length, a.spec, b.spec)}
         return lax.platform_dependent(a, b, **platforms, default=of(default))
 
     return default._replace(product=product)
-
-
-def _takes(lowering: Lowering, length: Any, a: QuantSpec, b: QuantSpec) -> bool:
-    try:
-        lowering.check(length, a, b)
-    except ValueError:
-        return False
-    return True
 
 
 def checked_execution(value: Any, lowerings: Lowerings) -> str:
@@ -86,7 +85,8 @@ def check_int32(length: Any, a: QuantSpec, b: QuantSpec) -> None:
         )  # fmt: skip
         raise ValueError(
             f"A contraction of {length} products of {a} and {b} does not fit int32: each is up to {largest}, and no "
-            f"more than {limit} of them fit. Use fewer bits, or PerBlock along the contracted axis{symbolic}."
+            f"more than {limit} of them fit. Use fewer bits, or in a dot product PerBlock along the contracted axis"
+            f"{symbolic}."
         )
 
 
