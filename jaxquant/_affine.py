@@ -17,7 +17,8 @@ from ._grid import Grid, frame_of, grid_of
 from ._groups import broadcast_groups, reduce_groups
 from ._platform._cpu import loaded
 from ._platform._division import divide
-from ._qarray import QArray, checked_operand
+from ._hadamard import hadamard
+from ._qarray import QArray, checked_operand, checked_qarray
 from ._qparams import QParams
 from ._ranges._fit import fit_qparams
 from ._sharding import shard_like, vary_together
@@ -345,7 +346,7 @@ def dequantize(q: QArray) -> Array:
 
     Raises:
       TypeError: for anything but a QArray.
-      ValueError: for one that was frozen by a rule with `rotate`.
+      ValueError: for a part of one that was frozen by a rule with `rotate`; the values of a whole one are rotated back.
 
     Source: ONNX DequantizeLinear.
 
@@ -354,6 +355,9 @@ def dequantize(q: QArray) -> Array:
     >>> dequantize(quantize(jnp.array([0.26, -9.0]), QuantSpec(bits=4), QParams(0.5, 0.0))).tolist()
     [0.5, -3.5]
     """
+    if isinstance(q, QArray) and q.frozen and q.frozen.rotated_along:
+        wide = real_values(checked_qarray("q", q), num.compute_dtype(q.dtype))
+        return num.downcast(hadamard(wide, q.frozen.rotated_along), q.dtype)
     return real_values(checked_operand("q", q), q.dtype)
 
 

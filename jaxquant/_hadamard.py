@@ -20,8 +20,9 @@ def block_of(length: int) -> int:
 def hadamard(x: Array, axes: Sequence[int]) -> Array:
     """The channels along some axes, taken as one, times the Hadamard matrix H of Sylvester, with H @ H = 1.
 
-    In blocks of `block_of(channels)`. Sums of two, one after the other, and one product at the end: the bits of a dot
-    would depend on what stands next to it.
+    In blocks of `block_of(channels)`, and in the dtype in which values are quantized: a narrower one would round again,
+    and float16 does not hold what many large values sum to. Sums of two, one after the other, and one product at the
+    end: the bits of a dot would depend on what stands next to it.
     """
     axes = [axis % x.ndim for axis in axes]
     x = replicated(x, axes)
@@ -54,4 +55,4 @@ def _butterfly(x: Array, axis: int) -> Array:
         a, b = parts(v, 2)
         v = lax.concatenate([a + b, a - b], axis + 1).reshape(shape)
     v = lax.fori_loop(0, stages // 2, two_stages, v)
-    return num.guard(v * block**-0.5).astype(x.dtype)
+    return num.guard(v * block**-0.5)

@@ -30,6 +30,7 @@ class Frozen(NamedTuple):
       static_inputs: whether an input of the ops that use it had qparams.
       activation: the QuantSpec of these inputs in the rule, None where they stay in float.
       rotated: how many rows were rotated together, by Rule(rotate=), 0 if none. Its values are rotated.
+      rotated_along: the axes along which they were, counted from the end; none where these are not whole axes of it.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +38,7 @@ class Frozen(NamedTuple):
     static_inputs: bool
     activation: QuantSpec | None
     rotated: int = 0
+    rotated_along: tuple[int, ...] = ()
 
 
 class Scales(NamedTuple):
@@ -165,12 +167,15 @@ class QArray(checks.NotAnArray):
             return self._moved(at(self.values, windows), of_groups)
         part = changed(self, stored=at(self.stored, windows))  # whose elements lie as before
         q = self._moved(part.values, of_groups)
-        return changed(q, stored=part.stored, order=self.order, sums=q.sums, summed=q.summed)
+        frozen, along = q.frozen, self.frozen.rotated_along if self.frozen else ()
+        if frozen and all(axis < self.ndim + i for axis in windows for i in along):
+            frozen = frozen._replace(rotated_along=along)
+        return changed(q, stored=part.stored, order=self.order, sums=q.sums, summed=q.summed, frozen=frozen)
 
     def _moved(self, values: Array, f: Callable[[Array], Array]) -> "QArray":
         """The QArray of values that were moved, with the granularity that its scales then have."""
         q = moved(self, values, f)
-        frozen = self.frozen and self.frozen._replace(shape=values.shape)
+        frozen = self.frozen and self.frozen._replace(shape=values.shape, rotated_along=())
         if self.scale.ndim == 0:
             return changed(q, frozen=frozen)
         granularity, scales = granularity_of(q.scale.shape, values.shape), scales_of(q)
@@ -362,7 +367,8 @@ def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
         return None
     activation = said["activation"] and spec_from_json(said["activation"])
     flags = bool(said["from_qparams"]), bool(said["static_inputs"])
-    return Frozen(tuple(said["shape"]), *flags, activation, int(said.get("rotated", 0)))
+    along = tuple(map(int, said.get("rotated_along", ())))
+    return Frozen(tuple(said["shape"]), *flags, activation, int(said.get("rotated", 0)), along)
 
 
 def _static_to_bytes(static: _Static) -> bytes:
@@ -394,7 +400,8 @@ def checked_operand(name: str, q: Any) -> QArray:
     if q.frozen and q.frozen.rotated:
         raise ValueError(
             f"`{name}` was frozen by a rule with rotate=, so that it holds the rotated parameter, which meets rotated "
-            "inputs alone. Serve it by q(params, ...), with the rules that it was frozen with."
+            "inputs alone. Serve it by q(params, ...), with the rules that it was frozen with; dequantize(v) of the "
+            "whole parameter rotates its real values back."
         )
     return q
 

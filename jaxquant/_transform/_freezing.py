@@ -16,7 +16,7 @@ from jax import Array
 from .._affine import is_quantized_with, quantize
 from .._integer._operands import with_own_sums
 from .._paths import is_qarray, named_in_errors, with_paths
-from .._qarray import Frozen, QArray, check_dtypes, check_sums, packed_dtype
+from .._qarray import Frozen, QArray, changed, check_dtypes, check_sums, packed_dtype
 from .._qparams import QParams
 from .._scale_formats import TINY
 from .._sharding import is_inside_shard_map
@@ -33,7 +33,7 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
         check_reads(entry, "frozen")
         _refuse_nan(leaf)
         own = entries.noise_key(key, path) if spec.rounding == "stochastic" and key is not None else None
-        q = quantize(entry.rotated(leaf), spec, qparams.get(path), key=own)
+        q = changed(quantize(entry.rotated(leaf), spec, qparams.get(path), key=own), dtype=leaf.dtype)
     return laid_out(q, entry, entries, qparams)
 
 
@@ -43,8 +43,8 @@ def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QP
     if (packed := packed_dtype(spec)) and not entry.is_multiplied:
         values = values.astype(packed)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
-    block = entry.layout.block if entry.layout else 0
-    frozen = Frozen(q.shape, qparams.get(entry.key) is not None, has_static_inputs, entry.rule.activation, block)
+    rotated = (entry.layout.block, entry.layout.along) if entry.layout else ()
+    frozen = Frozen(q.shape, qparams.get(entry.key) is not None, has_static_inputs, entry.rule.activation, *rotated)
     q = dataclasses.replace(q, values=values, order=entry.order, frozen=frozen)
     return q if entry.summed is None else with_own_sums(q, sorted(entry.summed))
 

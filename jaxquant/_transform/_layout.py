@@ -24,11 +24,13 @@ class Layout:
       shape: of the parameter.
       moves: what puts its elements in the order of the operand.
       matrix: how the operand lies in matrices.
+      along: the axes of the parameter, from its end, along which K runs; none where it does not run along whole ones.
     """
 
     shape: tuple[int, ...]
     moves: tuple[Moved, ...]
     matrix: Matrix
+    along: tuple[int, ...] = ()
 
     def matrices(self, v: Array) -> Array:
         """The matrices of an array of the parameter's shape."""
@@ -70,4 +72,18 @@ def layout_of(decision: Decision, side: int, shape: tuple[int, ...]) -> Layout:
             f"{operand} made of {', '.join(origin.parts)}, of shape {shape}. Give each part a parameter of its own, or "
             "leave it out, by a rule with None, or by `entries`."
         )
-    return Layout(shape, origin.moves, decision.contraction.as_op().matrix(side, len(operand)))
+    matrix = decision.contraction.as_op().matrix(side, len(operand))
+    return Layout(shape, origin.moves, matrix, _along(choice, matrix, shape))
+
+
+def _along(choice: Choice, matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of the parameter, from its end, along which the contracted axes of its operand run, as `Layout` has them."""
+    origin, found = choice.operand.origin, []
+    names = {move.primitive.name for move in origin.moves or () if move.primitive is not None}
+    for i in matrix.contracted:
+        axes = sorted(origin.axes[i])
+        length = math.prod(shape[axis] for axis in axes)
+        if length != choice.operand.shape[i] or names & {"rev", "slice"} or (len(axes) > 1 and "transpose" in names):
+            return ()
+        found += [axis - len(shape) for axis in axes]
+    return tuple(found) if len(set(found)) == len(found) else ()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.ad_checkpoint
+import jax.numpy as jnp
 from jax import Array, lax
 
 from .. import _checks as checks
@@ -244,7 +245,7 @@ class SiteEvaluator(NamedTuple):
                 continue
             with named_in_errors(choice.name, rule=choice.rule):
                 if choice.arrives_quantized:
-                    operands[side] = _checked(values[side])
+                    operands[side] = _as_rotated(choice, _checked(values[side]))
                     if choice.point is not None:
                         operands[side] = self.read(operands[side], choice.name)
                 else:
@@ -252,9 +253,7 @@ class SiteEvaluator(NamedTuple):
                     qparams = scope.qparams.get(choice.keys[0])
                     operands[side] = _fake_quantized(values[side], choice.spec, qparams, key)
         unguarded = lambda v: written(_value(v, guarded=False))
-        whole = lambda *operands: from_integers(
-            lambda *values: eqn.primitive.bind(*values, **eqn.params), operands, unguarded
-        )
+        whole = lambda *operands: from_integers(functools.partial(_of_one_dtype, eqn), operands, unguarded)
         for side, choice in enumerate(decision.operands):
             if _has_tiles(choice, v := operands[side], operands[1 - side]):
                 op, shape = decision.contraction.as_op(), v.quantized.shape
@@ -284,7 +283,7 @@ class SiteEvaluator(NamedTuple):
                 dtype, parameter = eqn.invars[side].aval.dtype, _checked(values[side])
                 spec = choice.spec if choice.cache is None else with_fitting_spec(parameter).spec
                 quantized = changed(parameter.quantized, spec=spec, dtype=dtype)
-                parameter = dataclasses.replace(parameter, quantized=quantized)
+                parameter = _as_rotated(choice, dataclasses.replace(parameter, quantized=quantized))
                 is_value = choice.point is not None
                 operands[side] = _of_value(parameter, choice.contracted) if is_value else parameter
             else:
@@ -382,7 +381,7 @@ class SiteEvaluator(NamedTuple):
             if choice.spec is not None and is_given:
                 of = self._of_site(choice, values[side], scope)
                 operands[side] = self._given(*of) if view.op is None else view.site(*of)
-        lax_op = functools.partial(eqn.primitive.bind, **eqn.params)
+        lax_op = functools.partial(_of_one_dtype, eqn)
         if view.op is None:
             return lax_op(*operands)
         result = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
@@ -482,6 +481,24 @@ def _column_part(parameter: QuantizedParam, axis: int, start: Array, size: int) 
     n = parameter.quantized.shape[axis]
     of_groups = lambda v: grouping.picked(v, axis, n, start, size)
     return parameter.map(lambda v: lax.dynamic_slice_in_dim(v, start, size, axis), of_groups)
+
+
+def _as_rotated(choice: Choice, v: QuantizedParam) -> QuantizedParam:
+    """A parameter for its op; one that is rotated in the dtype in which its inputs are, whatever the program casts."""
+    if not choice.rotated:
+        return v
+    dtype = num.compute_dtype(v.quantized.dtype)
+    wide = v.map_floats(lambda real: real.astype(dtype))
+    return dataclasses.replace(wide, quantized=changed(v.quantized, dtype=dtype), casts=())
+
+
+def _of_one_dtype(eqn: Any, *operands: Array) -> Array:
+    """The result of an op; where rotation has made operands wider than the program has them, rounded once."""
+    out, dtype = eqn.outvars[0].aval, jnp.result_type(*(v.dtype for v in operands[:2]))
+    if all(v.dtype == of.aval.dtype for v, of in zip(operands, eqn.invars, strict=True)):
+        return eqn.primitive.bind(*operands, **eqn.params)
+    operands = tuple(v.astype(dtype) if i < 2 else v for i, v in enumerate(operands))
+    return eqn.primitive.bind(*operands, **{**eqn.params, "preferred_element_type": dtype}).astype(out.dtype)
 
 
 def _has_tiles(choice: Choice, v: Any, other: Any) -> bool:
