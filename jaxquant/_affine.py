@@ -15,9 +15,9 @@ from . import _numerics as num
 from ._custom_vjp import custom_vjp
 from ._grid import Grid, frame_of, grid_of
 from ._groups import broadcast_groups, reduce_groups
+from ._hadamard import hadamard
 from ._platform._cpu import loaded
 from ._platform._division import divide
-from ._hadamard import hadamard
 from ._qarray import QArray, checked_operand, checked_qarray
 from ._qparams import QParams
 from ._ranges._fit import fit_qparams

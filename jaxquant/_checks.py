@@ -28,6 +28,12 @@ def is_index(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_index_array(value: Any) -> bool:
+    """Whether it is an array of integers with at least one axis."""
+    value = unwrapped(value)
+    return is_array(value) and value.ndim > 0 and jnp.issubdtype(value.dtype, jnp.integer)
+
+
 def is_float(dtype: Any) -> bool:
     """Whether it is one of the four floating dtypes; those of 8 bits and fewer are not."""
     return str(dtype) in _FLOATS
@@ -93,7 +99,7 @@ class NotAnArray:
         raise TypeError(
             f"A {type(self).__name__} is integers with a scale, and not an array. Params that q.freeze made are for "
             "q(frozen, ...), not for the function itself. Otherwise pass dequantize(v), or v.values for the integers, "
-            "or contract it by jaxquant.dot_general."
+            "contract it by jaxquant.dot_general, or take parts along its first axis by v[indices]."
         )
 
     __matmul__ = __rmatmul__ = __jax_array__ = __array__ = _refuse

@@ -20,18 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _checks as checks
+from ._gram import Gram
+from ._history import GradientHistory
 from ._integer._operands import with_own_sums
 from ._pack import pack, unpack
 from ._paths import named_in_errors, unboxed, with_paths
 from ._qarray import QArray, checked_qarray, frozen_from_json, frozen_to_json, scales_of
 from ._qparams import Log2QParams, QParams
+from ._ranges._histogram import Histogram
 from ._ranges._range import Range
 from ._spec import QuantSpec, spec_from_json, spec_to_json
 
 _SCHEMA = 4  # 3 had no specs of qparams, and all arrays in full; those before were in no release
 _HEADER = "__jaxquant__"
 _WIDE = {"float64", "int64", "uint64", "complex128"}
-_PAIRS: dict[str, type] = {"QParams": QParams, "Log2QParams": Log2QParams, "Range": Range}
+_GROUPS = {kind.__name__: kind for kind in (QParams, Log2QParams, Range, Histogram, Gram, GradientHistory)}
 _STATIC = "spec", "dtype"  # of what is in a group beside its arrays
 _OF_NUMPY = {"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))}
 _OF_NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
@@ -46,8 +49,9 @@ def save(path: Any, tree: Any) -> None:
     Args:
       path: str or path that ends in ".npz", which NumPy reads too, or ".safetensors", which needs the package
         safetensors (the extra of that name). A file there is replaced, at once and whole.
-      tree: any pytree of arrays, QArrays, QParams and Ranges: params, the result of `quantize_params` or of
-        `init_qparams`, or a dict of both. Arrays must be on this process's devices; with several processes use orbax.
+      tree: any pytree of arrays, QArrays, QParams, Ranges, Histograms, Grams and GradientHistories: params, the result
+        of `quantize_params` or of `init_qparams`, or a dict of both. Arrays must be on this process's devices; with
+        several processes use orbax.
 
     Gradient: none; arrays are read.
 
@@ -83,7 +87,11 @@ def save(path: Any, tree: Any) -> None:
                 "Rename a key."
             )
         leaves[name] = described
-        arrays |= _needed(name, described, parts, scales) if "spec" in described else parts
+        arrays |= (
+            _needed(name, described, parts, scales)
+            if {"spec", "scale"} <= {*described, *described["dtypes"]}
+            else parts
+        )
     said = {"leaves": leaves, "tree": _structure(tree, iter(leaves))}
     header = json.dumps({"schema": _SCHEMA, "sha256": _digest(said, arrays), **said})
     unfinished = path.with_name(f"{path.stem}.{secrets.token_hex(8)}{path.suffix}")
@@ -103,8 +111,8 @@ def load(path: Any, like: Any = None) -> Any:
     Args:
       path: str or path of the file.
       like: a pytree of the structure to return, whose leaves have the shapes, dtypes and specs to expect: arrays,
-        QArrays, QParams, Ranges, or what `jax.eval_shape` gives for them. None returns the tree as it was saved if it
-        was made of dicts, lists, tuples and None; other containers come back as dicts by key.
+        QArrays and what else `save` takes, or what `jax.eval_shape` gives for them. None returns the tree as it was
+        saved if it was made of dicts, lists, tuples and None; other containers come back as dicts by key.
 
     Returns:
       The pytree, of jax arrays.
@@ -201,7 +209,7 @@ def _unreadable(path: pathlib.Path) -> Iterator[None]:
 
 
 def _is_group(node: Any) -> bool:
-    return isinstance(node, QArray | QParams | Log2QParams | Range)
+    return isinstance(node, (QArray, *_GROUPS.values()))
 
 
 def _part(name: str, part: str) -> str:
@@ -213,7 +221,7 @@ def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
     said: dict[str, Any] = {"kind": type(leaf).__name__ if _is_group(leaf) else "array"}
     fields = _fields(leaf) if _is_group(leaf) else {"": leaf}
     arrays = {part: _numpy(_part(name, part), v) for part, v in fields.items() if part not in _STATIC}
-    if isinstance(leaf, QParams | Log2QParams) and leaf.spec:
+    if isinstance(leaf, QParams | Log2QParams | GradientHistory) and leaf.spec:
         said["spec"] = spec_to_json(leaf.spec)
     if isinstance(leaf, QArray):
         said |= {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": spec_to_json(leaf.spec)}
@@ -299,9 +307,9 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
     if described["kind"] == "array":
         return parts[""]
     spec = spec_from_json(described["spec"]) if "spec" in described else None
-    if described["kind"] in _PAIRS:
-        pair = _PAIRS[described["kind"]]
-        return pair(**parts, spec=spec) if spec else pair(**parts)
+    if described["kind"] in _GROUPS:
+        kind = _GROUPS[described["kind"]]
+        return kind(**parts, spec=spec) if spec else kind(**parts)
     assert spec is not None
     shape, dtype = tuple(described["shape"]), jnp.dtype(described["dtype"])
     if spec.bits <= 4:
@@ -373,7 +381,7 @@ def _fields(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, QArray):
         scales = {name: v for name, v in scales_of(leaf)._asdict().items() if v is not None}
         return {"values": leaf.values, **scales, "spec": leaf.spec, "dtype": leaf.dtype}
-    return leaf._asdict()
+    return vars(leaf) if isinstance(leaf, GradientHistory) else leaf._asdict()
 
 
 def _container(path: Any) -> tuple[pathlib.Path, tuple[Callable, Callable]]:

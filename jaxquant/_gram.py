@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The moments of the inputs that a weight contracts, which say what an error of the weight costs."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ._ranges._range import for_each
+from ._ranges._range import merged
 from ._sharding import is_explicit, replicated
 
 
@@ -85,10 +84,8 @@ def merge_grams(*grams: Any) -> Any:
     >>> grams["w"].products[0].tolist(), grams["w"].rows.item(), grams["w"].sums.tolist()
     ([22.0, 22.0, 22.0], 7.0, [12.0, 12.0, 12.0])
     """
-    if not grams or isinstance(grams[0], list):
-        raise TypeError(f"merge_grams takes Grams, got {'a list' if grams else 'none'}. Unpack it: (*grams).")
 
-    def merged(a: Gram, b: Gram) -> Gram:
+    def summed(a: Gram, b: Gram) -> Gram:
         if jnp.shape(a.products) != jnp.shape(b.products):
             raise ValueError(
                 f"`products` must have one shape, got {jnp.shape(a.products)} and {jnp.shape(b.products)}: Grams of "
@@ -96,5 +93,4 @@ def merge_grams(*grams: Any) -> Any:
             )
         return Gram(*(x + y for x, y in zip(a, b, strict=True)))
 
-    two = lambda a, b: for_each(merged, Gram, "merge_grams", a=a, b=b)
-    return functools.reduce(two, grams[1:], for_each(lambda a: a, Gram, "merge_grams", a=grams[0]))
+    return merged(summed, Gram, "merge_grams", grams)

@@ -13,10 +13,13 @@ from . import _numerics as num
 from ._affine import checked_qparams, dequantize, fake_quant, quantize, scale_gradient
 from ._grid import limits_of
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
+from ._qarray import QArray
 from ._qparams import QParams
 from ._ranges._fit import fit_qparams
+from ._ranges._range import observe
 from ._rule import Rule, Rules, checked_rules, pattern_in_words, shadowed
 from ._spec import QuantSpec, qparams_shape
+from ._writing import refuse_lost_scales, refuse_nan, refuse_unsigned_below_zero
 
 
 class _Leaf(NamedTuple):
@@ -248,6 +251,8 @@ def init_qparams(params: Any, rules: Rules, method: str = "minmax", *, bits: Any
     for leaf in _leaves(params, rules):
         if leaf.spec:
             with leaf.named_in_errors():
+                if not leaf.spec.signed and leaf.spec.symmetric:
+                    refuse_unsigned_below_zero(*observe(leaf.value, leaf.spec), leaf.spec)
                 found = fit_qparams(leaf.value, leaf.spec, method, bits=bits)
             fitted[leaf.path] = found if bits is not None else found._replace(spec=leaf.spec)
     return fitted
@@ -270,7 +275,8 @@ def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | 
 
     Raises:
       TypeError, ValueError: as `match_rules`, and as `quantize` with the path; for qparams whose paths differ from the
-        quantized parameters.
+        quantized parameters. Outside of jit, where values are known, also for a parameter that holds NaN, and for a
+        scale that training has made 0, negative or NaN, as `q.freeze`.
 
     Source: ONNX QuantizeLinear, as `quantize`.
 
@@ -281,7 +287,12 @@ def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | 
     """
     leaves = _leaves(params, rules)
     of_path, keys = _qparams_of(leaves, qparams), _keys_of(leaves, key)
-    one = lambda leaf, spec: quantize(leaf.value, spec, of_path[leaf.path], key=keys.get(leaf.path))
+    refuse_lost_scales(of_path)
+
+    def one(leaf: _Leaf, spec: QuantSpec) -> QArray:
+        refuse_nan(leaf.value)
+        return quantize(leaf.value, spec, of_path[leaf.path], key=keys.get(leaf.path))
+
     return _rebuilt(one, params, leaves)
 
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from . import _checks as checks
@@ -155,9 +157,26 @@ class QArray(checks.NotAnArray):
         """The part at an index of the first axes: integers, static or traced, and static slices, as of an array.
 
         An integer has the scale of its group. A slice may be a part of a group that spans its axis, but not of a block.
+        An array of integers alone picks parts along the first axis, such as the beams of a cache.
         """
+        if checks.is_index_array(index):
+            return self._picked(jnp.asarray(checks.unwrapped(index)))
         windows, picked = _indexed(self, index)
         return self._part(windows, picked)
+
+    def _picked(self, index: Array) -> "QArray":
+        """The parts along the first axis that indices say, as `_part` has each."""
+        n = self.shape[0] if self.ndim else 0
+        if not isinstance(index, jax.core.Tracer) and bool(((index < -n) | (index >= n)).any()):
+            raise IndexError(
+                f"`index` must be in [{-n}, {n}) for a QArray of shape {self.shape}, got {np.asarray(index).tolist()}. "
+                "Only traced integers are clamped."
+            )
+        at = jnp.clip(jnp.where(index < 0, index + n, index), 0, n - 1)
+        of_values = lambda v: v.at[at].get(mode="promise_in_bounds")
+        new = range(index.ndim - 1)
+        of_groups = lambda v: lax.expand_dims(v, new) if v.shape[0] == 1 else of_values(grouping.apart(v, 0, n))
+        return self._moved(of_values(self.values), of_groups)
 
     def _part(self, windows: grouping.Windows, picked: Sequence[int] = ()) -> "QArray":
         """A part, without the axes of which one element is picked."""
@@ -224,8 +243,8 @@ def _indexed(q: QArray, index: Any) -> tuple[grouping.Windows, list[int]]:
     if wrong:
         raise TypeError(
             f"A QArray is indexed by integers and static slices, one for each of its first axes, got "
-            f"{checks.kind(wrong[0])}. Params that q.freeze made are for q(frozen, ...), not for the function itself; "
-            "else index dequantize(v) or v.values."
+            f"{checks.kind(wrong[0])}. Parts along the first axis are v[indices]; along others, move that axis first. "
+            "Params that q.freeze made are for q(frozen, ...), not for the function itself."
         )
     if len(entries) > q.ndim:
         raise IndexError(

@@ -38,6 +38,10 @@ def weight_spec(bits: int = 8, channel_axis: Any = None, block_size: int | None 
             f"`channel_axis` must be an axis of the parameter, got {channel_axis}, which looks like a group size. Pass "
             f"weight_spec({bits}, block_size={abs(channel_axis)})."
         )
+    if isinstance(block_size, int) and block_size < 0:
+        raise ValueError(
+            f"`block_size` must be at least 1, got {block_size}. One scale for all of a channel is block_size=None."
+        )
     if block_size is None:
         return QuantSpec(bits=bits, granularity=PerChannel(channel_axis), **kw)
     if channel_axis is not None and not isinstance(channel_axis, tuple | list):

@@ -15,6 +15,7 @@ from ._affine import quantize, real_values
 from ._groups import broadcast_groups
 from ._qarray import QArray
 from ._qparams import QParams
+from ._ranges._histogram import added_counts
 from ._spec import QuantSpec
 
 _COUNTED_BITS = 8  # levels are counted up to here
@@ -80,8 +81,11 @@ def _level_number(q: QArray) -> Array:
 
 
 def merge_tallies(a: Tally, b: Tally) -> Tally:
-    """The tally of the values of both."""
-    return Tally(*map(jnp.add, a, b))._replace(max_error=jnp.maximum(a.max_error, b.max_error))
+    """The tally of the values of both; counts are halved together where there are more than 2 ** 31."""
+    sizes, clipped, levels = zip(*((t.size[..., None], t.clipped, t.levels) for t in (a, b)), strict=True)
+    size, clipped, levels = added_counts(*sizes, clipped, levels)
+    largest = jnp.maximum(a.max_error, b.max_error)
+    return Tally(size[..., 0], a.signal + b.signal, a.noise + b.noise, largest, clipped, levels)
 
 
 def tally_across(t: Tally, axes: Collection[str]) -> Tally:

@@ -488,14 +488,14 @@ def test_nothing_is_contracted():
     assert [d.shape for d in found] == [(8, 0), (0, 32)]
 
 
-def test_a_sum_of_a_gradient_that_may_not_fit_int32_is_refused():
-    """Of 127 times up to 255, of affine channels whose scales are multiplied into g."""
+def test_a_sum_of_a_gradient_whose_digits_may_not_fit_int32_is_refused():
+    """Of 127 times up to 255 in two digits, of affine channels whose scales are multiplied into g."""
     rule = Rule("w", OPERANDS["affine"][0], QuantSpec(), gradient=(QuantSpec(), None))
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, F)
     of = lambda n: jax.eval_shape(gradients(matmul, [rule]), struct(8, n), struct(1, 8), struct(1, n))
-    of(66_000)
-    with pytest.raises(ValueError, match="does not fit int32"):
-        of((2**31 - 1) // (127 * 255) + 1)
+    of((2**31 - 1) // (127 * 128))
+    with pytest.raises(ValueError, match="does not fit the sums of their digits"):
+        of((2**31 - 1) // (127 * 128) + 1)
 
 
 def test_a_sum_of_a_gradient_of_a_convolution_is_as_long_as_its_output():

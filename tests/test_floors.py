@@ -21,7 +21,7 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
     ("_hadamard", "_scale_formats"),
     ("_spec",),
     ("_qarray", "_qparams", "_recipes"),
-    ("_grid",),
+    ("_grid", "_writing"),
     ("_ranges/_range", "_ranges/_histogram", "_ranges/_fit"),
     ("_affine",),
     ("_cache", "_gram", "_history", "_straight_through", "_tally"),

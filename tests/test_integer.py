@@ -112,6 +112,37 @@ def test_matmul(of_a, of_b, execution, compared):
         assert differ == 0
 
 
+@cases(
+    ("of_b", "length", "execution"),
+    [
+        *itertools.product(["symmetric", "affine", "symmetric 16", "affine 16"], [517, 1100], EXECUTIONS),
+    ],
+    [("affine", 1100, "int8"), ("affine 16", 517, "float32")],
+)
+def test_sums_of_16_bits_that_int32_does_not_hold(of_b, length, execution):
+    """In digits of 8 bits, rounded once."""
+    rng, wide = np.random.default_rng(length), {"symmetric 16": QuantSpec(bits=16)}
+    wide["affine 16"] = QuantSpec(bits=16, symmetric=False)
+    for of_a in wide.values():
+        for extreme in (False, True):
+            a = array(rng, (5, length), of_a, extreme)
+            b = array(rng, (length, 7), per_channel(wide.get(of_b) or TYPES[of_b], -1), extreme)
+            assert_same_bits(dot_general(a, b, MATMUL, execution=execution), matmul64(a, b))
+
+
+def test_a_convolution_of_16_by_8_bits():
+    rng, window = np.random.default_rng(4), (3, 3, 64, 4)
+    x, w = array(rng, (2, 5, 5, 64), QuantSpec(bits=16)), array(rng, window, per_channel(TYPES["symmetric"], 3))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    got = conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=numbers)
+    integers = lambda q: np.asarray(q.values, np.int64)
+    want = sum(
+        np.tensordot(integers(x)[:, i : i + 3, j : j + 3], integers(w)[i, j], 1) for i in range(3) for j in range(3)
+    )
+    scale = np.float32(x.scale) * np.asarray(w.scale).reshape(-1)
+    assert_same_bits(got, want.astype(np.float32) * scale)
+
+
 def test_a_matmul_of_unsigned_16_bits():
     rng, wide = np.random.default_rng(3), QuantSpec(bits=16, signed=False, symmetric=False)
     a, b = array(rng, (5, 60), wide), array(rng, (60, 7), per_channel(TYPES["unsigned affine"], -1))

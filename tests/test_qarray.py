@@ -240,11 +240,22 @@ def test_an_iteration_ends_and_an_index_is_checked():
     for index in (4, -5):
         with pytest.raises(IndexError, match="out of range for a QArray"):
             q[index]
-    for index in (..., (0, None), True, None, 1.0, jax.device_put(np.arange(2))):
+    for index in (..., (0, None), True, None, 1.0, np.ones(4, bool), (0, np.arange(2))):
         with pytest.raises(TypeError, match="by integers and static slices"):
             q[index]
     with pytest.raises(IndexError, match=r"shape \(\)"):
         quantized(PerTensor(), ())[0]
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel((0, 2)), PerChannel(1), PerBlock(0, 2)])
+def test_indices_pick_parts_along_the_first_axis(granularity):
+    """Eagerly and compiled: the beams of a cache."""
+    q, at = quantized(granularity), np.array([[2, -1], [2, 0]])
+    for pick in (lambda q, at: q[at], jax.jit(lambda q, at: q[at])):
+        np.testing.assert_array_equal(dequantize(pick(q, at)), dequantize(q)[at])
+    np.testing.assert_array_equal(dequantize(jax.jit(lambda q, at: q[at])(q, at + 100)), dequantize(q)[at * 0 + 3])
+    with pytest.raises(IndexError, match=r"must be in \[-4, 4\)"):
+        q[at + 3]
 
 
 @pytest.mark.parametrize(

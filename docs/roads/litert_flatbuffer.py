@@ -29,7 +29,14 @@ mark_p.def_abstract_eval(lambda x, *_, **__: ShapedArray(x.shape, x.dtype))
 def site(info, x):
     """x, to be a tensor of int8 with these qparams, which are constants once the program is a straight line."""
     if info.qparams is None:
-        raise ValueError(f"{info.name!r} is dynamic, expected qparams. Pass q.init_qparams(...).")
+        per_token = info.is_per_token
+        fix = "Give its rule one scale, activation_spec(8)" if per_token else "Pass qparams=q.init_qparams(...)"
+        made = (
+            "has a scale for each token, which each call computes and this graph does not"
+            if per_token
+            else "is dynamic"
+        )
+        raise ValueError(f"{info.name!r} {made}; expected qparams. {fix}.")
     if info.spec.dtype != jnp.int8:
         raise ValueError(f"{info.name!r} is of {info.spec.dtype}, expected int8. Take a signed spec of up to 8 bits.")
     if info.op not in CONSUMERS:  # a table of rows that are looked up, which LiteRT has in float

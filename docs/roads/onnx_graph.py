@@ -133,7 +133,14 @@ def along_blocks(v, shape):
 def site(info, x):
     """The operand of a site."""
     if info.qparams is None:
-        raise ValueError(f"{info.name!r} is dynamic, expected qparams. Pass q.init_qparams(...).")
+        per_token = info.is_per_token
+        fix = "Give its rule one scale, activation_spec(8)" if per_token else "Pass qparams=q.init_qparams(...)"
+        made = (
+            "has a scale for each token, which each call computes and this graph does not"
+            if per_token
+            else "is dynamic"
+        )
+        raise ValueError(f"{info.name!r} {made}; expected qparams. {fix}.")
     spec = info.spec
     if spec.dtype not in (jnp.int8, jnp.uint8):
         raise ValueError(f"{info.name!r} is of {spec.dtype}, ONNX multiplies int8 and uint8. Take up to 8 bits.")

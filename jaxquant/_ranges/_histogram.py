@@ -12,7 +12,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._spec import QuantSpec, checked_spec, qparams_shape
-from ._range import Range, for_each, no_nonfinite, rows_of
+from ._range import Range, for_each, merged, no_nonfinite, rows_of
 
 _FRACTION_BITS = 5
 _BINS = 2 ** (9 + _FRACTION_BITS)
@@ -53,7 +53,7 @@ def histogram(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Histogra
 
     Returns:
       Histogram, 64 KiB for each group, whatever x is. Add batches by `merge_histograms`; under `shard_map` add shards
-      by `lax.psum`. Exact up to 2 ** 32 - 1 values in a group, and wrong beyond.
+      by `lax.psum`, which holds up to 2 ** 32 - 1 values in a bin.
 
     Gradient: none; counts are integers.
 
@@ -73,19 +73,22 @@ def histogram(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Histogra
     return _histogram(x, checked_spec(spec))
 
 
-def merge_histograms(a: Any, b: Any) -> Any:
-    """The histogram of the values of two: the sum of the counts, associative and commutative.
+def merge_histograms(*histograms: Any) -> Any:
+    """The histogram of the values of several: the sum of the counts.
+
+    Associative and commutative as long as no bin has more than 2 ** 31 values. Where one would, all counts of its group
+    are halved first, on both sides, so that shares stay, and the ends of the range; counts are rounded up.
 
     Args:
-      a, b: Histogram, of one shape; or dicts of them with the same keys.
+      *histograms: one or more: Histogram, of one shape; or dicts of them with the same keys.
 
     Returns:
-      Histogram of that shape, or a dict of them like `a`.
+      Histogram of that shape, or a dict of them like the first.
 
     Gradient: none; counts are integers.
 
     Raises:
-      TypeError: for anything but Histograms or dicts of them.
+      TypeError: for anything but Histograms or dicts of them, such as a list of them, and for no argument.
       ValueError: for different keys or shapes.
 
     Source: as `histogram`.
@@ -97,13 +100,26 @@ def merge_histograms(a: Any, b: Any) -> Any:
     6
     """
 
-    def merged(a: Histogram, b: Histogram) -> Histogram:
+    def summed(a: Histogram, b: Histogram) -> Histogram:
         for name, h in (("a", a), ("b", b)):
             _checked_counts(name, h)
         checks.shape("b", b.counts, a.counts.shape, "the shape of `a`")
-        return Histogram(a.counts + b.counts)
+        return Histogram(*added_counts(a.counts, b.counts))
 
-    return for_each(merged, Histogram, "merge_histograms", a=a, b=b)
+    return merged(summed, Histogram, "merge_histograms", histograms)
+
+
+@jax.jit
+def added_counts(a: Array, b: Array, *others: tuple[Array, Array]) -> tuple[Array, ...]:
+    """The sums of pairs of counts, uint32, which are halved where one of the first, along the last axis, has no room.
+
+    Rounded up, so that what was counted is not forgotten.
+    """
+    half = jnp.maximum(a, b).max(-1, keepdims=True) >> 31
+    sizes = [half] + [half[..., 0] if own.ndim < a.ndim else half for own, _ in others]
+    halved = lambda v, half: (v >> half) + (v & half)
+    total = lambda a, b: jnp.where(a + b < a, np.uint32(2**32 - 1), a + b)
+    return tuple(total(halved(a, half), halved(b, half)) for (a, b), half in zip(((a, b), *others), sizes, strict=True))
 
 
 def _checked_counts(name: str, h: Histogram) -> None:
@@ -119,13 +135,45 @@ def _checked_counts(name: str, h: Histogram) -> None:
         )
 
 
+class _Wide(NamedTuple):
+    """Counts beyond uint32: `high * 2 ** 16 + low`, with low < 2 ** 16."""
+
+    high: Array
+    low: Array
+
+    @staticmethod
+    def of(high: Array, low: Array) -> "_Wide":
+        return _Wide(high + (low >> 16), low & 0xFFFF)
+
+    @staticmethod
+    def cumsum(counts: Array) -> "_Wide":
+        return _Wide.of(*(jnp.cumsum(v, -1, dtype=jnp.uint32) for v in (counts >> 16, counts & 0xFFFF)))
+
+    def at(self, i: int) -> "_Wide":
+        return _Wide(*(v[..., i, None] for v in self))
+
+    def minus(self, other: "_Wide") -> "_Wide":
+        borrows = (self.low < other.low).astype(jnp.uint32)
+        return _Wide(self.high - other.high - borrows, self.low + (borrows << 16) - other.low)
+
+    def times(self, share: float) -> "_Wide":
+        """As float32 has the product, rounded down; no more than this."""
+        product = jnp.floor((self.high.astype(jnp.float32) * 2**16 + self.low.astype(jnp.float32)) * share)
+        high = jnp.floor(product / 2**16)
+        part = _Wide.of(high.astype(jnp.uint32), (product - high * 2**16).astype(jnp.uint32))
+        return _Wide(*(jnp.where(part.is_above(self), whole, v) for v, whole in zip(part, self, strict=True)))
+
+    def is_above(self, other: "_Wide") -> Array:
+        return (self.high > other.high) | ((self.high == other.high) & (self.low > other.low))
+
+
 @functools.partial(jax.jit, static_argnames="outside")
 def _range_of_counts(counts: Array, outside: float) -> Range:
-    seen = jnp.cumsum(counts, -1, dtype=jnp.uint32)
-    count = seen[..., -1:]
-    last = jnp.maximum(count, 1) - 1
-    beyond = jnp.minimum(jnp.floor(last.astype(jnp.float32) * outside).astype(jnp.uint32), last)
-    bin_of = lambda rank: jnp.argmax(seen > rank, -1).astype(jnp.int32)
+    seen = _Wide.cumsum(counts)
+    count = seen.at(-1)
+    last = count.minus(_Wide(jnp.uint32(0), (count.high | count.low != 0).astype(jnp.uint32)))
+    beyond = last.times(outside)
+    bin_of = lambda rank: jnp.argmax(seen.is_above(rank), -1).astype(jnp.int32)
     half, rest = _BINS // 2, 23 - _FRACTION_BITS
 
     def edge(index, upper):
@@ -135,8 +183,8 @@ def _range_of_counts(counts: Array, outside: float) -> Range:
         magnitude = lax.bitcast_convert_type((size << rest) + outer, jnp.float32)
         return jnp.where(negative, -magnitude, magnitude)
 
-    empty = count[..., 0] == 0
-    x_min, x_max = edge(bin_of(beyond), False), edge(bin_of(last - beyond), True)
+    empty = (count.high | count.low)[..., 0] == 0
+    x_min, x_max = edge(bin_of(beyond), False), edge(bin_of(last.minus(beyond)), True)
     return Range(jnp.where(empty, jnp.inf, x_min), jnp.where(empty, -jnp.inf, x_max))
 
 

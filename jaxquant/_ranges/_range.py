@@ -3,7 +3,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -267,14 +267,25 @@ def for_each(f: Callable, kind: type, function: str, **values: Any) -> Any:
     )
 
 
-def _map_ranges(function: str, f: Callable, a: Any, b: Any) -> Any:
+def merged(merge: Callable, kind: type, function: str, values: Sequence[Any]) -> Any:
+    """What `merge` makes of two, of any number of values of one kind, or of dicts of them."""
+    if not values or isinstance(values[0], list):
+        got = "a list. Unpack it: (*values)" if values else f"none. Pass one or more, or dicts of {kind.__name__}"
+        raise TypeError(f"{function} takes values of type {kind.__name__}, got {got}.")
+    two = lambda a, b: for_each(merge, kind, function, a=a, b=b)
+    return functools.reduce(two, values[1:], for_each(lambda a: a, kind, function, a=values[0]))
+
+
+def _of_two_ranges(f: Callable[[Range, Range], Range]) -> Callable[[Range, Range], Range]:
+    """`f` of two ranges whose ends have been checked."""
+
     def of(a: Range, b: Range) -> Range:
         ends = [checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32)) for r in (a, b)]
         for name, one, other in zip(("x_min", "x_max"), *ends, strict=True):
             checks.shape(f"{name} of b", other, one.shape, "the shape in `a`")
         return f(Range(*ends[0]), Range(*ends[1]))
 
-    return for_each(of, Range, function, a=a, b=b)
+    return of
 
 
 def merge_ranges(*ranges: Any) -> Any:
@@ -301,11 +312,8 @@ def merge_ranges(*ranges: Any) -> Any:
     >>> [end.item() for end in merge_ranges(Range(-1.0, 2.0), Range(-3.0, 1.0), Range(0.0, 5.0))]
     [-3.0, 5.0]
     """
-    if not ranges or isinstance(ranges[0], list):
-        raise TypeError(f"merge_ranges takes ranges, got {'a list' if ranges else 'none'}. Unpack it: (*ranges).")
-    merged = lambda a, b: Range(jnp.minimum(a.x_min, b.x_min), jnp.maximum(a.x_max, b.x_max))
-    two = lambda a, b: _map_ranges("merge_ranges", merged, a, b)
-    return functools.reduce(two, ranges[1:], two(ranges[0], ranges[0]))
+    widest = lambda a, b: Range(jnp.minimum(a.x_min, b.x_min), jnp.maximum(a.x_max, b.x_max))
+    return merged(_of_two_ranges(widest), Range, "merge_ranges", (*ranges[:1], *ranges))
 
 
 @jax.jit
@@ -343,4 +351,4 @@ def ema_ranges(a: Any, b: Any, decay: Any) -> Any:
     [-1.5, 1.5]
     """
     decay = checks.fraction("decay", decay)
-    return _map_ranges("ema_ranges", lambda a, b: _ema(a, b, decay), a, b)
+    return for_each(_of_two_ranges(lambda a, b: _ema(a, b, decay)), Range, "ema_ranges", a=a, b=b)

@@ -60,7 +60,9 @@ def unused_rule(i: int, matcher: Matcher, ops: Sequence[MatchedOp]) -> ValueErro
     if i in matcher.shadowed:
         return ValueError(shadowed(i, rule, *matcher.shadowed[i]))
     pattern = pattern_in_words(rule.pattern)
-    names = [name for op in ops if op.kind == rule.kind for side in range(2) for name in op.subjects(side)]
+    names = [
+        name for op in ops if op.kind == rule.kind for side in range(len(op.origins)) for name in op.subjects(side)
+    ]
     names = matcher.arguments if rule.kind == "cache" else names
     why = _why_unused(rule, names, matcher, ops)
     return ValueError(
@@ -92,7 +94,9 @@ def _why_unused(rule: Rule, names: Sequence[str], matcher: Matcher, ops: Sequenc
         return f" It matches the parameter {path!r}, which is in an op of kind {kind!r}{said}.{more}"
     if rule.kind != "weight":
         return ""
-    of_kinds = {op.kind: name for op in ops for side in range(2) for name in op.subjects(side) if matches(name)}
+    of_kinds = {
+        op.kind: name for op in ops for side in range(len(op.origins)) for name in op.subjects(side) if matches(name)
+    }
     if kind := next((kind for kind in KINDS[1:] if kind in of_kinds), None):
         return f" It matches {of_kinds[kind]!r}, which is of kind {kind!r}: Rule(..., kind={kind!r})."
     if parameters:

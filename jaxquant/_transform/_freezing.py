@@ -9,17 +9,14 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
 
 from .._affine import is_quantized_with, quantize
 from .._integer._operands import with_own_sums
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._qarray import Frozen, QArray, changed, check_dtypes, check_sums, packed_dtype
 from .._qparams import QParams
-from .._scale_formats import TINY
 from .._sharding import is_inside_shard_map
+from .._writing import refuse_nan
 from ._entries import Entries, Entry, check_reads
 
 
@@ -31,7 +28,7 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
     spec = entry.spec
     with named_in_errors(path, rule=entry.rule):
         check_reads(entry, "frozen")
-        _refuse_nan(leaf)
+        refuse_nan(leaf)
         own = entries.noise_key(key, path) if spec.rounding == "stochastic" and key is not None else None
         q = changed(quantize(entry.rotated(leaf), spec, qparams.get(path), key=own), dtype=leaf.dtype)
     return laid_out(q, entry, entries, qparams)
@@ -47,34 +44,6 @@ def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QP
     frozen = Frozen(q.shape, qparams.get(entry.key) is not None, has_static_inputs, entry.rule.activation, *rotated)
     q = dataclasses.replace(q, values=values, order=entry.order, frozen=frozen)
     return q if entry.summed is None else with_own_sums(q, sorted(entry.summed))
-
-
-def _refuse_nan(leaf: Array) -> None:
-    total = jnp.sum(leaf)  # traced under jit, though the leaf be known
-    if isinstance(total, jax.core.Tracer) or not np.isnan(np.asarray(total)):
-        return
-    count = int(jnp.isnan(leaf).sum())
-    if count:
-        raise ValueError(
-            f"the parameter has {count} NaN, which integers cannot hold: outputs that are NaN now would be numbers "
-            "when it is served. Fix what made them."
-        )
-
-
-def refuse_lost_scales(qparams: Mapping[str, QParams | None]) -> None:
-    """Raises for scales that an optimizer has moved to where no scale is."""
-    for name, of in qparams.items():
-        if not isinstance(of, QParams) or isinstance(of.scale, jax.core.Tracer):
-            continue
-        scale = np.asarray(of.scale)
-        lost = ~((scale >= TINY) & (scale < np.inf))
-        if lost.any():
-            raise ValueError(
-                f"At {name!r}: {int(lost.sum())} of {scale.size} scales are 0, negative or not finite, got "
-                f"{scale[lost].flat[0]} as the first: what they scale is served as zeros or NaN. Train their "
-                "logarithms, to_log2(qparams), in which any step keeps a scale positive; or train qparams at a smaller "
-                "learning rate."
-            )
 
 
 def refuse_changed(params: Any) -> None:

@@ -77,7 +77,7 @@ def layout_of(decision: Decision, side: int, shape: tuple[int, ...]) -> Layout:
 
 
 def _along(choice: Choice, matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes of the parameter, from its end, along which the contracted axes of its operand run, as `Layout` has them."""
+    """The axes of the parameter, from its end, along which the contracted axes of an operand run; see `Layout`."""
     origin, found = choice.operand.origin, []
     names = {move.primitive.name for move in origin.moves or () if move.primitive is not None}
     for i in matrix.contracted:

@@ -25,9 +25,10 @@ from .._params import checked_lsq_gradient, with_lsq_gradient
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from .._qparams import QParams
 from .._ranges._fit import fit_qparams
-from .._ranges._range import Range, qparams_from_range
+from .._ranges._range import Range, observe, qparams_from_range
 from .._rule import Rules, checked_rules, pattern_in_words
 from .._tally import Tally
+from .._writing import refuse_lost_scales, refuse_unsigned_below_zero
 from ._caches import CacheRules
 from ._call import (
     OWN_ARGUMENTS,
@@ -39,7 +40,7 @@ from ._call import (
 )
 from ._decide import Decisions
 from ._entries import Entries, Entry
-from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges, refuse_lost_scales
+from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges
 from ._layout import Layout
 from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, check_weights, grams, has_range, uses_of_weights
 from ._plan import Plan, Site
@@ -448,6 +449,8 @@ def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:
         if leaf.frozen and not leaf.frozen.from_qparams:  # whose scale is fitted to its values
             return None
         return QParams(leaf.step, leaf.zero_point.astype(jnp.float32))
+    if not entry.spec.signed and entry.spec.symmetric:
+        refuse_unsigned_below_zero(*observe(entry.rotated(leaf), entry.spec), entry.spec)
     return fit_qparams(entry.rotated(leaf), entry.spec, method)
 
 
@@ -467,6 +470,7 @@ def _of_input(r: Any, entry: Entry) -> QParams | None:
             "no batch has reached this input, whose range is Range(inf, -inf): a branch not taken, or a loop without a "
             "turn. Observe batches that do; or make it dynamic by ranges[entry] = None, or static by a Range you know."
         )
+    refuse_unsigned_below_zero(r.x_min, r.x_max, entry.spec)
     return qparams_from_range(r, entry.spec)
 
 

@@ -494,9 +494,9 @@ def _as_rotated(choice: Choice, v: QuantizedParam) -> QuantizedParam:
 
 def _of_one_dtype(eqn: Any, *operands: Array) -> Array:
     """The result of an op; where rotation has made operands wider than the program has them, rounded once."""
-    out, dtype = eqn.outvars[0].aval, jnp.result_type(*(v.dtype for v in operands[:2]))
     if all(v.dtype == of.aval.dtype for v, of in zip(operands, eqn.invars, strict=True)):
         return eqn.primitive.bind(*operands, **eqn.params)
+    out, dtype = eqn.outvars[0].aval, jnp.promote_types(*(v.dtype for v in operands[:2]))
     operands = tuple(v.astype(dtype) if i < 2 else v for i, v in enumerate(operands))
     return eqn.primitive.bind(*operands, **{**eqn.params, "preferred_element_type": dtype}).astype(out.dtype)
 
