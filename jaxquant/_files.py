@@ -87,11 +87,8 @@ def save(path: Any, tree: Any) -> None:
                 "Rename a key."
             )
         leaves[name] = described
-        arrays |= (
-            _needed(name, described, parts, scales)
-            if {"spec", "scale"} <= {*described, *described["dtypes"]}
-            else parts
-        )
+        has_scale = "spec" in described and "scale" in described["dtypes"]
+        arrays |= _needed(name, described, parts, scales) if has_scale else parts
     said = {"leaves": leaves, "tree": _structure(tree, iter(leaves))}
     header = json.dumps({"schema": _SCHEMA, "sha256": _digest(said, arrays), **said})
     unfinished = path.with_name(f"{path.stem}.{secrets.token_hex(8)}{path.suffix}")

@@ -84,15 +84,65 @@ def test_hadamard_has_the_same_bits_everywhere(dtype):
     turned, by_one = hadamard(v, (1,)), jnp.stack([hadamard(row, (0,)) for row in v])
     assert_same_bits(by_one, turned)
     assert_same_bits(jax.vmap(lambda row: hadamard(row, (0,)))(v), turned)
-    want = turned + gain[None]
-    assert_same_bits(jax.jit(lambda x, gain: hadamard(x * gain[None], (1,)) + gain[None])(x, gain), want)
-    step = lambda c, row: (c, hadamard(row * gain, (0,)) + gain)
+    wide = gain.astype(F)  # in which it is rotated
+    want = turned + wide[None]
+    assert_same_bits(jax.jit(lambda x, gain: hadamard(x * gain[None], (1,)) + wide[None])(x, gain), want)
+    step = lambda c, row: (c, hadamard(row * gain, (0,)) + wide)
     assert_same_bits(lax.scan(step, 0, x)[1], want)
     by_hand = v.astype(F)
     for _ in range(3):
         a, b = by_hand.reshape(6, 3, 4, 2)[..., 0], by_hand.reshape(6, 3, 4, 2)[..., 1]
         by_hand = np.concatenate([np.asarray(a + b), np.asarray(a - b)], -1).reshape(6, 24)
-    assert_same_bits(turned, jnp.asarray(by_hand * F(8**-0.5)).astype(dtype))
+    assert_same_bits(turned, jnp.asarray(by_hand * F(8**-0.5)))
+
+
+FLOAT16 = {
+    "x @ w": DOT,
+    "wider": lambda params, x: jnp.dot(x, params["w"], preferred_element_type=F),
+    "cast": lambda params, x: (x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)).astype(F),
+}
+FLOAT16_RULES = {
+    "weights alone": {"activation": None}, "8 bits": {"activation": activation_spec(8)},
+    "gradients too": {"activation": activation_spec(8), "gradient": QuantSpec()},
+}  # fmt: skip
+
+
+@pytest.mark.bits
+@cases("f, rule", list(itertools.product(FLOAT16, FLOAT16_RULES)), [("x @ w", "weights alone"), ("cast", "8 bits")])
+def test_rotated_float16_is_as_wide_as_float32(f, rule):
+    """Inputs of 1,500 sum to more than float16 holds before they are scaled back."""
+    params = {"w": jnp.asarray(normal(0, 512, 16) / 1000, jnp.float16)}
+    x = jnp.asarray(1500 + normal(1, 4, 512), jnp.float16)
+    q = quantize_fn(FLOAT16[f], [Rule("w", weight_spec(8), rotate="hadamard", **FLOAT16_RULES[rule])])
+    frozen, whole = q.freeze(params, x), np.asarray(params["w"], np.float64)
+    want = np.asarray(x, np.float64) @ whole
+    assert_same_bits(q(frozen, x), q(params, x))
+    np.testing.assert_allclose(q(params, x), want, atol=0.02 * np.abs(want).max())
+    assert frozen["w"].dtype == jnp.float16
+    np.testing.assert_allclose(dequantize(frozen["w"]), whole, atol=5e-5)
+    sum_of = lambda params, x: q(params, x).astype(F).sum()
+    of_params, of_x = jax.grad(sum_of, (0, 1))(params, x)
+    np.testing.assert_allclose(of_params["w"][:, 0], np.asarray(x, F).sum(0), rtol=0.02)
+    np.testing.assert_allclose(of_x[0], whole.sum(1), atol=0.02 * np.abs(whole.sum(1)).max())
+    assert_same_bits(jax.grad(sum_of, 1)(frozen, x), of_x)
+
+
+LAYOUTS = {
+    "rows": (DOT, (24, 5)), "columns": (lambda p, x: x @ p["w"].T, (5, 24)),
+    "merged": (lambda p, x: x @ p["w"].reshape(24, 5), (4, 6, 5)),
+    "heads": (lambda p, x: jnp.einsum("bk,nhk->bnh", x, p["w"]), (5, 2, 24)),
+}  # fmt: skip
+
+
+@cases("layout", LAYOUTS, ["rows"])
+def test_real_values_are_rotated_back(layout):
+    f, shape = LAYOUTS[layout]
+    params = {"w": normal(1, *shape)}
+    q = quantize_fn(f, [ROTATED("w", W4)])
+    frozen = q.freeze(params, X)
+    np.testing.assert_allclose(f({"w": dequantize(frozen["w"])}, X), q(frozen, X), atol=1e-4)
+    with pytest.raises(ValueError, match="was frozen by a rule with rotate="):
+        dequantize(frozen["w"].T)  # of which the axes are others
 
 
 def test_hadamard_in_float64_and_its_gradient():
@@ -496,6 +546,5 @@ def test_rotated_integers_serve_nothing_else():
     for f in (without, quantize_fn(lambda p, x: jnp.tanh(p["w"]), [Rule("*", W4, optional=True, kind="captured")])):
         with pytest.raises(ValueError, match=r"At 'w'.*frozen by a rule that rotates its rows"):
             f(frozen, X)
-    for use in (dequantize, lambda w: dot_general(X, w, (((1,), (0,)), ((), ())))):
-        with pytest.raises(ValueError, match="was frozen by a rule with rotate="):
-            use(frozen["w"])
+    with pytest.raises(ValueError, match="was frozen by a rule with rotate="):
+        dot_general(X, frozen["w"], (((1,), (0,)), ((), ())))
