@@ -400,7 +400,7 @@ def test_ranges_of_any_number_of_batches():
     assert (got.x_min, got.x_max) == (-3, 6)
     assert merge_ranges(batches[1])["a"].x_max == 2
     for wrong in ((), (batches,)):
-        with pytest.raises(TypeError, match=r"merge_ranges takes ranges.*\(\*ranges\)"):
+        with pytest.raises(TypeError, match=r"merge_ranges takes Ranges.*\(\*values\)"):
             merge_ranges(*wrong)
 
 

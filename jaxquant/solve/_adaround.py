@@ -135,11 +135,11 @@ def adaround(
     """
     freeze = checks.static_bool("freeze", freeze)
     steps = checks.static_int_between("steps", steps, 1, 2**31 - 1)
-    model = model_of(params, q, grams, args, kwargs, qparams).on_grids()
+    model = model_of(params, q, grams, args, kwargs, qparams).on_grids().seen_whole()
 
     def solve(weight: Weight) -> Array:
         assert weight.qparams is not None
         leaf, errors = _solved(array(weight.leaf), weight.gram, weight.qparams, weight.form, steps)
-        return checked(weight.path, leaf, errors, progress)
+        return checked(weight, leaf, errors, progress)
 
     return model.solved(solve, freeze)

@@ -21,6 +21,7 @@ from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._layout import layout_of
 from .._transform._quantize_fn import QuantizedFunction
 from .._transform._source import Program
+from ._folds import narrowed
 from ._weights import Form, Model, Weight, array, model_of, shapes_of
 
 Progress = Callable[[str, str | None, float, float], None]  # (path, why it is left, error before, error after)
@@ -98,7 +99,9 @@ def _corrected(model: Model, found: _Found, errors: dict[str, _Error]) -> dict[s
             added = _of_elements(errors[path].mean, channels, leaves[bias].shape)
             new[bias] = new[bias] + added if bias in new else added
     wide = {path: array(leaves[path]).astype(num.compute_dtype(leaves[path].dtype)) for path in new}
-    return {path: num.downcast(wide[path] + v.astype(wide[path].dtype), leaves[path].dtype) for path, v in new.items()}
+    return {
+        path: narrowed(path, wide[path] + v.astype(wide[path].dtype), leaves[path].dtype) for path, v in new.items()
+    }
 
 
 def _report(progress: Progress, path: str, why: str | None, error: _Error) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from .. import _checks as checks
@@ -14,36 +15,46 @@ from .._jaxpr._channels import NoFactorsError
 from .._jaxpr._folding import Fold
 from .._paths import with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
-from ._folds import Operands, folded, in_words, is_whole, largest, operands_of
-from ._weights import checked_function, shapes_of
+from ._folds import Operands, folded, in_words, is_whole, largest, of_channels, operands_of
+from ._weights import array, checked_function, shapes_of
 
 Progress = Callable[[str, float, float], None]  # (path, ratio of ranges before, after)
 
 
-def _pairs(operands: Operands) -> dict[str, Fold]:
-    """The weights whose inputs other weights make, with how a factor for each input is folded into both."""
+def _pairs(operands: Operands, unfolded: str) -> tuple[dict[str, Fold], list[str]]:
+    """The weights whose inputs other weights make, with how a factor for each input is folded into both.
+
+    And those that are behind other weights, but make no such pair.
+    """
     found: dict[str, Fold] = {}
     done: set[str] = set()
-    errors = []
+    behind: dict[str, str] = {}  # why a weight behind others that are quantized makes no pair
+    first: list[str] = []  # why another makes none
     for path in operands.of:
         if path in done:
             continue
         try:
             pair = operands.fold(path)
         except NoFactorsError as error:
-            errors.append(in_words(path, error))
+            if operands.follows_weights(path):
+                behind[path] = in_words(path, error)
+            else:
+                first.append(in_words(path, error))
             continue
         done.update(other for other in pair.paths(-1) if is_whole(pair, other))
         if any(other in operands.of for other in pair.paths(1)):
             found[path] = pair
         else:
-            errors.append(f"At {path!r}: its inputs come from {pair.paths(1)}, which no rule quantizes.")
+            first.append(f"At {path!r}: its inputs come from {pair.paths(1)}, which no rule quantizes.")
+    if behind and unfolded == "error":
+        raise ValueError(f'{" ".join(behind.values())} Pass unfolded="leave", or leave them out of the rules.')
     if not found:
         raise ValueError(
-            f"no two weights that the rules quantize follow each other with linear ops and relus between. {errors[0]} "
-            "Leave `equalize` out; `smooth` also folds into what is not quantized."
+            "no two weights that the rules quantize follow each other with linear ops and relus between. "
+            f"{' '.join(behind.values() or first[:1])} Leave `equalize` out; `smooth` also folds into what is not "
+            "quantized."
         )
-    return found
+    return found, list(behind)
 
 
 def _ranges(operands: Operands, leaves: Mapping[str, Any], pair: Fold) -> tuple[Array, Array]:
@@ -60,10 +71,40 @@ def _distance(ranges: tuple[Array, Array]) -> Array:
     return jnp.maximum(ratio, 1 / ratio).max()
 
 
-def _factors(ranges: tuple[Array, Array]) -> Array:
+def _factors(ranges: tuple[Array, Array], least: Array) -> Array:
     first, second = ranges
     is_known = (first > 0) & (second > 0)
-    return jnp.sqrt(jnp.where(is_known, first, 1) / jnp.where(is_known, second, 1))
+    return jnp.where(is_known, jnp.maximum(jnp.sqrt(first / second), least), 1)
+
+
+class _Biases:
+    """What else makes the channels between the weights of a pair, such as a bias, and how large a bias may become.
+
+    A nearly dead column would be divided by next to nothing, and its bias with it, which then is the activation's
+    range. No bias may be larger than the channels were, for inputs with a mean square of 1.
+    """
+
+    def __init__(self, operands: Operands, leaves: Mapping[str, Any], pair: Fold):
+        self.pair = pair
+        self.paths = [path for path in pair.paths(1) if path not in operands.of]
+        weights = [path for path in pair.paths(1) if path in operands.of]
+        squares = sum(_squares(array(leaves[path]), pair.factors[path], pair.size) for path in weights)
+        self.largest = (jnp.sqrt(squares) + self.of(leaves)).max()
+
+    def of(self, leaves: Mapping[str, Any]) -> Array:
+        """The largest bias of each channel."""
+        return largest(leaves, self.pair, self.paths, 1) if self.paths else jnp.zeros(self.pair.size)
+
+    def least(self, leaves: Mapping[str, Any]) -> Array:
+        """The least factor of each channel."""
+        return self.of(leaves) / jnp.where(self.largest > 0, self.largest, 1)
+
+
+def _squares(leaf: Array, factors: np.ndarray, count: int) -> Array:
+    """The sum of the squares of what each factor divides."""
+    wide = leaf.astype(jnp.float32)
+    alike = tuple(axis for axis, n in enumerate(factors.shape) if n == 1)
+    return of_channels(jax.ops.segment_sum, jnp.square(wide).sum(alike, keepdims=True), factors, 1, count)
 
 
 def equalize(
@@ -71,6 +112,7 @@ def equalize(
     q: QuantizedFunction,
     *args: Any,
     iterations: int = 20,
+    unfolded: str = "leave",
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -82,7 +124,8 @@ def equalize(
 
     with r1_k and r2_k the largest magnitudes of this column and of this row; both are sqrt(r1_k * r2_k) then. So a
     channel is as large in its tensor on both sides as it can be, which is for weights with one scale. Between the two
-    may be relus, pooling, and whatever else passes a positive factor. It needs no data.
+    may be relus, pooling, and whatever else passes a positive factor. It needs no data. s_k is larger where the bias of
+    a column would become larger than all channels were, |b| + |column|_2: a nearly dead column keeps its bias.
 
     Args:
       params: the parameters of the function, in float.
@@ -91,8 +134,11 @@ def equalize(
       *args, **kwargs: the arguments of the function behind its params; shapes suffice.
       iterations: static int >= 1, how many times all pairs are gone through: a weight may be the second of one pair and
         the first of the next.
+      unfolded: static. "leave" leaves weights as they are for whose inputs no weight before them can make up; "error"
+        raises, with what stands between, such as the minimum of a relu6.
       progress: (path, before, after) -> None, called for the second weight of each pair, after all iterations, with the
-        largest ratio of the two ranges of a channel; 1 is equal.
+        largest ratio of the two ranges of a channel; 1 is equal. And with NaN for a weight that is behind others and
+        left as it is: unfolded="error" says why.
 
     Returns:
       The params, of the same dtypes. The function gives the same results up to rounding; observe it anew for
@@ -102,7 +148,8 @@ def equalize(
 
     Raises:
       TypeError: for an argument of another kind.
-      ValueError: for a function without such a pair, with the reasons; and for no iterations.
+      ValueError: for a function without such a pair, with the reasons; for no iterations; for a weight with NaN; and
+        with unfolded="error" for a weight behind others that makes no pair.
 
     Source: Nagel et al., 2019, "Data-Free Quantization Through Weight Equalization and Bias Correction", section 4.1.
 
@@ -116,16 +163,20 @@ def equalize(
     ([[2.0, 4.0]], [[2.0], [4.0]])
     """
     iterations = checks.static_int_between("iterations", iterations, 1, 10_000)
+    checks.one_of("unfolded", unfolded, ("leave", "error"))
     program = checked_function(q).program(shapes_of(params), args, kwargs)
     operands = operands_of(program, params)
-    pairs, leaves = _pairs(operands), dict(operands.leaves)
+    (pairs, left), leaves = _pairs(operands, unfolded), dict(operands.leaves)
+    biases = {path: _Biases(operands, leaves, pair) for path, pair in pairs.items()}
     distances = lambda: {path: _distance(_ranges(operands, leaves, pair)) for path, pair in pairs.items()}
     before = distances()
     for _ in range(iterations):
-        for pair in pairs.values():
-            s = _factors(_ranges(operands, leaves, pair))
-            leaves |= {path: folded(leaves[path], factors, s) for path, factors in pair.factors.items()}
+        for path, pair in pairs.items():
+            s = _factors(_ranges(operands, leaves, pair), biases[path].least(leaves))
+            leaves |= {name: folded(name, leaves[name], factors, s) for name, factors in pair.factors.items()}
     if progress is not None:
+        for path in left:
+            progress(path, np.nan, np.nan)
         for path, after in distances().items():
             if not isinstance(after, jax.core.Tracer):
                 progress(path, float(before[path]), float(after))

@@ -12,12 +12,13 @@ from jax import Array
 
 from .. import _checks as checks
 from .. import _numerics as num
+from .._integer._ops import OPS
 from .._jaxpr._channels import NoFactorsError
 from .._jaxpr._flat import Flat
 from .._jaxpr._folding import Fold, Operand, fold
-from .._paths import is_qarray, with_paths
+from .._paths import is_qarray, named_in_errors, with_paths
 from .._transform._source import Program
-from ._weights import array
+from ._weights import array, refuse_not_finite
 
 Reduce = Callable[..., Array]  # such as jax.ops.segment_max
 
@@ -46,6 +47,22 @@ class Operands(NamedTuple):
                 raise NoFactorsError(f"its inputs come from, or also meet, {name!r}, which is no array of floats")
         return found
 
+    def follows_weights(self, path: str) -> bool:
+        """Whether the inputs of a weight are made of what came out of another that the rules quantize."""
+        ops = {operand.at for operand in self.of.values()}
+        node = next((node for node in self.flat.nodes if node.at == self.of[path].at and node.name in OPS), None)
+        todo, seen = [] if node is None else [node.ins[self.of[path].side]], set()
+        while todo:
+            value = todo.pop()
+            made_by = self.flat.maker.get(value)
+            if made_by is None or value in seen:
+                continue
+            if made_by.at in ops and made_by.name in OPS:
+                return True
+            seen.add(value)
+            todo += made_by.ins
+        return False
+
 
 def operands_of(program: Program, params: Any) -> Operands:
     """The inputs of all weights that the rules quantize."""
@@ -54,7 +71,12 @@ def operands_of(program: Program, params: Any) -> Operands:
         for side, choice in () if decision.contraction.in_condition else enumerate(decision.operands):
             for key in choice.keys if choice.is_weight else ():
                 found.setdefault(key, Operand(location, 1 - side, choice.operand.origin.stack))
-    return Operands(Flat(program.jaxpr, program.paths), found, dict(with_paths(params)))
+    leaves = dict(with_paths(params))
+    for path in found:
+        if not is_qarray(leaves[path]):
+            with named_in_errors(path):
+                refuse_not_finite(array(leaves[path]))
+    return Operands(Flat(program.jaxpr, program.paths), found, leaves)
 
 
 def is_whole(found: Fold, path: str) -> bool:
@@ -91,10 +113,23 @@ def _largest(leaf: Array, axes: tuple[int, ...]) -> Array:
     return jnp.abs(leaf).max(axes, keepdims=True, initial=0)
 
 
-def folded(leaf: Any, factors: np.ndarray, s: Array) -> Array:
+def folded(path: str, leaf: Any, factors: np.ndarray, s: Array) -> Array:
     """A parameter with its elements divided, or multiplied, by the factors s, (count,)."""
     leaf = array(leaf)
     own = jnp.concatenate([jnp.ones(1, s.dtype), s])[np.abs(factors)]
     wide = leaf.astype(num.compute_dtype(leaf.dtype))
     own = own.astype(wide.dtype)
-    return num.downcast(jnp.where(factors > 0, wide / own, wide * own), leaf.dtype)
+    return narrowed(path, jnp.where(factors > 0, wide / own, wide * own), leaf.dtype)
+
+
+def narrowed(path: str, wide: Array, dtype: Any) -> Array:
+    """The values of a parameter in its dtype; raises where that does not hold them, if they are known."""
+    if wide.dtype == dtype:
+        return wide
+    largest = jnp.abs(wide).max(initial=0, where=jnp.isfinite(wide))
+    if not isinstance(largest, jax.core.Tracer) and largest > float(jnp.finfo(dtype).max):
+        raise ValueError(
+            f"At {path!r}: the folded parameter has values up to {largest:.3g}, and {dtype} holds "
+            f"{float(jnp.finfo(dtype).max):.3g}. Cast the parameter to bfloat16 or float32 first."
+        )
+    return num.downcast(wide, dtype)

@@ -130,7 +130,8 @@ def gptq(
       freeze: static bool. True gives these weights as `q.freeze` does, in integers, so that no more than one of them is
         in float at a time; `q.freeze` of the result freezes the others.
       progress: (path, before, after) -> None, called after each weight with the squared error of its layer's output,
-        relative to the output, by rounding to nearest and as it is now.
+        relative to the output, by rounding to nearest and as it is now; and with NaN for a matrix that no row has met,
+        such as "path[1]" of an expert without tokens, which is rounded to nearest.
 
     Returns:
       The params, with weights that lie on the grid of `qparams`: `q.freeze(params, ..., qparams=qparams)` has the
@@ -141,7 +142,8 @@ def gptq(
     Raises:
       TypeError: for an argument of another kind.
       ValueError: for a Gram of another model, without rows, with NaN, or singular without damping; for a weight
-        without qparams, or that is integers already; and for bfloat16 weights with more than 8 bits.
+        without qparams, with NaN, that is integers already, or that something reads of which there is no Gram, such as
+        a gather of a tied embedding; and for bfloat16 weights with more than 8 bits.
 
     Source: Frantar et al., 2022, "GPTQ", in the form of Babai's nearest plane algorithm.
 
@@ -159,10 +161,10 @@ def gptq(
     """
     freeze = checks.static_bool("freeze", freeze)
     activation_order, damping = checks.static_bool("activation_order", activation_order), checked_damping(damping)
-    model = model_of(params, q, grams, args, kwargs, qparams).on_grids()
+    model = model_of(params, q, grams, args, kwargs, qparams).on_grids().seen_whole()
 
     def solve(weight: Weight) -> Array:
         leaf, errors = _solved(array(weight.leaf), weight.gram, weight.qparams, weight.form, damping, activation_order)
-        return checked(weight.path, leaf, errors, progress)
+        return checked(weight, leaf, errors, progress)
 
     return model.solved(solve, freeze)

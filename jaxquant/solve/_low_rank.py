@@ -12,7 +12,7 @@ from .. import _checks as checks
 from .._gram import Gram, matmul
 from .._hadamard import hadamard
 from .._transform._quantize_fn import QuantizedFunction
-from ._weights import Form, Weight, check_not_singular, checked_damping, damped, model_of
+from ._weights import Form, Weight, check_solved, checked_damping, damped, model_of
 
 
 @functools.partial(jax.jit, static_argnames=("form", "rank"))
@@ -93,7 +93,7 @@ def low_rank(
 
     def solve(weight: Weight) -> tuple[Array, Array]:
         a, b = _factors(weight.lost(), weight.gram, weight.form, rank, damping)
-        check_not_singular(a.sum())
+        check_solved(a.sum(), weight)
         return (hadamard(a, (-2,)) if weight.form.is_rotated else a), b
 
     return model.found(solve)

@@ -88,7 +88,17 @@ def _searched(leaf: Array, gram: Gram, form: Form, method: str) -> QParams:
 
     none = jnp.full(start.scale.shape, jnp.inf, dtype), start.scale
     (_, scale), _ = lax.scan(step, none, jnp.asarray(search.ratios))
-    return QParams(scale, start.zero_point)
+
+    def of_columns(scale: Array) -> Array:
+        """The error of the columns that take part in each group."""
+        grid = grid_in_matrices(form, QParams(scale, start.zero_point), dtype)
+        error = squared_errors(grid.value(search.levels(w, gram.products, grid)) - w, gram.products)
+        each = form.parameter(jnp.broadcast_to(error[..., None, :], w.shape))
+        return reduce_groups(jnp.sum, each, scale.shape)
+
+    # A cost by rows or groups does not see how they depend on each other; a column that is worse off keeps min-max.
+    is_worse = of_columns(scale) > of_columns(start.scale)
+    return QParams(jnp.where(is_worse, start.scale, scale), start.zero_point)
 
 
 def ranges(
@@ -137,7 +147,7 @@ def ranges(
     [0.1, 1.0]
     """
     checks.one_of("method", method, tuple(_METHODS))
-    model = model_of(params, q, grams, args, kwargs, qparams)
+    model = model_of(params, q, grams, args, kwargs, qparams).seen_whole()
     if qparams is not None:
         model.entries.same_keys("qparams", "q.init_qparams(params, ...)", qparams, ())
     new = model.found(lambda weight: _searched(array(weight.leaf), weight.gram, weight.form, method))

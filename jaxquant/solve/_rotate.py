@@ -19,7 +19,7 @@ from .._jaxpr._folding import Fold, Gain, fold_gain
 from .._jaxpr._streams import Numbers, Streams
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
-from ._folds import Operands, folded, of_channels, operands_of
+from ._folds import Operands, folded, narrowed, of_channels, operands_of
 from ._weights import array, checked_function, shapes_of
 
 Progress = Callable[[str, int, str | None], None]  # (path, how many channels are rotated together, why not)
@@ -75,12 +75,12 @@ class _Rotation:
                 leaves |= {path: wide(path) for path in fold.factors}
                 s = of_channels(jax.ops.segment_sum, leaves[gain.path], fold.factors[gain.path], 1, fold.size)
                 for path, factors in fold.factors.items():
-                    leaves[path] = jnp.where(factors > 0, 1, folded(leaves[path], factors, s))
+                    leaves[path] = jnp.where(factors > 0, 1, folded(path, leaves[path], factors, s))
         for path, axes in self.axes.items():
             if any(map(self.rotated, axes)):
                 leaves[path] = self._turned(wide(path), axes)
         return {
-            path: leaf if (old := self.operands.leaves[path]) is leaf else num.downcast(leaf, old.dtype)
+            path: leaf if (old := self.operands.leaves[path]) is leaf else narrowed(path, leaf, old.dtype)
             for path, leaf in leaves.items()
         }
 

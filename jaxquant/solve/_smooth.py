@@ -61,10 +61,24 @@ def _errors(taken: _Taken, s: Array, form: Form, activation: QuantSpec | None) -
     return error, squared_errors(original, taken.gram.products).sum()
 
 
+@functools.partial(jax.jit, static_argnames=("form", "count"))
+def _errors_before(leaf: Array, gram: Gram, ids: Any, s: Array, form: Form, count: int) -> Array:
+    """The mean squared error of each channel, (count,), that a weight makes which is divided by the factors s.
+
+    `ids` is the number of the factor of each of its columns, or -1.
+    """
+    dtype = gram.products.dtype
+    w = form.matrices(leaf.astype(dtype)) / jnp.where(ids < 0, 1, s[ids])[..., None, :]
+    grid = grid_in_matrices(form, fit_qparams(form.parameter(w).astype(leaf.dtype), form.spec), dtype)
+    error = squared_errors(grid.value(nearest(w, grid)) - w, gram.products) / jnp.maximum(gram.rows, 1)[..., None]
+    places = jnp.broadcast_to(jnp.where(ids < 0, count, ids), error.shape)
+    return jax.ops.segment_sum(error.reshape(-1), places.reshape(-1), count + 1)[:count]
+
+
 def _of_activation(w: Array, gram: Gram, form: Form, spec: QuantSpec) -> Array:
     """What the rounding of the inputs makes of the output, if it is uniform noise of one step."""
     turns = sum(move.primitive is None for move in form.layout.moves)
-    rows = gram.rows[..., None]
+    rows = jnp.maximum(gram.rows, 1)[..., None]
     sizes = jnp.sqrt(jnp.diagonal(gram.products, axis1=-2, axis2=-1) / rows)
     alike = (-1,) if spec.granularity == PerToken() else tuple(range(turns, sizes.ndim))
     step = 2 * _SPREAD * sizes.max(alike, keepdims=True) / (spec.qmax - spec.qmin)
@@ -81,12 +95,12 @@ def _factors(a: Array, w: Array, alpha: float, turns: int) -> Array:
     return jnp.where(is_known, jnp.exp(exponent - mean), 1).reshape(-1)
 
 
-def _ids(weight: Weight, factors: np.ndarray) -> np.ndarray:
-    """The number of the factor of each row of the matrices of a weight; -1 for none."""
+def _ids(weight: Weight, factors: np.ndarray, sign: int = -1) -> np.ndarray:
+    """The number of the factor of each row of the matrices of a weight; for sign 1 of each column. -1 for none."""
     layout = weight.form.layout
     with jax.ensure_compile_time_eval():
-        rows = layout.matrices(jnp.broadcast_to(jnp.asarray(-factors, jnp.int32), layout.shape))
-        return np.asarray(rows)[..., 0] - 1
+        each = np.asarray(layout.matrices(jnp.broadcast_to(jnp.asarray(sign * factors, jnp.int32), layout.shape)))
+        return np.maximum(each[..., 0] if sign < 0 else each[..., 0, :], 0) - 1
 
 
 class _Best(NamedTuple):
@@ -98,19 +112,40 @@ class _Best(NamedTuple):
     after: Array
 
 
+class _Before(NamedTuple):
+    """A quantized weight that makes the inputs of others, and so is divided by the factors, as it is so far."""
+
+    weight: Weight
+    leaf: Array
+    gram: Gram
+    ids: np.ndarray
+
+
 class _Set(NamedTuple):
-    """Weights that take the same inputs, as they are so far, and the specs of these inputs."""
+    """Weights that take the same inputs, as they are so far, the specs of these inputs, and the weights before them."""
 
     weights: Sequence[Weight]
     taken: Sequence[_Taken]
     activations: Sequence[QuantSpec | None]
+    before: Sequence[_Before] = ()
 
     def error(self, s: Array) -> Array:
-        """The sum of their errors, relative to the squares of their outputs."""
+        """The sum of their errors, relative to the squares of their outputs; with those that come from before."""
         each = zip(self.taken, self.weights, self.activations, strict=True)
         errors, wholes = zip(*(_errors(taken, s, weight.form, spec) for taken, weight, spec in each), strict=True)
         whole = jnp.stack(wholes).sum()
-        return relative(jnp.stack(errors).sum(), whole)
+        return relative(jnp.stack(errors).sum() + self._from_before(s), whole)
+
+    def _from_before(self, s: Array) -> Array:
+        """What the errors of the weights before make of the outputs, channel by channel, by the rows that take them."""
+        total = jnp.zeros((), s.dtype)
+        for before in self.before:
+            errors = _errors_before(before.leaf, before.gram, before.ids, s, before.weight.form, len(s))
+            for taken, weight in zip(self.taken, self.weights, strict=True):
+                rows = jnp.square(weight.form.matrices(taken.leaf.astype(s.dtype))).sum(-1)
+                squares = jnp.where(taken.ids < 0, 0, rows * (errors * s**2)[taken.ids])
+                total += (squares * taken.gram.rows[..., None]).sum()
+        return total
 
     def best(self, found: Fold, leaves: Mapping[str, Any], alphas: Sequence[float | None]) -> _Best:
         """The factors with the least error; None as an alpha is no change."""
@@ -141,6 +176,7 @@ class _Smoothing:
         """Smooths the weights that take the inputs of this one; raises NoFactorsError where it cannot."""
         found = self.operands.fold(weight.path)
         takes_them = set(found.paths(-1)) - {weight.path}
+        self._refuse_unseen(found)
         these = self._set([weight, *(other for other in self.model.weights if other.path in takes_them)], found)
         best = these.best(found, self.leaves, self.alphas)
         is_traced = isinstance(best.at, jax.core.Tracer)
@@ -150,6 +186,20 @@ class _Smoothing:
         whole = [other.path for other in these.weights if is_whole(found, other.path)]
         self._note([path for path in whole if path not in self.done], alpha, best.before, best.after)
         self.done.update(whole)
+
+    def _refuse_unseen(self, found: Fold) -> None:
+        """Raises for quantized weights whose error the factors would change, and nobody could say how."""
+        for path, factors in found.factors.items():
+            entry = self.model.entries.of.get(path)
+            if entry is None or not entry.is_weight:
+                continue
+            if entry.reads and entry.rule.everywhere:
+                raise NoFactorsError(f"{path!r} would change, too, which {entry.reads[0]!r} reads and no Gram sees")
+            groups = entry.groups or (1,) * factors.ndim
+            each = zip(groups, self.leaves[path].shape, factors.shape, strict=True)
+            has_own_scales = all(g == n for g, n, of in each if of > 1)
+            if path not in self.grams and not has_own_scales:
+                raise NoFactorsError(f"the quantized {path!r} would change, too, of which there is no Gram")
 
     def leave(self, weight: Weight) -> None:
         """Leaves a weight as it is."""
@@ -165,11 +215,16 @@ class _Smoothing:
             )
             for weight in weights
         ]  # fmt: skip
-        return _Set(weights, taken, [self.model.entries.of[weight.path].rule.activation for weight in weights])
+        before = [
+            _Before(weight, array(self.leaves[weight.path]), self.grams[weight.path], _ids(weight, factors, 1))
+            for weight in self.model.weights
+            if found and (factors := found.factors.get(weight.path)) is not None and (factors > 0).any()
+        ]
+        return _Set(weights, taken, [self.model.entries.of[weight.path].rule.activation for weight in weights], before)
 
     def _fold(self, found: Fold, these: _Set, s: Array) -> None:
         for path, factors in found.factors.items():
-            self.leaves[path] = folded(self.leaves[path], factors, s)
+            self.leaves[path] = folded(path, self.leaves[path], factors, s)
         for weight, taken in zip(these.weights, these.taken, strict=True):
             self.grams[weight.path] = taken.divided(s)
 
@@ -204,13 +259,14 @@ def smooth(
     Args:
       params: the parameters of the function, in float.
       q: what `quantize_fn` returned.
-      grams: {path: Gram}, as `q.observe(params, ..., gram=True)` gives it. These weights are smoothed. Others that take
-        the same inputs are multiplied, too, and do not count for s.
+      grams: {path: Gram}, as `q.observe(params, ..., gram=True)` gives it. These weights are smoothed. Where a
+        quantized weight would change that has no Gram here, and no scale for each channel that changes, nothing is
+        folded.
       *args, **kwargs: the other arguments of the function; shapes suffice.
       alpha: static number in [0, 1]; or None, which takes the best of 0, 0.1, ..., 1 and of no change, for each set of
-        weights, by the squared error of their outputs: of the weights on their min-max grid, and, where the rule
-        quantizes the inputs to integers, of uniform rounding noise in these, whose range is taken as 4 times the
-        root mean square of the largest channel.
+        weights, by the squared error of their outputs: of the weights on their min-max grid; of the weights before
+        them that are divided, also on their grid; and, where the rule quantizes the inputs to integers, of uniform
+        rounding noise in these, whose range is taken as 4 times the root mean square of the largest channel.
       unfolded: static. "leave" leaves weights as they are for whose inputs no parameter can make up; "error" raises.
         `solve.with_gains` gives such inputs a product that takes up the factor, and stays in the program.
       progress: (path, alpha, before, after) -> None, called for each weight with the predicted squared error of its

@@ -28,6 +28,7 @@ from .._transform._entries import Entries
 from .._transform._freezing import freeze_leaf
 from .._transform._layout import Layout
 from .._transform._quantize_fn import QuantizedFunction
+from .._writing import refuse_lost_scales, refuse_nan
 
 
 class Form(NamedTuple):
@@ -137,6 +138,19 @@ class Model(NamedTuple):
                     )
         return self
 
+    def seen_whole(self) -> "Model":
+        """The model; raises for a weight with a use that no Gram sees, for a solver that changes its values or grid."""
+        for weight in self.weights:
+            entry = self.entries.of[weight.path]
+            if entry.reads:
+                with named_in_errors(weight.path, rule=entry.rule):
+                    raise ValueError(
+                        f"the parameter is also read by {', '.join(map(repr, entry.reads))}, which no Gram sees: what "
+                        "is best for the ops that contract it may be worse there. Leave it out of `grams`, so that it "
+                        "is rounded to nearest, or give each use a parameter of its own."
+                    )
+        return self
+
     def serving(self, solved: Any) -> "Model":
         """The model with the weights that are served; None is rounded to nearest, and needs qparams of each."""
         if solved is None:
@@ -163,7 +177,7 @@ class Model(NamedTuple):
         for weight in self.weights:
             path = weight.path
             with named_in_errors(path, rule=self.entries.of[path].rule):
-                new[path] = _with_automatic_axes(solve, weight)
+                new[path] = _with_automatic_axes(functools.partial(_of_numbers, solve), weight)
             if freeze:
                 new[path] = freeze_leaf(path, new[path], self.entries, self.qparams, None)
         return new
@@ -172,6 +186,13 @@ class Model(NamedTuple):
         """The params, with what `solve` makes of each weight in place of it, or the integers of it."""
         new = self.found(solve, freeze)
         return with_leaves(self.params, [new.get(path, leaf) for path, leaf in with_paths(self.params)])
+
+
+def _of_numbers(solve: Callable[[Weight], Any], weight: Weight) -> Any:
+    """What `solve` makes of a weight, which is read here, and must be finite."""
+    weight = dataclasses.replace(weight, leaf=array(weight.leaf))
+    refuse_not_finite(weight.leaf)
+    return solve(weight)
 
 
 def _with_automatic_axes(solve: Callable[[Weight], Any], weight: Weight) -> Any:
@@ -245,6 +266,7 @@ def model_of(params: Any, q: Any, grams: Any, args: tuple, kwargs: Mapping[str, 
                 raise ValueError("the weight is integers already, got a QArray. Solve the float parameters.")
             _check_gram(grams[path], layout)
             own = qparams.get(path) if isinstance(qparams, Mapping) else None
+            refuse_lost_scales({path: own})
         form = Form(to_nearest(entry.spec), layout, _sharding_of(leaves[path]), entry.layout is not None)
         weights.append(Weight(path, form, leaves[path], grams[path], entries.checked(path, own)))
     return Model(params, entries, tuple(weights), qparams)
@@ -290,10 +312,10 @@ def _check_gram(gram: Gram, layout: Layout) -> None:
         )
     if any(isinstance(v, jax.core.Tracer) for v in gram):
         return
-    if not np.all(np.asarray(gram.rows) > 0):
+    if not np.any(np.asarray(gram.rows) > 0):
         raise ValueError(
-            f"the Gram must be of at least one row for each matrix of the weight, got {np.asarray(gram.rows).tolist()} "
-            "rows. Observe batches that reach it, such as all branches and experts; or leave it out of `grams`."
+            f"the Gram must be of at least one row, got {np.asarray(gram.rows).tolist()} rows. Observe batches that "
+            "reach the weight, such as all branches and experts; or leave it out of `grams`."
         )
     with jax.ensure_compile_time_eval():  # also where a call is traced in which it is a constant
         is_finite = all(bool(jnp.isfinite(v).all()) for v in (gram.products, gram.sums))
@@ -301,6 +323,17 @@ def _check_gram(gram: Gram, layout: Layout) -> None:
         raise ValueError(
             "the Gram has NaN or infinite numbers, so that an input has them, or values whose squares overflow. Look "
             "for them in q.observe(params, ...)."
+        )
+
+
+def refuse_not_finite(leaf: Array) -> None:
+    """Raises for a parameter with NaN or infinities, of which no error can be computed."""
+    refuse_nan(leaf)
+    largest = jnp.abs(leaf).max(initial=0)
+    if not isinstance(largest, jax.core.Tracer) and not np.isfinite(largest):
+        raise ValueError(
+            f"the parameter has {int(jnp.isinf(leaf).sum())} infinite numbers, which no integers hold. Fix what made "
+            "them."
         )
 
 
@@ -395,6 +428,9 @@ class Found(NamedTuple):
 def no_worse(w: Array, products: Array, grid: Grid, levels: Array) -> Found:
     """The levels (..., K, N) that were found; in columns where the nearest have a smaller error, the nearest."""
     others = nearest(w, grid)
+    # A matrix that no row has met, such as an expert without tokens, is rounded to nearest.
+    is_met = jnp.trace(products, axis1=-2, axis2=-1) > 0
+    levels = jnp.where(is_met[..., None, None], levels, others)
     error = lambda levels: squared_errors(w - grid.value(levels), products)
     found, before = error(levels), error(others)
     is_better = ~(before < found)  # of no number, too, so that it is seen
@@ -407,9 +443,9 @@ def no_worse(w: Array, products: Array, grid: Grid, levels: Array) -> Found:
 Progress = Callable[[str, float, float], None]  # (path, error before, error after)
 
 
-def checked(path: str, leaf: Array, errors: Errors, progress: Progress | None) -> Array:
+def checked(weight: Weight, leaf: Array, errors: Errors, progress: Progress | None) -> Array:
     """The new values of a weight, if its errors are numbers and its levels are kept; reported to the caller."""
-    check_not_singular(errors.after)
+    check_solved(errors.after, weight)
     if isinstance(errors.after, jax.core.Tracer):
         return leaf
     if int(errors.lost):
@@ -418,13 +454,24 @@ def checked(path: str, leaf: Array, errors: Errors, progress: Progress | None) -
             "once its values are rotated back and rounded. Cast it to float32."
         )
     if progress is not None:
-        progress(path, float(errors.before), float(errors.after))
+        progress(weight.path, float(errors.before), float(errors.after))
+        for place in np.argwhere(np.asarray(weight.gram.rows) == 0) if np.ndim(weight.gram.rows) else ():
+            progress(f"{weight.path}[{', '.join(map(str, place))}]", np.nan, np.nan)
     return leaf
 
 
-def check_not_singular(result: Array) -> None:
-    """Raises if what comes of a Cholesky factor is no number."""
-    if not isinstance(result, jax.core.Tracer) and not np.isfinite(result):
+def check_solved(result: Array, weight: Weight) -> None:
+    """Raises if what was solved is no number, with what made it none."""
+    if isinstance(result, jax.core.Tracer) or np.isfinite(result):
+        return
+    w, (products, *_) = weight.form.matrices(array(weight.leaf)).astype(float), weight.gram
+    if not np.isfinite(squared_errors(w, products).sum()):
         raise ValueError(
-            "the second moments are singular: an input is 0, or the sum of others, in every row. Pass damping=0.01."
+            f"the squares of its outputs overflow {products.dtype}: the parameter has values up to {np.abs(w).max()}, "
+            f"and the moments of its inputs reach {np.abs(products).max()}. Scale them down, or leave it out of "
+            "`grams`."
         )
+    raise ValueError(
+        "the second moments are singular: an input is 0, or the sum of others, in every row. Pass damping=0.01, or "
+        "more."
+    )
