@@ -31,17 +31,22 @@ class Gram(NamedTuple):
     sums: Array
 
 
-def gram(rows: Array, is_met: Array | None = None) -> Gram:
-    """The moments of rows (..., rows, K); with `is_met` (experts, rows) of the rows that meet each expert."""
+def gram(rows: Array, is_met: Array | None = None, counts: Array | None = None) -> Gram:
+    """The moments of rows (..., rows, K); with `is_met` (experts, rows) of the rows that meet each expert.
+
+    `counts` (..., rows) is whether a row is one; those that are none must be 0.
+    """
     rows = rows.astype(float)  # float32, or float64 if 64 bits are enabled
     if is_met is not None:
+        is_met = is_met if counts is None else is_met & counts
         return lax.map(lambda met: gram(jnp.where(met[:, None], rows, 0))._replace(rows=met.sum(dtype=float)), is_met)
     *lead, n, _ = rows.shape
     batch = tuple(range(len(lead)))
     numbers = ((len(lead),), (len(lead),)), (batch, batch)
     whole = jax.NamedSharding(jax.typeof(rows).sharding.mesh, jax.P()) if is_explicit(rows) else None
     products = lax.dot_general(rows, rows, numbers, precision=lax.Precision.HIGHEST, out_sharding=whole)
-    return Gram(products, jnp.full(lead, n, rows.dtype), replicated(rows.sum(-2)))
+    number = jnp.full(lead, n, rows.dtype) if counts is None else replicated(counts.sum(-1, dtype=rows.dtype))
+    return Gram(products, number, replicated(rows.sum(-2)))
 
 
 def matmul(a: Array, b: Array) -> Array:

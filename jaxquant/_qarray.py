@@ -157,9 +157,10 @@ class QArray(checks.NotAnArray):
         """The part at an index of the first axes: integers, static or traced, and static slices, as of an array.
 
         An integer has the scale of its group. A slice may be a part of a group that spans its axis, but not of a block.
-        An array of integers alone picks parts along the first axis, such as the beams of a cache.
+        An array of integers alone picks parts along the first axis, such as the beams of a cache; not of parameters
+        that `q.freeze` made, which are for `q`.
         """
-        if checks.is_index_array(index):
+        if checks.is_index_array(index) and self.frozen is None:
             return self._picked(jnp.asarray(checks.unwrapped(index)))
         windows, picked = _indexed(self, index)
         return self._part(windows, picked)

@@ -40,7 +40,8 @@ class ReportRow(NamedTuple):
       max_error: the largest error of a value.
       clipped: the share of values more than half a step beyond the last level, in [0, 1]; NaN for frozen parameters.
       used_levels, levels: how many levels some value has, and how many there are; None above 8 bits.
-      dead: how many groups of a parameter hold only 0 once they are quantized; None for inputs.
+      dead: how many channels of a parameter, or groups in a channel, hold only 0 once they are quantized; None for
+        inputs. A channel is what one output of an op sums over.
       bytes_before: bytes of a parameter in float; 0 for inputs, which are not stored.
       bytes_after: bytes of its levels and their qparams, as `save` writes them.
       change: by how much the loss grows if this alone is quantized, below 0 where it falls; None without a loss.
@@ -49,6 +50,7 @@ class ReportRow(NamedTuple):
       by_bits: {bits: change} of a parameter at other widths, with ranges by min-max; empty without a loss.
       layer_error: the squared error of the layer's results relative to them, `tr(dW^T H dW) / tr(W^T H W)`, with H of
         the Gram of a parameter, 0 for a layer of zeros; None without one.
+      channels: how many `dead` is of.
     """
 
     entry: str
@@ -68,6 +70,7 @@ class ReportRow(NamedTuple):
     predicted: float | None = None
     by_bits: Mapping[int, float] = {}
     layer_error: float | None = None
+    channels: int | None = None
 
     def nbytes(self, bits: int) -> int:
         """The bytes of a parameter's integers of this width with float32 scales, as `save` writes them."""
@@ -82,7 +85,7 @@ def _in_integers(spec: QuantSpec, bits: int) -> QuantSpec:
 
 _MOST_CHOICES = 500  # kept of those that may still become the best; it costs the last per mille of a budget
 _HEADER = (
-    "entry", "quantized to", "SQNR, dB", "max error", "layer error", "clipped", "levels used", "dead groups", "bytes",
+    "entry", "quantized to", "SQNR, dB", "max error", "layer error", "clipped", "levels used", "dead channels", "bytes",
     "float bytes", "loss", "predicted",
 )  # fmt: skip
 
@@ -162,7 +165,7 @@ class Report:
                 "-" if row.layer_error is None else f"{row.layer_error:.3g}",
                 known(100 * row.clipped, "{:.2g} %"),
                 "-" if row.levels is None else f"{row.used_levels} of {row.levels}",
-                "-" if row.dead is None else f"{row.dead} of {row.groups}",
+                "-" if row.dead is None else f"{row.dead} of {row.channels}",
                 f"{row.bytes_after:,}" if row.size else "-",
                 f"{row.bytes_before:,}" if row.size else "-",
                 number(row.change),
@@ -187,6 +190,7 @@ def report(
     qparams: Any = None,
     grams: Any = None,
     bits: Sequence[int] = (2, 3, 4, 8),
+    mask: Any = None,
     **kwargs: Any,
 ) -> Report:
     """What quantizing does to each parameter and each input of a quantized function, on one batch.
@@ -205,6 +209,7 @@ def report(
       qparams: as in a call of `q`; None takes the ranges of the values at hand.
       grams: {path: Gram}, as `q.observe(params, ..., gram=True)` gives it, for `layer_error`; None has none.
       bits: static integers in [2, 16], the widths at which each parameter's cost is measured, for `choose_bits`.
+      mask: as in `q.observe`, the rows of inputs that count for their errors. A loss leaves out what it does by itself.
 
     Returns:
       Report.
@@ -229,7 +234,7 @@ def report(
     """
     if not isinstance(q, QuantizedFunction):
         raise TypeError(f"`q` must be what quantize_fn returned, got {checks.kind(q)}.")
-    entries, inputs = q.tallies(params, *batch, qparams=qparams, **kwargs)
+    entries, inputs = q.tallies(params, *batch, qparams=qparams, mask=mask, **kwargs)
     leaves = dict(with_paths(params))
     rows = []
     for key, entry in entries.items():
@@ -289,7 +294,8 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
         return _row(entry, nothing, **sizes, dead=None)._replace(max_error=math.nan, clipped=math.nan)
     leaf = entry.rotated(leaf)
     t = jax.device_get(tally(leaf, spec, qparams))
-    return _row(entry, t, **sizes, dead=_dead(leaf, spec, qparams))
+    dead = _dead(entry, leaf, qparams)
+    return _row(entry, t, **sizes, dead=int(dead.sum()), channels=dead.size)
 
 
 def _layer_errors(
@@ -307,10 +313,15 @@ def _layer_errors(
     return found
 
 
-def _dead(leaf: Array, spec: QuantSpec, qparams: QParams | None) -> int:
-    """How many groups are all 0 once they are quantized."""
-    alive = fake_quant(leaf, to_nearest(spec), qparams) != 0
-    return int((~reduce_groups(jnp.any, alive, qparams_shape(spec, leaf.shape))).sum())
+def _dead(entry: Entry, leaf: Array, qparams: QParams | None) -> np.ndarray:
+    """Whether each group in each channel is all 0 once it is quantized."""
+    alive = fake_quant(leaf, to_nearest(entry.spec), qparams) != 0
+    groups = qparams_shape(entry.spec, leaf.shape) or (1,) * leaf.ndim
+    if entry.contracted:
+        groups = tuple(
+            g if i in entry.contracted else n for i, (g, n) in enumerate(zip(groups, leaf.shape, strict=True))
+        )
+    return ~np.asarray(reduce_groups(jnp.any, alive, groups))
 
 
 class _Costs(NamedTuple):

@@ -42,6 +42,7 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
     (
         *("_transform/_plan", "_transform/_caches", "_transform/_call", "_transform/_axes", "_transform/_match"),
         *("_transform/_backward", "_transform/_errors", "_transform/_choices", "_transform/_layout"),
+        "_transform/_mask",
         *("_transform/_entries", "_transform/_decide", "_transform/_freezing", "_transform/_observers"),
         *("_transform/_sites", "_transform/_source", "_transform/_quantize_fn"),
     ),

@@ -270,8 +270,9 @@ def for_each(f: Callable, kind: type, function: str, **values: Any) -> Any:
 def merged(merge: Callable, kind: type, function: str, values: Sequence[Any]) -> Any:
     """What `merge` makes of two, of any number of values of one kind, or of dicts of them."""
     if not values or isinstance(values[0], list):
-        got = "a list. Unpack it: (*values)" if values else "none. Pass one or more, or dicts of them"
-        raise TypeError(f"{function} takes {kind.__name__}s, got {got}.")
+        raise TypeError(
+            f"{function} takes {kind.__name__}s, got {'a list' if values else 'none'}. Unpack it: (*values)."
+        )
     two = lambda a, b: for_each(merge, kind, function, a=a, b=b)
     return functools.reduce(two, values[1:], for_each(lambda a: a, kind, function, a=values[0]))
 

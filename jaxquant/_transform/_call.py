@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -123,6 +123,24 @@ def with_own(signature: inspect.Signature) -> inspect.Signature:
         if name not in signature.parameters
     ]
     return signature.replace(parameters=sorted([*signature.parameters.values(), *own], key=lambda p: p.kind))
+
+
+def may_take(f: Callable, name: str) -> bool:
+    """Whether a keyword may be meant for a function: it has such an argument, or passes on keywords that it has not.
+
+    Of a method of a model, such as the `apply` of flax, what the model itself is called with says that.
+    """
+    owner = getattr(f, "__self__", None)
+    try:
+        own, *inner = (
+            inspect.signature(g).parameters for g in (f, *([type(owner).__call__] if callable(owner) else []))
+        )
+    except (TypeError, ValueError):
+        return True
+    passes_on = lambda names: any(of.kind is inspect.Parameter.VAR_KEYWORD for of in names.values())
+    if name in own or not passes_on(own):
+        return name in own
+    return not inner or name in inner[0] or passes_on(inner[0])
 
 
 def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int, caches: CacheRules) -> str:

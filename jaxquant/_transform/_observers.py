@@ -36,6 +36,7 @@ class Observed(NamedTuple):
       contraction: the op.
       side: which operand it is.
       more: the operands behind both, such as the sizes of groups.
+      mask: which elements of x count, of its shape; None if all do.
     """
 
     x: Any
@@ -46,6 +47,12 @@ class Observed(NamedTuple):
     contraction: Contraction
     side: int
     more: Sequence[Any] = ()
+    mask: Any = None
+
+    @property
+    def counted(self) -> Any:
+        """x with infinities, which nobody counts, for what is left out."""
+        return self.x if self.mask is None else jnp.where(self.mask, self.x, jnp.asarray(jnp.inf, self.x.dtype))
 
 
 class Use(NamedTuple):
@@ -136,7 +143,11 @@ def _with(old: Use, new: Use) -> Use:
 
 def _gram_of(given: Observed) -> Gram:
     op, weight = given.contraction.as_op(), 1 - given.side
-    return gram(*op.rows(weight, given.x, given.contraction.operands[weight].shape, *given.more))
+    rows = lambda x: op.rows(weight, x, given.contraction.operands[weight].shape, *given.more)
+    if given.mask is None:
+        return gram(*rows(given.x))
+    counts = (rows(given.mask.astype(given.x.dtype))[0] > 0).any(-1)  # of a convolution where one of a window does
+    return gram(*rows(jnp.where(given.mask, given.x, jnp.zeros((), given.x.dtype))), counts)
 
 
 def _zeros(like: Any) -> Any:
@@ -144,21 +155,21 @@ def _zeros(like: Any) -> Any:
 
 
 RANGES = Observer(
-    lambda given: observe(given.x, given.spec),
+    lambda given: observe(given.counted, given.spec),
     merge_ranges,
     lambda r: Range(jnp.full(r.x_min.shape, jnp.inf), jnp.full(r.x_max.shape, -jnp.inf)),
     lambda r, axes: Range(lax.pmin(r.x_min, tuple(axes)), lax.pmax(r.x_max, tuple(axes))),
     lambda decisions: uses_of_inputs(decisions, has_range),
 )
 HISTOGRAMS = Observer(
-    lambda given: histogram(given.x, given.spec),
+    lambda given: histogram(given.counted, given.spec),
     merge_histograms,
     _zeros,
     lambda h, axes: Histogram(lax.psum(h.counts, tuple(axes))),
     lambda decisions: uses_of_inputs(decisions, has_range),
 )
 TALLIES = Observer(
-    lambda given: tally(given.x, given.spec, given.qparams),
+    lambda given: tally(given.counted, given.spec, given.qparams),
     merge_tallies,
     _zeros,
     tally_across,

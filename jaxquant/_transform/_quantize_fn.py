@@ -35,6 +35,7 @@ from ._call import (
     Call,
     Static,
     call_of,
+    may_take,
     misuse,
     with_own,
 )
@@ -42,6 +43,7 @@ from ._decide import Decisions
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges
 from ._layout import Layout
+from ._mask import checked_mask
 from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, check_weights, grams, has_range, uses_of_weights
 from ._plan import Plan, Site
 from ._sites import ReadInFloat, SiteEvaluator, View, is_stochastic
@@ -112,6 +114,7 @@ class QuantizedFunction:
         histogram: bool = False,
         gram: bool = False,
         entries: Collection[str] | None = None,
+        mask: Any = None,
         **kwargs: Any,
     ) -> Any:
         """The ranges, or the second moments, of the inputs of the quantized ops in one batch, of the function in float.
@@ -125,6 +128,10 @@ class QuantizedFunction:
           histogram: static bool. True counts the values, for `range_from_histogram`.
           gram: static bool. True gives the moments of what each weight contracts, K^2 + K numbers for each.
           entries: static, paths of the weights to give the second moments for; None is all. Only with `gram`.
+          mask: bool array, traced or not, True for the rows that count, such as tokens that are no padding: of the
+            shape of the leading axes of each input of an op, such as (batch, tokens) for (batch, tokens, features). Or
+            a pytree of such, of which each input takes the one that fits; or {entry: array} for inputs whose rows lie
+            otherwise, of which those without an entry count whole. None counts all.
 
         Returns:
           A dict from entry to Range, or to Histogram, of each input except those that are always dynamic, as inputs
@@ -135,12 +142,14 @@ class QuantizedFunction:
 
           With `gram=True` a dict from the path of each weight to a Gram of its inputs, whether these are quantized or
           stay in float; of all uses of the weight together. Combine batches by `merge_grams`. Turns, branches and
-          devices are as for ranges; where nothing is seen, a Gram is 0.
+          devices are as for ranges; where nothing is seen, a Gram is 0. A mask that is nowhere True gives the empty
+          range, a histogram without counts, a Gram of 0.
 
         Gradient: none for ranges; the value has the gradient of the function, or of the call.
 
         Raises:
-          TypeError, ValueError: as a call; with `gram=True`, for a weight that is a part of a parameter.
+          TypeError, ValueError: as a call; with `gram=True`, for a weight that is a part of a parameter; for a mask
+            that is not of bools or fits no input, and for one where the function has a `mask` of its own.
 
         Source: as `jaxquant.observe`, and `merge_grams`.
         """
@@ -154,16 +163,24 @@ class QuantizedFunction:
             check_weights(entries, self._planned(args, {**kwargs, **self._passed(qparams)}))
         wanted = None if entries is None else frozenset(entries)
         observer = HISTOGRAMS if histogram else grams(wanted) if gram else RANGES
-        value, observed = self._collect(observer, qparams is None, qparams, args, kwargs)
+        value, observed = self._collect(observer, qparams is None, qparams, args, kwargs, mask)
         return (value, observed) if with_value else observed
 
     def _collect(
-        self, observer: Observer, is_float: bool, qparams: Any, args: tuple, kwargs: dict[str, Any]
+        self, observer: Observer, is_float: bool, qparams: Any, args: tuple, kwargs: dict[str, Any], mask: Any
     ) -> tuple[Any, dict[str, Any]]:
         """The value of the function, in float or quantized, and what an observer sees of each input."""
-        return self._result(_How(observer, is_float), args, {**kwargs, **self._passed(qparams)})
+        if mask is not None and may_take(self._f, "mask"):
+            raise ValueError(
+                "`mask` says which rows are observed, and the function has, or may have, an argument of that name. "
+                "Quantize a function without: quantize_fn(lambda params, x: f(params, x), rules), or with another name: "
+                "quantize_fn(lambda params, x, f_mask: f(params, x, mask=f_mask), rules)."
+            )
+        return self._result(_How(observer, is_float), args, {**kwargs, **self._passed(qparams)}, mask)
 
-    def tallies(self, *args: Any, qparams: Any = None, **kwargs: Any) -> tuple[Mapping[str, Entry], dict[str, Tally]]:
+    def tallies(
+        self, *args: Any, qparams: Any = None, mask: Any = None, **kwargs: Any
+    ) -> tuple[Mapping[str, Entry], dict[str, Tally]]:
         """For `jaxquant.report`: the entries, and what quantizing does to each input of the function in float."""
         if self._argnum:
             raise ValueError(
@@ -171,7 +188,7 @@ class QuantizedFunction:
                 "function that takes them first: lambda params, x: f(x, params)."
             )
         entries = self._planned(args, {**kwargs, **self._passed(qparams)}).entries
-        return entries.of, self._collect(TALLIES, True, qparams, args, kwargs)[1]
+        return entries.of, self._collect(TALLIES, True, qparams, args, kwargs, mask)[1]
 
     def weights(
         self, params: Any, wanted: Collection[str], args: tuple, kwargs: Mapping[str, Any]
@@ -312,12 +329,12 @@ class QuantizedFunction:
             call, arrays = call_of(args, kwargs, self._argnum, self._caches)
             with self._explained(args, kwargs):
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
-                leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op))
+                leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op), None)
             return value_of(leaves, structure)
 
         return view
 
-    def _result(self, how: _How, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _result(self, how: _How, args: tuple, kwargs: dict[str, Any], mask: Any = None) -> tuple[Any, dict[str, Any]]:
         """The value of a call, and what it observes."""
         key, qparams, lsq_gradient = self._own(kwargs)
         call, arrays = call_of(args, kwargs, self._argnum, self._caches)
@@ -329,7 +346,7 @@ class QuantizedFunction:
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
                 entries = lambda: self._decided(call, how, arrays, key, qparams).entries
                 self._compared.check(arrays, args[self._argnum], qparams, entries)
-            leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams)
+            leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams, None, mask)
         return value_of(leaves, structure), observed
 
     def _planned(self, args: tuple, kwargs: dict[str, Any]) -> Decisions:
@@ -343,7 +360,7 @@ class QuantizedFunction:
     def _decided(self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any) -> Decisions:
         # Out of the cache of jit, so that the function is traced once for this and the call. A cache of our own would
         # have to know the whole key of jit's, such as whether 64 bits are enabled and which mesh is set, or be stale.
-        _, _, decided, _ = self._jitted.eval_shape(call, how, arrays, key, qparams)
+        _, _, decided, _ = self._jitted.eval_shape(call, how, arrays, key, qparams, None, None)
         return decided.value
 
     @contextlib.contextmanager
@@ -380,7 +397,7 @@ class QuantizedFunction:
         return Source(self._f, self._rules, self._argnum, self._caches, self._strict).program(call, arrays, static)
 
     def _evaluated(
-        self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, view: View | None = None
+        self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, view: View | None, mask: Any
     ) -> tuple[list[Any], Static, Static, dict[str, Any]]:
         """The results, without what is static of them; their structure; the plan; and what is observed."""
         known = qparams if isinstance(qparams, Mapping) else {}
@@ -410,7 +427,8 @@ class QuantizedFunction:
                 if (used := of_entries[name]) is not None and name not in frozen:
                     of_entries[name] = with_lsq_gradient(used, entry.size, entry.spec, None)
         caches = {cache.path: cache for cache in program.caches if cache}
-        sites = SiteEvaluator(program.decisions, self._execution, key, how.observer, how.is_float, view, caches)
+        mask = checked_mask(mask, entries.of)
+        sites = SiteEvaluator(program.decisions, self._execution, key, how.observer, how.is_float, view, caches, mask)
         outs, observed = self._outs(program, sites, arrays, of_entries, delayed)
         results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]

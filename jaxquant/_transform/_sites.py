@@ -47,6 +47,7 @@ from ._caches import Cache
 from ._choices import Choice, Decision
 from ._decide import Decisions
 from ._entries import Entry
+from ._mask import mask_of
 from ._observers import RANGES, Observed, Observer, Use
 from ._plan import Op, Site
 
@@ -104,6 +105,7 @@ class SiteEvaluator(NamedTuple):
       is_float: whether the contractions are left in float, to be observed alone.
       view: what takes the place of our arithmetic, or None.
       caches: by their paths.
+      mask: of which rows are observed, or None.
     """
 
     decisions: Decisions
@@ -113,6 +115,7 @@ class SiteEvaluator(NamedTuple):
     is_float: bool = False
     view: View | None = None
     caches: Mapping[str, Cache] = types.MappingProxyType({})
+    mask: Any = None
 
     def replacements(self, with_integers: Mapping[Location, Sequence[bool]]) -> Replacements:
         """The contractions and named values with what takes their place."""
@@ -231,9 +234,10 @@ class SiteEvaluator(NamedTuple):
             real = lambda v: _value(v) if v.is_cache else v.real
             choice, reals = decision.operands[side], [real(v) if isinstance(v, QuantizedParam) else v for v in values]
             other = reals[1 - side] if len(decision.operands) == 2 else None
+            mask = mask_of(self.mask, self.decisions.entries.of, [*choice.keys, key], reals[side])
             given = Observed(
                 reals[side], choice.spec, scope.qparams.get(key), choice.contracted, other, decision.contraction, side,
-                reals[2:],
+                reals[2:], mask,
             )  # fmt: skip
             inputs.note(scope, {key: self.observer.of(given)})
 
