@@ -131,10 +131,9 @@ def may_take(f: Callable, name: str) -> bool:
     Of a method of a model, such as the `apply` of flax, what the model itself is called with says that.
     """
     owner = getattr(f, "__self__", None)
+    functions = [f, type(owner).__call__] if callable(owner) else [f]
     try:
-        own, *inner = (
-            inspect.signature(g).parameters for g in (f, *([type(owner).__call__] if callable(owner) else []))
-        )
+        own, *inner = (inspect.signature(g).parameters for g in functions)
     except (TypeError, ValueError):
         return True
     passes_on = lambda names: any(of.kind is inspect.Parameter.VAR_KEYWORD for of in names.values())

@@ -43,7 +43,7 @@ from ._decide import Decisions
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges
 from ._layout import Layout
-from ._mask import checked_mask
+from ._mask import Mask
 from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, check_weights, grams, has_range, uses_of_weights
 from ._plan import Plan, Site
 from ._sites import ReadInFloat, SiteEvaluator, View, is_stochastic
@@ -167,16 +167,18 @@ class QuantizedFunction:
         return (value, observed) if with_value else observed
 
     def _collect(
-        self, observer: Observer, is_float: bool, qparams: Any, args: tuple, kwargs: dict[str, Any], mask: Any
+        self, observer: Observer, is_float: bool, qparams: Any, args: tuple, kwargs: dict[str, Any], mask: Any = None
     ) -> tuple[Any, dict[str, Any]]:
         """The value of the function, in float or quantized, and what an observer sees of each input."""
         if mask is not None and may_take(self._f, "mask"):
             raise ValueError(
                 "`mask` says which rows are observed, and the function has, or may have, an argument of that name. "
-                "Quantize a function without: quantize_fn(lambda params, x: f(params, x), rules), or with another name: "
-                "quantize_fn(lambda params, x, f_mask: f(params, x, mask=f_mask), rules)."
+                "Quantize a function without, quantize_fn(lambda params, x: f(params, x), rules), or with another "
+                "name, quantize_fn(lambda params, x, f_mask: f(params, x, mask=f_mask), rules)."
             )
-        return self._result(_How(observer, is_float), args, {**kwargs, **self._passed(qparams)}, mask)
+        return self._result(
+            _How(observer, is_float), args, {**kwargs, **self._passed(qparams)}, None if mask is None else Mask(mask)
+        )
 
     def tallies(
         self, *args: Any, qparams: Any = None, mask: Any = None, **kwargs: Any
@@ -329,12 +331,14 @@ class QuantizedFunction:
             call, arrays = call_of(args, kwargs, self._argnum, self._caches)
             with self._explained(args, kwargs):
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
-                leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op), None)
+                leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op))
             return value_of(leaves, structure)
 
         return view
 
-    def _result(self, how: _How, args: tuple, kwargs: dict[str, Any], mask: Any = None) -> tuple[Any, dict[str, Any]]:
+    def _result(
+        self, how: _How, args: tuple, kwargs: dict[str, Any], mask: Mask | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """The value of a call, and what it observes."""
         key, qparams, lsq_gradient = self._own(kwargs)
         call, arrays = call_of(args, kwargs, self._argnum, self._caches)
@@ -346,7 +350,7 @@ class QuantizedFunction:
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
                 entries = lambda: self._decided(call, how, arrays, key, qparams).entries
                 self._compared.check(arrays, args[self._argnum], qparams, entries)
-            leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams, None, mask)
+            leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams, mask)
         return value_of(leaves, structure), observed
 
     def _planned(self, args: tuple, kwargs: dict[str, Any]) -> Decisions:
@@ -360,7 +364,7 @@ class QuantizedFunction:
     def _decided(self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any) -> Decisions:
         # Out of the cache of jit, so that the function is traced once for this and the call. A cache of our own would
         # have to know the whole key of jit's, such as whether 64 bits are enabled and which mesh is set, or be stale.
-        _, _, decided, _ = self._jitted.eval_shape(call, how, arrays, key, qparams, None, None)
+        _, _, decided, _ = self._jitted.eval_shape(call, how, arrays, key, qparams, None)
         return decided.value
 
     @contextlib.contextmanager
@@ -397,9 +401,12 @@ class QuantizedFunction:
         return Source(self._f, self._rules, self._argnum, self._caches, self._strict).program(call, arrays, static)
 
     def _evaluated(
-        self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, view: View | None, mask: Any
+        self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, by: View | Mask | None = None
     ) -> tuple[list[Any], Static, Static, dict[str, Any]]:
-        """The results, without what is static of them; their structure; the plan; and what is observed."""
+        """The results, without what is static of them; their structure; the plan; and what is observed.
+
+        `by` is the view that takes the place of the arithmetic, or the mask of what is observed.
+        """
         known = qparams if isinstance(qparams, Mapping) else {}
         args, kwargs = call.arguments(arrays)
         refuse_changed(args[self._argnum])
@@ -427,7 +434,8 @@ class QuantizedFunction:
                 if (used := of_entries[name]) is not None and name not in frozen:
                     of_entries[name] = with_lsq_gradient(used, entry.size, entry.spec, None)
         caches = {cache.path: cache for cache in program.caches if cache}
-        mask = checked_mask(mask, entries.of)
+        view, mask = (by if isinstance(by, kind) else None for kind in (View, Mask))
+        mask = mask and mask.checked(entries.of)
         sites = SiteEvaluator(program.decisions, self._execution, key, how.observer, how.is_float, view, caches, mask)
         outs, observed = self._outs(program, sites, arrays, of_entries, delayed)
         results = iter(outs)

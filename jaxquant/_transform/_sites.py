@@ -47,7 +47,7 @@ from ._caches import Cache
 from ._choices import Choice, Decision
 from ._decide import Decisions
 from ._entries import Entry
-from ._mask import mask_of
+from ._mask import Mask
 from ._observers import RANGES, Observed, Observer, Use
 from ._plan import Op, Site
 
@@ -115,7 +115,7 @@ class SiteEvaluator(NamedTuple):
     is_float: bool = False
     view: View | None = None
     caches: Mapping[str, Cache] = types.MappingProxyType({})
-    mask: Any = None
+    mask: Mask | None = None
 
     def replacements(self, with_integers: Mapping[Location, Sequence[bool]]) -> Replacements:
         """The contractions and named values with what takes their place."""
@@ -234,7 +234,7 @@ class SiteEvaluator(NamedTuple):
             real = lambda v: _value(v) if v.is_cache else v.real
             choice, reals = decision.operands[side], [real(v) if isinstance(v, QuantizedParam) else v for v in values]
             other = reals[1 - side] if len(decision.operands) == 2 else None
-            mask = mask_of(self.mask, self.decisions.entries.of, [*choice.keys, key], reals[side])
+            mask = self.mask and self.mask.over(reals[side], [*choice.keys, key], self.decisions.entries.of)
             given = Observed(
                 reals[side], choice.spec, scope.qparams.get(key), choice.contracted, other, decision.contraction, side,
                 reals[2:], mask,
