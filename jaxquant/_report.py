@@ -19,6 +19,7 @@ from ._gram import Gram, relative, squared_errors
 from ._groups import reduce_groups
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from ._qparams import QParams
+from ._sharding import replicated
 from ._spec import QuantSpec, qparams_shape
 from ._table import as_html, as_text
 from ._tally import Tally, merge_tallies, sqnr, tally, to_nearest
@@ -292,7 +293,7 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
         zero = jnp.zeros(())
         nothing = Tally(zero, zero, zero, zero, zero, jnp.zeros(0))
         return _row(entry, nothing, **sizes, dead=None)._replace(max_error=math.nan, clipped=math.nan)
-    leaf = entry.rotated(leaf)
+    leaf, qparams = jax.tree.map(replicated, (entry.rotated(leaf), qparams))
     t = jax.device_get(tally(leaf, spec, qparams))
     dead = _dead(entry, leaf, qparams)
     return _row(entry, t, **sizes, dead=int(dead.sum()), channels=dead.size)

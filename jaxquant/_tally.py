@@ -16,6 +16,7 @@ from ._groups import broadcast_groups
 from ._qarray import QArray
 from ._qparams import QParams
 from ._ranges._histogram import added_counts
+from ._sharding import replicated
 from ._spec import QuantSpec
 
 _COUNTED_BITS = 8  # levels are counted up to here
@@ -49,7 +50,7 @@ def to_nearest(spec: QuantSpec) -> QuantSpec:
 @functools.partial(jax.jit, static_argnames=("spec",))
 def tally(x: Array, spec: QuantSpec, qparams: QParams | None = None) -> Tally:
     """The tally of one array, rounded to nearest."""
-    spec = to_nearest(spec)
+    spec, (x, qparams) = to_nearest(spec), jax.tree.map(replicated, (x, qparams))
     q = quantize(x, spec, qparams)
     x, real = x.astype(jnp.float32), real_values(q, jnp.dtype(jnp.float32))
     finite = jnp.isfinite(x)

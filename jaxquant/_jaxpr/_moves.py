@@ -21,7 +21,7 @@ from .. import _checks as checks
 from .. import _groups as grouping
 from .._granularity import PerTensor
 from .._qarray import Scales, changed, scales_of, sums_of
-from .._sharding import vary_together
+from .._sharding import for_groups, vary_together
 from ._origin import JOINED, PICKED, Moved, Origin, along_any, computed
 from ._program import avals, order_read, param
 from ._quantized_param import QuantizedParam, dequantized, ordered, with_sums_of
@@ -190,6 +190,10 @@ def _split(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) ->
     return [grouping.sliced(v, axis, shape[axis], *bounds) for bounds in itertools.pairwise([0, *ends])]
 
 
+def _resharded(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    return _results(eqn, v, dst_sharding=for_groups(param(eqn, "dst_sharding"), v))
+
+
 def _tiled(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
     times = [n if v.shape[i] > 1 else 1 for i, n in enumerate(param(eqn, "reps"))]
     return [jnp.tile(v, times)]
@@ -312,14 +316,15 @@ def _together(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     ins = [ordered(v) if isinstance(v, QuantizedParam) else v for v in ins]
     leaves, structure = jax.tree.flatten(ins)
     of = [i for i, v in enumerate(ins) for _ in jax.tree.leaves(v)]  # which operand each leaf is part of
-    is_whole = [leaf.shape == avals(eqn.invars)[i].shape for leaf, i in zip(leaves, of, strict=True)]
+    shapes = [v.shape for v in avals(eqn.invars)]
+    each = [(i, leaf, leaf.shape == shapes[i]) for i, leaf in zip(of, leaves, strict=True)]
 
     def of_each(name: str, values: Any) -> Any:  # of device_put: where to, and how
         if not isinstance(values, tuple | list):
             return values
         # Values for groups have not the shape that a sharding is of.
-        of_groups = lambda v: None if name in ("devices", "srcs") else v
-        return tuple(values[i] if w else of_groups(values[i]) for i, w in zip(of, is_whole, strict=True))
+        of_groups = lambda of, v: for_groups(of, v) if name == "devices" else None if name == "srcs" else of
+        return tuple(values[i] if is_whole else of_groups(values[i], v) for i, v, is_whole in each)
 
     params = {name: of_each(name, values) for name, values in eqn.params.items()}
     return jax.tree.unflatten(structure, eqn.primitive.bind(*leaves, **params))
@@ -431,6 +436,7 @@ MOVES: dict[str, Move] = {
         name: Move(written_origin, write, is_written, is_same=False, has_indices=True, is_write=True)
         for name, write in {"dynamic_update_slice": updated, "scatter": scattered}.items()
     },
-    # A sharding is one of the shape of the value, which the arrays for its groups have not: these stay whole.
-    **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), one(groups=lambda eqn, v, shape, _: [v])),
+    # A sharding is one of the shape of the value, which the arrays for its groups have not.
+    "sharding_constraint": one(groups=lambda eqn, v, shape, _: [v]),
+    **dict.fromkeys(("reshard", "mesh_cast"), one(groups=_resharded)),
 }

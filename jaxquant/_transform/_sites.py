@@ -40,7 +40,7 @@ from .._paths import named_in_errors
 from .._platform._cpu import written
 from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
-from .._sharding import replicated, vary_together
+from .._sharding import axes_of, replicated, vary_together
 from .._spec import QuantSpec, qparams_shape
 from .._straight_through import nan_flags, quantize_straight_through, with_gradient_of
 from ._caches import Cache
@@ -321,6 +321,9 @@ class SiteEvaluator(NamedTuple):
             operands = [v._replace(integers=dataclasses.replace(v.integers, order=None)) for v in operands]
             whole = lambda axes: lambda v: replicated(v, axes) if v.ndim else v
             operands = [jax.tree.map(whole(of), operand) for operand, of in zip(operands, axes, strict=True)]
+            taken = frozenset().union(*axes_of(operands[0].integers.stored))  # along which the other is whole, then
+            both = [i for i, axis in enumerate(axes_of(operands[1].integers.stored)) if not taken.isdisjoint(axis)]
+            operands[1] = jax.tree.map(whole(both), operands[1])
         with named_in_errors(*decision.op.names):
             op = decision.contraction.as_op(execution=self.execution, gradient=decision.gradient)
             turns = decision.operands[0].cache is not None  # a CPU has no kernel for it as the first operand

@@ -2,7 +2,7 @@
 """The mean of what rounding a weight does to its layer's output, made up for by the bias of the layer."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from .._transform._layout import layout_of
 from .._transform._quantize_fn import QuantizedFunction
 from .._transform._source import Program
 from ._folds import narrowed
-from ._weights import Form, Model, Weight, array, model_of, shapes_of
+from ._weights import Form, Model, Weight, array, changed_leaves, model_of, shapes_of
 
 Progress = Callable[[str, str | None, float, float], None]  # (path, why it is left, error before, error after)
 
@@ -91,9 +91,9 @@ def _of_elements(mean: Array, channels: Factors, shape: tuple[int, ...]) -> Arra
     return jnp.broadcast_to(each * np.sign(channels).astype(mean.dtype), shape)
 
 
-def _corrected(model: Model, found: _Found, errors: dict[str, _Error]) -> dict[str, Array]:
+def _corrected(found: _Found, leaves: Mapping[str, Any], errors: dict[str, _Error]) -> dict[str, Array]:
     """The biases with the means of the errors of all weights whose outputs they are added to."""
-    leaves, new = dict(with_paths(model.params)), {}
+    new: dict[str, Array] = {}
     for path, own in found.biases.items():
         for bias, channels in own.items():
             added = _of_elements(errors[path].mean, channels, leaves[bias].shape)
@@ -178,9 +178,11 @@ def bias_correct(
         return _error(weight.form.rotated(array(weight.leaf)), weight.lost(), weight.gram, weight.form)
 
     errors = model.found(solve)
-    new = _corrected(model, found, errors)
+    leaves = dict(with_paths(model.params))
+    new = changed_leaves(functools.partial(_corrected, found), leaves, errors)
     if progress is not None and not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(errors)):
         for path, error in errors.items():
             _report(progress, path, found.why.get(path), error)
     served = params if solved is None else solved
-    return with_leaves(served, [new.get(path, leaf) for path, leaf in with_paths(served)])
+    biases = {bias for own in found.biases.values() for bias in own}
+    return with_leaves(served, [new[path] if path in biases else leaf for path, leaf in with_paths(served)])

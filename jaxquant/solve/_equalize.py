@@ -16,7 +16,7 @@ from .._jaxpr._folding import Fold
 from .._paths import with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, in_words, is_whole, largest, of_channels, operands_of
-from ._weights import array, checked_function, shapes_of
+from ._weights import array, changed_leaves, checked_function, shapes_of
 
 Progress = Callable[[str, float, float], None]  # (path, ratio of ranges before, after)
 
@@ -166,18 +166,23 @@ def equalize(
     checks.one_of("unfolded", unfolded, ("leave", "error"))
     program = checked_function(q).program(shapes_of(params), args, kwargs)
     operands = operands_of(program, params)
-    (pairs, left), leaves = _pairs(operands, unfolded), dict(operands.leaves)
-    biases = {path: _Biases(operands, leaves, pair) for path, pair in pairs.items()}
-    distances = lambda: {path: _distance(_ranges(operands, leaves, pair)) for path, pair in pairs.items()}
-    before = distances()
-    for _ in range(iterations):
-        for path, pair in pairs.items():
-            s = _factors(_ranges(operands, leaves, pair), biases[path].least(leaves))
-            leaves |= {name: folded(name, leaves[name], factors, s) for name, factors in pair.factors.items()}
-    if progress is not None:
-        for path in left:
-            progress(path, np.nan, np.nan)
-        for path, after in distances().items():
+    pairs, left = _pairs(operands, unfolded)
+
+    def equalized(leaves: dict[str, Any]) -> dict[str, Any]:
+        leaves = dict(leaves)
+        biases = {path: _Biases(operands, leaves, pair) for path, pair in pairs.items()}
+        distances = lambda: {path: _distance(_ranges(operands, leaves, pair)) for path, pair in pairs.items()}
+        before = distances()
+        for _ in range(iterations):
+            for path, pair in pairs.items():
+                s = _factors(_ranges(operands, leaves, pair), biases[path].least(leaves))
+                leaves |= {name: folded(name, leaves[name], factors, s) for name, factors in pair.factors.items()}
+        for path, after in distances().items() if progress else ():
             if not isinstance(after, jax.core.Tracer):
                 progress(path, float(before[path]), float(after))
+        return leaves
+
+    for path in left if progress else ():
+        progress(path, np.nan, np.nan)
+    leaves = changed_leaves(equalized, operands.leaves)
     return with_leaves(params, [leaves[path] for path, _ in with_paths(params)])

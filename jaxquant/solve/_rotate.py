@@ -20,7 +20,7 @@ from .._jaxpr._streams import Numbers, Streams
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, narrowed, of_channels, operands_of
-from ._weights import array, checked_function, shapes_of
+from ._weights import array, changed_leaves, checked_function, shapes_of
 
 Progress = Callable[[str, int, str | None], None]  # (path, how many channels are rotated together, why not)
 
@@ -66,9 +66,9 @@ class _Rotation:
                 self.channels.spoil(tuple(self.rotated(numbers)), why)
         return None
 
-    def leaves(self) -> dict[str, Any]:
+    def leaves(self, given: dict[str, Any]) -> dict[str, Any]:
         """The parameters, rotated."""
-        leaves = dict(self.operands.leaves)
+        leaves = dict(given)
         wide = lambda path: (v := array(leaves[path])).astype(num.compute_dtype(v.dtype))
         for fold, gain, numbers in self.folds:
             if self.rotated(numbers):
@@ -80,7 +80,7 @@ class _Rotation:
             if any(map(self.rotated, axes)):
                 leaves[path] = self._turned(wide(path), axes)
         return {
-            path: leaf if (old := self.operands.leaves[path]) is leaf else narrowed(path, leaf, old.dtype)
+            path: leaf if (old := given[path]) is leaf else narrowed(path, leaf, old.dtype)
             for path, leaf in leaves.items()
         }
 
@@ -185,5 +185,5 @@ def rotate(
             )
         if progress is not None:
             progress(path, state.together(path), why)
-    leaves = state.leaves()
+    leaves = changed_leaves(state.leaves, state.operands.leaves)
     return with_leaves(params, [leaves[path] for path, _ in with_paths(params)])

@@ -21,7 +21,7 @@ from .._ranges._fit import fit_qparams
 from .._spec import QuantSpec
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, in_words, is_whole, largest, of_channels, operands_of
-from ._weights import Form, Model, Weight, array, grid_in_matrices, model_of, nearest, shapes_of
+from ._weights import Form, Model, Weight, array, changed_leaves, grid_in_matrices, model_of, nearest, shapes_of
 
 _ALPHAS = tuple(i / 10 for i in range(11))
 _SPREAD = 4.0  # root mean squares of a channel that its range is taken to reach, on both sides
@@ -168,9 +168,26 @@ class _Smoothing:
     def __init__(self, model: Model, operands: Operands, alpha: float | None, report: Progress | None):
         self.model, self.operands, self.report = model, operands, report
         self.alphas = (None, *_ALPHAS) if alpha is None else (alpha,)
-        self.leaves = dict(operands.leaves)
-        self.grams = {weight.path: weight.gram for weight in model.weights}
+        self.leaves: dict[str, Any] = {}
+        self.grams: dict[str, Gram] = {}
         self.done: set[str] = set()
+
+    def smoothed(self, unfolded: str, leaves: dict[str, Any], grams: dict[str, Gram]) -> dict[str, Any]:
+        """The parameters with all sets of weights smoothed, one after the other."""
+        self.leaves, self.grams = dict(leaves), dict(grams)
+        for weight in self.model.weights:
+            if weight.path not in self.done:
+                try:
+                    self.smooth(weight)
+                except NoFactorsError as error:
+                    if unfolded == "error":
+                        fix = (
+                            'Pass unfolded="leave", leave it out of `grams`, or give its inputs a gain by '
+                            f"solve.with_gains(f, {weight.path!r})."
+                        )
+                        raise ValueError(f"{in_words(weight.path, error)} {fix}") from None
+                    self.leave(weight)
+        return self.leaves
 
     def smooth(self, weight: Weight) -> None:
         """Smooths the weights that take the inputs of this one; raises NoFactorsError where it cannot."""
@@ -311,16 +328,6 @@ def smooth(
                 "by a `q` and grams without `rotate` in the rules, and rotate what comes of it."
             )
     state = _Smoothing(model, operands, alpha, progress)
-    for weight in model.weights:
-        if weight.path not in state.done:
-            try:
-                state.smooth(weight)
-            except NoFactorsError as error:
-                if unfolded == "error":
-                    fix = (
-                        'Pass unfolded="leave", leave it out of `grams`, or give its inputs a gain by '
-                        f"solve.with_gains(f, {weight.path!r})."
-                    )
-                    raise ValueError(f"{in_words(weight.path, error)} {fix}") from None
-                state.leave(weight)
-    return with_leaves(params, [state.leaves[path] for path, _ in with_paths(params)])
+    smoothed = functools.partial(state.smoothed, unfolded)
+    leaves = changed_leaves(smoothed, operands.leaves, {weight.path: weight.gram for weight in model.weights})
+    return with_leaves(params, [leaves[path] for path, _ in with_paths(params)])

@@ -195,25 +195,45 @@ def _of_numbers(solve: Callable[[Weight], Any], weight: Weight) -> Any:
     return solve(weight)
 
 
-def _with_automatic_axes(solve: Callable[[Weight], Any], weight: Weight) -> Any:
-    """What `solve` makes of a weight; of one on a mesh with explicit axes where XLA chooses how arrays lie on it."""
-    mesh = _explicit_mesh(weight.leaf)
+def with_automatic_axes(f: Callable[..., Any], leaves: Any, *others: Any) -> Any:
+    """`f(leaves, *others)`; where leaves are on a mesh with explicit axes, as if XLA chose how arrays lie on it.
+
+    What comes out lies as a leaf of its shape, or is whole, such as scales.
+    """
+    mesh = next(filter(None, map(_explicit_mesh, jax.tree.leaves(leaves))), None)
     if mesh is None:
-        return _in_turns(solve, weight)
+        return f(leaves, *others)
     automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
     def on(mesh: jax.sharding.Mesh, v: Any) -> Any:
         sharding = getattr(v, "sharding", None)
         spec = sharding.spec if isinstance(sharding, jax.NamedSharding) else jax.P()
-        return jax.device_put(v, jax.NamedSharding(mesh, spec))
+        return jax.device_put(v, jax.NamedSharding(mesh, spec)) if isinstance(v, Array) else v
 
-    leaf, *others = jax.tree.map(
-        functools.partial(on, automatic), (weight.leaf, weight.gram, weight.qparams, weight.served)
-    )
+    there = jax.tree.map(functools.partial(on, automatic), (leaves, *others))
     with jax.set_mesh(automatic):
+        found = f(*there)
+    of_shape = {jnp.shape(leaf): leaf.sharding for leaf in jax.tree.leaves(leaves) if _explicit_mesh(leaf)}
+    whole = jax.NamedSharding(mesh, jax.P())
+    return jax.tree.map(lambda v: jax.device_put(v, of_shape.get(jnp.shape(v), whole)), found)
+
+
+def changed_leaves(f: Callable[..., dict[str, Any]], leaves: Mapping[str, Any], *others: Any) -> dict[str, Any]:
+    """The leaves with those that `f(leaves, *others)` gives, each on a mesh as before; with automatic axes in f."""
+    changed = lambda leaves, *others: {k: v for k, v in f(leaves, *others).items() if v is not leaves[k]}
+    new = with_automatic_axes(changed, dict(leaves), *others)
+    as_before = lambda v, old: jax.device_put(v, old.sharding) if _explicit_mesh(old) else v
+    return {**leaves, **{path: as_before(v, leaves[path]) for path, v in new.items()}}
+
+
+def _with_automatic_axes(solve: Callable[[Weight], Any], weight: Weight) -> Any:
+    """What `solve` makes of a weight; of one on a mesh with explicit axes where XLA chooses how arrays lie on it."""
+
+    def of(leaf: Any, *others: Any) -> Any:
         form = weight.form._replace(sharding=_sharding_of(leaf))
-        found = _in_turns(solve, Weight(weight.path, form, leaf, *others))
-    return jax.tree.map(functools.partial(on, mesh), found)
+        return _in_turns(solve, Weight(weight.path, form, leaf, *others))
+
+    return with_automatic_axes(of, weight.leaf, weight.gram, weight.qparams, weight.served)
 
 
 def _in_turns(solve: Callable[[Weight], Any], weight: Weight) -> Any:
