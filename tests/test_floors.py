@@ -34,7 +34,15 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
     ),
     (
         *("_jaxpr/_program", "_jaxpr/_origin", "_jaxpr/_quantized_param", "_jaxpr/_writes", "_jaxpr/_moves"),
-        *("_jaxpr/_walk", "_jaxpr/_evaluate", "_jaxpr/_calls", "_jaxpr/_flat", "_jaxpr/_channels", "_jaxpr/_folding"),
+        *(
+            "_jaxpr/_walk",
+            "_jaxpr/_evaluate",
+            "_jaxpr/_calls",
+            "_jaxpr/_elementwise",
+            "_jaxpr/_flat",
+            "_jaxpr/_channels",
+            "_jaxpr/_folding",
+        ),
         *("_jaxpr/_biases", "_jaxpr/_streams", "_rule"),
     ),
     ("_paths",),

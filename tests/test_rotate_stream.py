@@ -446,8 +446,8 @@ def test_refuses_a_tied_embedding_with_gains():
     new, said = rotated(tied, params, TOKENS)
     assert changed(params, new) == set()
     assert said["up"] == (
-        1, "are multiplied by 'norm', which no weights can take up: 'embed', which would be divided or multiplied, "
-        "also goes into 'gather', which passes no factor",
+        1, "are multiplied by 'norm', which no weights can take up: what would be divided or "
+        "multiplied also goes into 'mul', with another value that would be divided",
     )  # fmt: skip
 
 

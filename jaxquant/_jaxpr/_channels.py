@@ -262,6 +262,46 @@ def _picked_axes(node: Node) -> list[int]:
     return [i for i, (whole, part) in enumerate(sizes) if part != whole]
 
 
+class _Picked(NamedTuple):
+    """What a gather makes of axes: of the operand those along which indices pick, and where the others are."""
+
+    cut: list[int]
+    kept: list[int]
+    places: Sequence[int]
+
+
+def _picked_by_indices(node: Node) -> _Picked:
+    numbers, sizes = param(node.eqn, "dimension_numbers"), param(node.eqn, "slice_sizes")
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    shape = node.shapes[0][0]
+    cut = [i for i, n in enumerate(shape) if i in gone or i in numbers.start_index_map or sizes[i] != n]
+    return _Picked(cut, [i for i in range(len(shape)) if i not in gone], numbers.offset_dims)
+
+
+def _gathered(node: Node, v: Factors) -> Factors:
+    fill = param(node.eqn, "fill_value")
+    if fill and fill == fill:  # neither None, nor 0 or NaN, which are the same divided
+        raise NoFactorsError("with a value that would not be divided")
+    cut, kept, places = _picked_by_indices(node)
+    sizes = dict(zip(places, (_apart(v, cut).shape[i] for i in kept), strict=True))
+    return v.reshape([sizes.get(i, 1) for i in range(len(node.shapes[1][0]))])
+
+
+def _ungathered(node: Node, _: int, v: Factors) -> Factors:
+    cut, kept, places = _picked_by_indices(node)
+    own = {place: i for place, i in zip(places, kept, strict=True) if i not in cut}
+    v = level(v, [i for i in range(v.ndim) if i not in own])
+    sizes = {i: v.shape[place] for place, i in own.items()}
+    return v.reshape([sizes.get(i, 1) for i in range(len(node.shapes[0][0]))])
+
+
+def _sorted() -> Rule:
+    """The rule of a sort: along its axis elements change places, of all operands alike."""
+    apart = lambda node, v: _apart(v, [param(node.eqn, "dimension")])
+    ahead = lambda node, ins: [apart(node, _known(v, len(node.shapes[0][k]))) for k, v in enumerate(ins)]
+    return Rule(ahead, lambda node, k, v: [[(k, level(v, [param(node.eqn, "dimension")]))]])
+
+
 _IDENTITY = _one(lambda node, v: v, lambda node, _, v: v)
 
 # Of one value after another
@@ -507,6 +547,8 @@ RULES: dict[str, Rule] = {
     ),
     "tile": _one(_tiled, _untiled),
     "pad": Rule(_padded, lambda node, _, v: [[(0, level(v, _padded_axes(node)))]]),
+    "gather": _one(_gathered, _ungathered),
+    "sort": _sorted(),
     "dynamic_slice": _one(
         lambda node, v: _apart(v, _picked_axes(node)), lambda node, _, v: level(v, _picked_axes(node))
     ),

@@ -8,10 +8,12 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ._calls import CALLS
+from ._elementwise import functions_of, number_of
 from ._moves import MOVES
 from ._program import Location, avals, kind, param, programs, scan_parts
 
 TURN, SHARED = "turn of a scan", "constant of a scan"  # what a scan takes, and what its program has of it
+_OF_ONE = tuple(name for name, move in MOVES.items() if move.is_same and not move.is_write)  # moves of one value
 END = "end"  # where a value leaves what is followed
 
 
@@ -46,6 +48,8 @@ class Flat:
       sources: of each other value that no node gives, what it is, in words.
       neutral: values that any positive factor leaves as they are: zeros, infinities and NaN.
       shapes: of each value.
+      functions: of parameters, element by element, by their paths: what passes factors as if it were not there.
+      passes: of each value that these make, which operand holds the parameter.
       ties: values that scans make, each with one that it is in some turn: a carry inside with that before and behind a
         turn, the last one with that inside, and what is stacked, with an axis more in front, with what turns give.
     """
@@ -58,12 +62,16 @@ class Flat:
         self.neutral: set[int] = set()
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.ties: list[tuple[int, int]] = []
+        self._numbers: dict[int, float] = {}
         args = [self._source(v, "an argument of the function") for v in jaxpr.invars]
         self.paths = {i: path for i, path in zip(args, paths, strict=True) if path is not None}
         for i in self.paths:
             del self.sources[i]
         outs = self._program(jaxpr, args, (), "")
         self._end(outs, jaxpr.eqns[-1] if jaxpr.eqns else None, (), "the result of the function")
+        self.functions = functions_of(self.nodes, self.paths, self._numbers, (*_OF_ONE, TURN, SHARED))
+        made = (node for function in self.functions.values() for node in function.nodes)
+        self.passes = {node.outs[0]: next(k for k, i in enumerate(node.ins) if i not in self._numbers) for node in made}
 
     def _source(self, v: Any, words: str) -> int:
         i = len(self.shapes)
@@ -82,6 +90,8 @@ class Flat:
         self.maker |= dict.fromkeys(made, node)
         if name in (*MOVES, TURN, SHARED) and all(i in self.neutral for i in ins):
             self.neutral.update(made)
+        if name in _OF_ONE and ins[0] in self._numbers:
+            self._numbers |= dict.fromkeys(made, self._numbers[ins[0]])
         return made
 
     def _end(self, ins: Sequence[int], eqn: Any, at: Location, words: str) -> None:
@@ -90,6 +100,8 @@ class Flat:
     def _literal(self, v: Literal) -> int:
         i = self._source(v, "a constant")
         value = np.asarray(v.val)
+        if (number := number_of(value)) is not None:
+            self._numbers[i] = number
         if value.dtype.kind in "fiV" and np.all((value == 0) | ~np.isfinite(value.astype(np.float64))):
             self.neutral.add(i)
         return i

@@ -189,12 +189,16 @@ class _Attempt:
             if stride:
                 raise _Failed("its inputs come from what all turns of a scan share", scan=node.at)
             return [(node.ins[0], factors)]
+        if value in self.flat.passes:
+            return [(node.ins[self.flat.passes[value]], factors)]
         try:
             if node.name not in RULES:
                 raise NoFactorsError("which passes no factor")
             ways = RULES[node.name].backward(node, node.outs.index(value), factors)
         except NoFactorsError as error:
-            raise _Failed(f"its inputs come out of {node.words}, {error}", error) from None
+            named = [self.flat.paths[i] for i in node.ins if i in self.flat.paths]
+            of = f" of the parameter {named[0]!r}" if named else ""
+            raise _Failed(f"its inputs come out of {node.words}{of}, {error}", error) from None
         ways = sorted(ways, key=lambda way: max(self.distance[node.ins[k]] for k, _ in way))
         if len(ways) > 1 and value not in self.picked:
             self.picked[value] = self.ways.pick(len(ways))
@@ -254,6 +258,9 @@ class _Attempt:
             if stride:
                 raise NoFactorsError("which all turns share")
             return [ins[0]]
+        if node.outs and node.outs[0] in self.flat.passes:
+            factors = ins[self.flat.passes[node.outs[0]]]
+            return [] if factors is None else [factors]
         if node.name not in RULES:
             raise NoFactorsError("which passes no factor")
         return RULES[node.name].forward(node, ins)
@@ -296,6 +303,10 @@ def _distances(flat: Flat) -> dict[int, int]:
         distance = _FAR
         if node.name in (*MOVES, TURN, SHARED):
             distance = own[0]
+        elif node.outs and node.outs[0] in flat.passes:
+            distance = own[flat.passes[node.outs[0]]]
+        elif len(node.ins) == 1:  # which passes no factor, and says whose function it is
+            distance = 1 + own[0]
         elif node.name in ("mul", "div"):
             distance = 1 + min(own)
         elif node.name in ("add", "sub"):

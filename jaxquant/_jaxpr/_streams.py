@@ -167,6 +167,8 @@ class Streams:
             return [tuple(axis and axis._replace(made=inside(axis.made)) for axis in ins[0][1:])]
         if node.name == SHARED:
             return ins
+        if node.outs[0] in self.flat.passes:  # a function of a gain is one, too
+            return [ins[self.flat.passes[node.outs[0]]]]
         return RULES.get(node.name, _mixed)(self, node, ins)
 
     def inputs(self, operand: Operand) -> Numbers:

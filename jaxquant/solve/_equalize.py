@@ -176,7 +176,8 @@ def equalize(
         for _ in range(iterations):
             for path, pair in pairs.items():
                 s = _factors(_ranges(operands, leaves, pair), biases[path].least(leaves))
-                leaves |= {name: folded(name, leaves[name], factors, s) for name, factors in pair.factors.items()}
+                for name, factors in pair.factors.items():
+                    leaves[name] = folded(operands.flat, name, leaves[name], factors, s)
         for path, after in distances().items() if progress else ():
             if not isinstance(after, jax.core.Tracer):
                 progress(path, float(before[path]), float(after))

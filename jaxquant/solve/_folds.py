@@ -113,13 +113,20 @@ def _largest(leaf: Array, axes: tuple[int, ...]) -> Array:
     return jnp.abs(leaf).max(axes, keepdims=True, initial=0)
 
 
-def folded(path: str, leaf: Any, factors: np.ndarray, s: Array) -> Array:
-    """A parameter with its elements divided, or multiplied, by the factors s, (count,)."""
-    leaf = array(leaf)
+def folded(flat: Flat, path: str, leaf: Any, factors: np.ndarray, s: Array) -> Array:
+    """A parameter with its elements divided, or multiplied, by the factors s, (count,).
+
+    Or with the elements of the function that the program has of it, such as 1 + g.
+    """
+    leaf, function = array(leaf), flat.functions.get(path)
     own = jnp.concatenate([jnp.ones(1, s.dtype), s])[np.abs(factors)]
     wide = leaf.astype(num.compute_dtype(leaf.dtype))
     own = own.astype(wide.dtype)
-    return narrowed(path, jnp.where(factors > 0, wide / own, wide * own), leaf.dtype)
+    v = wide if function is None else function(wide)
+    new = jnp.where(factors > 0, v / own, v * own)
+    if function is not None:
+        new = jnp.where(factors == 0, wide, function.inverse(wide, new))
+    return narrowed(path, new, leaf.dtype)
 
 
 def narrowed(path: str, wide: Array, dtype: Any) -> Array:

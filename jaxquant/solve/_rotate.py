@@ -73,9 +73,14 @@ class _Rotation:
         for fold, gain, numbers in self.folds:
             if self.rotated(numbers):
                 leaves |= {path: wide(path) for path in fold.factors}
-                s = of_channels(jax.ops.segment_sum, leaves[gain.path], fold.factors[gain.path], 1, fold.size)
+                flat, leaf = self.operands.flat, leaves[gain.path]
+                function = flat.functions.get(gain.path)
+                own = leaf if function is None else function(leaf)
+                s = of_channels(jax.ops.segment_sum, own, fold.factors[gain.path], 1, fold.size)
+                ones = jnp.ones_like(leaf) if function is None else function.inverse(leaf, jnp.ones_like(leaf))
                 for path, factors in fold.factors.items():
-                    leaves[path] = jnp.where(factors > 0, 1, folded(path, leaves[path], factors, s))
+                    new = folded(flat, path, leaves[path], factors, s)
+                    leaves[path] = jnp.where(factors > 0, ones if path == gain.path else 1, new)
         for path, axes in self.axes.items():
             if any(map(self.rotated, axes)):
                 leaves[path] = self._turned(wide(path), axes)

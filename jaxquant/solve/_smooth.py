@@ -241,7 +241,7 @@ class _Smoothing:
 
     def _fold(self, found: Fold, these: _Set, s: Array) -> None:
         for path, factors in found.factors.items():
-            self.leaves[path] = folded(path, self.leaves[path], factors, s)
+            self.leaves[path] = folded(self.operands.flat, path, self.leaves[path], factors, s)
         for weight, taken in zip(these.weights, these.taken, strict=True):
             self.grams[weight.path] = taken.divided(s)
 
