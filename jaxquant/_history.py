@@ -87,7 +87,7 @@ def largest_bin(g: Array) -> Array:
 def with_seen(delayed: DelayedQParams, largest: Array) -> DelayedQParams:
     """The cotangent that counts a largest magnitude in its bin."""
     zeros = jax.tree.map(jnp.zeros_like, delayed)
-    return dataclasses.replace(zeros, seen=(jnp.arange(BINS) == largest).astype(jnp.float32))
+    return dataclasses.replace(zeros, seen=(jnp.arange(BINS, dtype=jnp.int32) == largest).astype(jnp.float32))
 
 
 def split_histories(qparams: Any) -> tuple[dict[str, Any], dict[str, GradientHistory]]:

@@ -195,3 +195,41 @@ def test_other_platforms_have_the_whole_product():
 )  # fmt: skip
 def test_how_many_columns_are_a_tile(rows, shape, expected):
     assert tile_of(rows, shape[0] * shape[1], shape[1]) == expected
+
+
+ODD = [1, 3, 5, 9, 11, 13, 15, 21, 27, 35]
+FORMS = {
+    "plain": (lambda w, x: x @ w, lambda k, n: ((k, n), (k,))),
+    "a transpose": (lambda w, x: x @ w.T, lambda k, n: ((n, k), (k,))),
+    "heads": (lambda w, x: jnp.einsum("bd,dhk->bhk", x, w), lambda k, n: ((k, 4, n // 4 + 1), (k,))),
+    "experts": (lambda w, x: jnp.einsum("bec,ecd->bed", x, w), lambda k, n: ((3, k, n), (3, k))),
+    "a ragged dot": (lambda w, x: lax.ragged_dot(x, w, jnp.int32([1, len(x) - 1])), lambda k, n: ((2, k, n), (k,))),
+    "the first operand": (lambda w, x: (w.T @ x.T).T, lambda k, n: ((k, n), (k,))),
+}
+
+
+def of_seed(seed):
+    """A weight-only product of random rows, widths with odd factors, dtype, bits and groups."""
+    rng = np.random.default_rng(seed)
+    k, n = (min(int(rng.choice(ODD)) * 2 ** int(rng.integers(3, 8)), 1536) for _ in range(2))
+    rows, dtype = int(rng.integers(1, 141)), rng.choice([jnp.float32, jnp.float32, BF16, jnp.float16])
+    f, shapes = FORMS[rng.choice(list(FORMS))]
+    shape, of_row = shapes(k, n)
+    size = next((size for size in (64, 32, 16) if k % size == 0), None) if f is FORMS["plain"][0] else None
+    spec = weight_spec(int(rng.choice([4, 8])), block_size=rng.choice([None, size]))
+    w, x = (jnp.asarray(rng.normal(size=of), dtype) for of in (shape, (rows, *of_row)))
+    return f, spec, w / k**0.5, x
+
+
+@cases("seed", [*range(60), "576"], [4, "576"])
+def test_what_is_served_is_what_was_trained_for_any_shape(seed):
+    """Eagerly, compiled, beside a gradient, and as constants: one form of the float product, also in its gradient."""
+    f, spec, w, x = of_seed(seed) if seed != "576" else (plain, SPECS["8 bits"], normal(576, 576), normal(8, 576))
+    q, frozen = served(f, spec, w, x)
+    call, total = jax.jit(q), lambda x, w: q(w, x).astype(jnp.float32).sum()
+    want, of_x = call(w, x), jax.jit(jax.grad(total))(x, w)
+    np.testing.assert_array_equal(call(frozen, x), want)
+    np.testing.assert_array_equal(q(frozen, x), want)
+    np.testing.assert_array_equal(jax.jit(lambda x: q(frozen, x))(x), want)
+    np.testing.assert_array_equal(jax.jit(lambda w, x: jax.vjp(q, w, x)[0])(w, x), want)
+    np.testing.assert_array_equal(jax.jit(jax.grad(total))(x, frozen), of_x)

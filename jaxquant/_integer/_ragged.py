@@ -164,14 +164,14 @@ class _Blocks(NamedTuple):
 
 def _in_blocks(group: Array, n: int, size: Any, count: Any) -> _Blocks:
     """The rows of n groups, of each row its `group` or n for none, in `count` blocks of `size`, which hold them all."""
-    is_of = group[:, None] == jnp.arange(n)[None]
+    is_of = group[:, None] == jnp.arange(n, dtype=jnp.int32)[None]
     turn = jnp.cumsum(is_of, 0, dtype=jnp.int32)  # of each row in its group, counted from 1
     blocks = -(-turn[-1] // size)
     ends, own = jnp.cumsum(blocks), jnp.clip(group, 0, n - 1)
     places = (ends - blocks)[own] * size + jnp.take_along_axis(turn, own[:, None], 1)[:, 0] - 1
     places = jnp.where(group < n, places, count * size)
     rows = jnp.zeros(count * size, jnp.int32).at[places].set(jnp.arange(group.shape[0], dtype=jnp.int32), mode="drop")
-    groups = jnp.clip(jnp.searchsorted(ends, jnp.arange(count), side="right"), 0, n - 1)
+    groups = jnp.clip(jnp.searchsorted(ends, jnp.arange(count, dtype=jnp.int32), side="right"), 0, n - 1)
     return _Blocks(rows.reshape(count, size), groups, places)
 
 

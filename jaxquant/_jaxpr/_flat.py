@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from ._calls import CALLS
 from ._elementwise import functions_of, number_of
 from ._moves import MOVES
-from ._program import Location, avals, kind, param, programs, scan_parts
+from ._program import Location, avals, kind, param, programs, scan_parts, unread_param
 
 TURN, SHARED = "turn of a scan", "constant of a scan"  # what a scan takes, and what its program has of it
 _OF_ONE = tuple(name for name, move in MOVES.items() if move.is_same and not move.is_write)  # moves of one value
@@ -85,6 +85,8 @@ class Flat:
         made = [len(self.shapes) + k for k in range(len(outs))]
         self.shapes |= {i: v.aval.shape for i, v in zip(made, outs, strict=True)}
         shapes = tuple(tuple(self.shapes[i] for i in of) for of in (ins, made))
+        if eqn is not None and name == kind(eqn) and (unread := unread_param(eqn)):
+            name = f"{name} with {unread}"  # of which no rule knows what it does
         node = Node(name, tuple(ins), tuple(made), (shapes[0], shapes[1]), eqn, at, words)
         self.nodes.append(node)
         self.maker |= dict.fromkeys(made, node)

@@ -21,7 +21,7 @@ from .. import _checks as checks
 from .. import _groups as grouping
 from .._granularity import PerTensor
 from .._qarray import Scales, changed, scales_of, sums_of
-from .._sharding import for_groups, vary_together
+from .._sharding import for_groups, replicated, vary_together
 from ._origin import JOINED, PICKED, Moved, Origin, along_any, computed
 from ._program import avals, order_read, param
 from ._quantized_param import QuantizedParam, dequantized, ordered, with_sums_of
@@ -144,7 +144,7 @@ def _broadcasted_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
 
 def _broadcasted(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
     places = param(eqn, "broadcast_dimensions")
-    return [lax.expand_dims(v, [i for i in range(avals(eqn.outvars)[0].ndim) if i not in places])]
+    return [_placed(eqn, lax.expand_dims(v, [i for i in range(avals(eqn.outvars)[0].ndim) if i not in places]))]
 
 
 def _reshaped_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
@@ -162,7 +162,15 @@ def _reshaped_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
 
 def _reshaped(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
     order = order_read(eqn)
-    return [grouping.reshaped(lax.transpose(v, order), tuple(shape[i] for i in order), avals(eqn.outvars)[0].shape)]
+    v = replicated(v) if param(eqn, "sharding") is not None else v
+    new = grouping.reshaped(lax.transpose(v, order), tuple(shape[i] for i in order), avals(eqn.outvars)[0].shape)
+    return [_placed(eqn, new)]
+
+
+def _placed(eqn: JaxprEqn, v: Array) -> Array:
+    """Values for groups where an equation says how its result lies on a mesh."""
+    sharding = param(eqn, "sharding")
+    return v if sharding is None else jax.sharding.reshard(v, for_groups(sharding, v))
 
 
 def _unstacked_axes(eqn: JaxprEqn, axes: tuple) -> tuple:

@@ -87,6 +87,66 @@ def param(eqn: JaxprEqn, *names: str) -> Any:
     )
 
 
+# The parameters of primitives that the tables read, or that change nothing of what they say. Others must be at their
+# default: a table that does not read a parameter would be wrong in silence.
+_READ = {
+    "all_gather": "all_gather_dimension axis_name axis_size tiled",
+    **dict.fromkeys(("argmax", "argmin"), "axes index_dtype"),
+    "broadcast_in_dim": "broadcast_dimensions shape sharding",
+    "concatenate": "dimension",
+    "conv_general_dilated": "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding "
+    "precision preferred_element_type rhs_dilation window_strides",
+    "convert_element_type": "new_dtype sharding weak_type",
+    **dict.fromkeys(("cumsum", "cummax", "cummin"), "axis reverse"),
+    "device_put": "copy_semantics devices srcs",
+    "dot_general": "dimension_numbers out_sharding precision preferred_element_type",
+    "dynamic_slice": "slice_sizes",
+    "gather": "dimension_numbers fill_value indices_are_sorted mode slice_sizes unique_indices",
+    "integer_pow": "y",
+    "mesh_cast": "dst_sharding",
+    "name": "name",
+    "pad": "padding_config",
+    "pcast": "axes from_ src to",
+    "ppermute": "axis_name perm",
+    "pvary": "axes",
+    "ragged_dot_general": "out_sharding precision preferred_element_type ragged_dot_dimension_numbers",
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), "axes out_sharding"),
+    "reduce_precision": "exponent_bits mantissa_bits",
+    **dict.fromkeys(
+        ("reduce_window_sum", "reduce_window_max", "reduce_window_min"),
+        "base_dilation padding window_dilation window_dimensions window_strides",
+    ),
+    "reshape": "dimensions new_sizes sharding",
+    "reshard": "concrete_mesh dst_sharding",
+    "rev": "dimensions",
+    "scatter": "dimension_numbers indices_are_sorted mode unique_indices update_consts update_jaxpr",
+    "sharding_constraint": "context_mesh layout sharding unconstrained_dims",
+    "slice": "limit_indices start_indices strides",
+    "sort": "dimension is_stable num_keys",
+    "split": "axis sizes",
+    "squeeze": "dimensions",
+    **dict.fromkeys(("stack", "unstack"), "axis"),
+    "tile": "reps",
+    "transpose": "permutation",
+    **dict.fromkeys(("exp", "log", "log1p", "logistic", "rsqrt", "sqrt", "tanh"), "accuracy"),
+}
+# Known, and not read.
+_UNREAD = {"all_gather": "axis_index_groups", "mul": "out_dtype", "pvary": "axis_index_groups"}
+_UNREAD |= {"ragged_dot_general": "group_offset"}
+
+
+def known_params(name: str) -> set[str]:
+    """The parameters of a primitive that jaxquant knows."""
+    return {*_READ.get(name, "").split(), *_UNREAD.get(name, "").split()}
+
+
+def unread_param(eqn: JaxprEqn) -> str | None:
+    """A parameter of an equation that no table reads, if one is not at its default."""
+    read = _READ.get(eqn.primitive.name, "").split()
+    is_default = lambda v: v is None or (isinstance(v, int | tuple) and not v)
+    return next((name for name, v in eqn.params.items() if name not in read and not is_default(v)), None)
+
+
 def order_read(eqn: JaxprEqn) -> tuple[int, ...]:
     """The axes of the operand of a reshape in the order in which its elements are read."""
     return tuple(param(eqn, "dimensions") or range(eqn.invars[0].aval.ndim))

@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._integer._contract import ContractionOp
@@ -21,6 +22,7 @@ from ._program import (
     kind,
     params_of,
     programs,
+    unread_param,
 )
 
 
@@ -134,6 +136,8 @@ class Walk:
             self._note(name, of_op[both], ins[both], eqn.params, place, of_op[2:])
         if name == NAME:
             return [self.named(eqn, ins[0], place)]
+        if name in MOVES or is_contraction(name, eqn.params):
+            self._refuse_unread(eqn, ins)
         if name in MOVES and (ins[0].cache is not None or not MOVES[name].is_write):
             if MOVES[name].has_indices:
                 self.read(ins[1:], name)
@@ -146,6 +150,16 @@ class Walk:
             products = frozenset() if is_data else mixed.products | {place.location}
             mixed = mixed._replace(data=is_data, computed=frozenset(), products=products)
         return [mixed] * len(eqn.outvars)
+
+    def _refuse_unread(self, eqn: JaxprEqn, ins: Sequence[Origin]) -> None:
+        """Raises where a parameter of jax goes into an equation with something that no table reads."""
+        known = next((origin for origin in ins if origin.has_integers), None)
+        if known is not None and (unread := unread_param(eqn)):
+            raise NotImplementedError(
+                f"jaxquant does not know what {unread}={eqn.params[unread]} of the primitive {kind(eqn)!r} does in "
+                f"jax {jax.__version__}, got it for {known.path or known.name!r}. Leave that in float by a rule with "
+                "None, and report the program."
+            )
 
     def read(self, origins: Sequence[Origin], by: str) -> None:
         """Notes the parameters that are read in float; of what was gathered that is done by the gather."""
