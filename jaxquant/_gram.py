@@ -38,7 +38,7 @@ def gram(rows: Array, is_met: Array | None = None, counts: Array | None = None) 
     """
     rows = rows.astype(float)  # float32, or float64 if 64 bits are enabled
     if is_met is not None:
-        is_met = is_met if counts is None else is_met & counts
+        is_met = is_met if counts is None else is_met & jnp.broadcast_to(counts, is_met.shape)
         return lax.map(lambda met: gram(jnp.where(met[:, None], rows, 0))._replace(rows=met.sum(dtype=float)), is_met)
     *lead, n, _ = rows.shape
     batch = tuple(range(len(lead)))

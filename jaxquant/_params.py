@@ -287,13 +287,14 @@ def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | 
     """
     leaves = _leaves(params, rules)
     of_path, keys = _qparams_of(leaves, qparams), _keys_of(leaves, key)
-    refuse_lost_scales(of_path)
 
     def one(leaf: _Leaf, spec: QuantSpec) -> QArray:
         refuse_nan(leaf.value)
         return quantize(leaf.value, spec, of_path[leaf.path], key=keys.get(leaf.path))
 
-    return _rebuilt(one, params, leaves)
+    new = _rebuilt(one, params, leaves)
+    refuse_lost_scales(of_path)
+    return new
 
 
 def dequantize_params(params: Any) -> Any:

@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 from exact import x64
 
+import jaxquant
 from jaxquant import (
     PerBlock,
     PerChannel,
@@ -569,3 +570,25 @@ def test_packed_files_are_a_half_and_a_quarter(tmp_path, suffix):
         sizes[bits_] = (tmp_path / f"a{suffix}").stat().st_size
     count = 256 * 257
     assert all(bits_ * count / 8 < size < bits_ * count / 8 + 2000 for bits_, size in sizes.items()), sizes
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_what_is_observed_and_histories_come_back_as_they_were(tmp_path, suffix):
+    params, x = {"w": jnp.ones((8, 4))}, jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
+    rule = jaxquant.Rule("w", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=4)
+    q = jaxquant.quantize_fn(lambda p, x: x @ p["w"], [rule])
+    trained, histories = jaxquant.split_histories(q.init_qparams(params, x))
+    tree = {
+        "grams": q.observe(params, x, gram=True), "histograms": q.observe(params, x, histogram=True),
+        "ranges": q.observe(params, x), "histories": histories, "trained": trained,
+    }  # fmt: skip
+    path = tmp_path / f"state{suffix}"
+    save(path, tree)
+    for back in (load(path), load(path, like=jax.eval_shape(lambda: tree))):
+        assert jax.tree.structure(back) == jax.tree.structure(tree)
+        assert all(
+            (np.asarray(a) == b).all() for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(tree), strict=True)
+        )
+    jaxquant.solve.gptq(params, q, back["grams"], x, qparams=back["trained"])
+    jaxquant.delayed_qparams(back["histories"])
+    jaxquant.merge_histograms(back["histograms"], tree["histograms"])

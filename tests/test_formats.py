@@ -560,3 +560,14 @@ def product(a, b, length):
 def test_bad_input(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_a_convolution_of_float8_in_groups_of_examples():
+    x, w = (jq.quantize(normal_of(seed, *shape), float8_spec()) for seed, shape in ((0, (4, 2, 5)), (1, (4, 2, 3))))
+    got = jq.conv_general_dilated(x, w, (1,), "SAME", batch_group_count=2)
+    want = jax.lax.conv_general_dilated(jq.dequantize(x), jq.dequantize(w), (1,), "SAME", batch_group_count=2)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def normal_of(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)

@@ -533,3 +533,24 @@ def test_without_a_gradient_the_program_is_that_without_a_history():
     plain = quantize_fn(lambda p, x: x @ p["w"], [Rule("**", QuantSpec(), QuantSpec(), gradient=E5M2)])
     text = lambda q, qparams: jax.jit(lambda w, x: q({"w": w}, x, qparams=qparams)).lower(w, x).as_text()
     assert text(q, trained) == text(plain, trained)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 0.0])
+def test_a_step_without_a_finite_gradient_leaves_the_history(bad):
+    """As many as the history is long, as a loss scaler drops them: the next good gradient is rounded as before."""
+    rng = np.random.default_rng(0)
+    params, x = {"w": rng.normal(size=(8, 4)).astype(np.float32)}, rng.normal(size=(6, 8)).astype(np.float32)
+    q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=2)])
+    trained, histories = jq.split_histories(q.init_qparams(params, x))
+    loss = lambda params, delayed, scale: scale * jnp.square(q(params, x, qparams={**trained, **delayed})).sum()
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    for just_in_time in (True, False):
+        good, seen = gradient(params, delayed_qparams(histories, just_in_time=just_in_time), np.float32(1))
+        histories = update_histories(histories, seen)
+    before = histories
+    for _ in range(3):
+        _, seen = gradient(params, delayed_qparams(histories), np.float32(bad))
+        histories = update_histories(histories, seen)
+    for key, history in histories.items():
+        np.testing.assert_array_equal(history.bins, before[key].bins)
+    assert_same_bits(gradient(params, delayed_qparams(histories), np.float32(1))[0]["w"], good["w"])

@@ -12,8 +12,19 @@ import pytest
 from exact import assert_same_bits
 from jax import lax
 from jax.extend.core import Literal, Primitive
+from lanes import cases
 
-from jaxquant import PerBlock, PerChannel, QuantSpec, dequantize, quantize
+from jaxquant import (
+    PerBlock,
+    PerChannel,
+    QuantSpec,
+    Rule,
+    activation_spec,
+    dequantize,
+    quantize,
+    quantize_fn,
+    weight_spec,
+)
 from jaxquant._groups import broadcast_groups, of_rank
 from jaxquant._jaxpr import _moves as registry
 from jaxquant._jaxpr._calls import CALLS
@@ -181,3 +192,44 @@ def test_each_entry_says_what_a_walk_and_what_an_evaluation_makes_of_it():
     for call in CALLS.values():
         assert all(map(callable, (call.walk, call.evaluate)))
     assert not set(CALLS) & set(registry.MOVES)
+
+
+REORDERED = {
+    "two axes": ((8, 6), lambda p, x: x @ p["w"].reshape((6, 8), order="F")),
+    "three axes": ((2, 3, 8), lambda p, x: x @ lax.reshape(p["w"], (6, 8), (1, 0, 2))),
+    "members": ((3, 2, 8), lambda p, x: x @ lax.reshape(p["w"], (6, 8), (1, 0, 2))),
+}
+
+
+SCALES = "channels", "tensor", "one axis"
+
+
+@cases(
+    "name, spec",
+    [(name, spec) for name in REORDERED for spec in SCALES if name != "two axes" or spec == "tensor"],
+    [("two axes", "tensor"), ("members", "channels")],
+)
+def test_a_reshape_that_reads_its_axes_in_another_order(name, spec):
+    shape, f = REORDERED[name]
+    w = np.random.default_rng(0).normal(size=shape).astype(np.float32) * np.logspace(-2, 0, shape[-1])
+    w, x = jnp.asarray(w, jnp.float32), jnp.asarray(np.random.default_rng(1).normal(size=(4, 6)), jnp.float32)
+    specs = {"channels": QuantSpec(granularity=PerChannel(None)), "tensor": QuantSpec()}
+    rule = Rule("w", specs.get(spec, QuantSpec(granularity=PerChannel(-1))), QuantSpec())
+    q = quantize_fn(f, [rule])
+    want = f({"w": w}, x)
+    assert_same_bits(q(q.freeze({"w": w}, x), x), q({"w": w}, x))
+    np.testing.assert_allclose(q({"w": w}, x), want, atol=0.02 * float(jnp.abs(want).max()))
+
+
+def test_members_of_a_vmapped_convolution():
+    """Whose batching rule groups features by such a reshape."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    one = lambda w, x: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+    f = lambda p, x: jax.vmap(one)(p["w"], x)
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=of), jnp.float32) for of in ((3, 3, 3, 4, 6), (3, 2, 5, 5, 4)))
+    w = w * jnp.logspace(-1, 0, 6)[None, None, None, None]
+    q = quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))])
+    want = f({"w": w}, x)
+    np.testing.assert_allclose(q({"w": w}, x), want, atol=0.02 * float(jnp.abs(want).max()))
+    assert_same_bits(q(q.freeze({"w": w}, x), x), q({"w": w}, x))

@@ -116,3 +116,9 @@ def test_hard_values_reach_the_ties():
     x = hard_values(np.random.default_rng(0), 4096, -1.0, 1.0, 255)
     y = oracle.fake_quant(x, np.float32(-1), np.float32(1))
     assert (y != oracle.fake_quant(np.nextafter(x, np.float32(9)), np.float32(-1), np.float32(1))).sum() > 50
+
+
+def test_a_select_of_two_numbers():
+    condition = jnp.array([True, False])
+    assert num.select(condition, 1, 0).tolist() == [1, 0]
+    assert num.select(condition, jnp.float16(2), 0.5).dtype == jnp.float16

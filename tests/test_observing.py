@@ -12,10 +12,12 @@ from exact import assert_same_bits
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import cases
 from uses import X, normal, together
 
 from jaxquant import (
     QParams,
+    QuantSpec,
     Range,
     Rule,
     activation_spec,
@@ -294,3 +296,100 @@ def test_integers_that_a_solver_gives_are_served_as_they_are():
     assert np.any(given.values != nearest.values)
     want = dot_general(quantize(x, activation_spec(8)), down, (((1,), (0,)), ((), ())))
     assert_same_bits(q({"w": given}, x), want)
+
+
+# Rows that do not count
+
+
+def padded(shape=(4, 6)):
+    """Tokens, of which rows have their own number, and what is beyond is large."""
+    rng, lengths = np.random.default_rng(0), np.array([6, 3, 0, 5])
+    mask = np.arange(shape[1])[None] < lengths[:, None]
+    return jnp.asarray(np.where(mask[..., None], rng.normal(size=(*shape, 8)), 50), jnp.float32), jnp.asarray(mask)
+
+
+MASKED = {
+    "ranges": {}, "histograms": {"histogram": True}, "grams": {"gram": True},
+}  # fmt: skip
+OF_TOKENS = {
+    "a dot": (lambda p, x: x @ p, (8, 5)),
+    "a scan": (lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0], (2, 8, 8)),
+    "a cond": (lambda p, x: lax.cond(x[0, 0, 0] > 9, lambda x: x, lambda x: x @ p, x), (8, 8)),
+}
+
+
+@cases(
+    "use, what", [(use, what) for use in OF_TOKENS for what in MASKED], [("a scan", "grams"), ("a dot", "histograms")]
+)
+def test_a_mask_leaves_rows_out(use, what):
+    """Also where it is traced; of nothing but padding it is neutral."""
+    f, shape = OF_TOKENS[use]
+    (x, mask), w = padded(), jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
+    q = quantize_fn(f, [Rule("", QuantSpec() if use == "a scan" else W, A)])
+    alone = x[mask][None]
+    want = q.observe(w, alone, **MASKED[what])
+    observe_masked = jax.jit(lambda w, x, mask: q.observe(w, x, mask=mask, **MASKED[what]))
+    for got in (q.observe(w, x, mask=mask, **MASKED[what]), observe_masked(w, x, mask)):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    neutral = jax.tree.leaves(observe_masked(w, x, mask & False))
+    assert all(np.isin(leaf, [np.inf, -np.inf, 0]).all() for leaf in neutral)
+
+
+def test_masks_of_windows_experts_and_entries():
+    conv = lambda p, x: lax.conv_general_dilated(x, p, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    rng = np.random.default_rng(0)
+    w, x, keep = rng.normal(size=(3, 3, 4, 6)), rng.normal(size=(3, 5, 5, 4)), np.array([True, False, True])
+    w, x = jnp.asarray(w, jnp.float32), jnp.asarray(x, jnp.float32)
+    q = quantize_fn(conv, [Rule("", W, A)])
+    for a, b in zip(q.observe(w, x, gram=True, mask=keep)[""], q.observe(w, x[keep], gram=True)[""], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    ragged = lambda p, x, sizes: lax.ragged_dot(x, p, sizes)
+    w, x, keep = rng.normal(size=(3, 8, 6)), rng.normal(size=(7, 8)), np.array([1, 1, 0, 1, 1, 0, 1], bool)
+    w, x = jnp.asarray(w, jnp.float32), jnp.asarray(x, jnp.float32)
+    q = quantize_fn(ragged, [Rule("", W, A)])
+    got = q.observe(w, x, jnp.int32([3, 2, 2]), gram=True, mask={":input": keep})[""]
+    for a, b in zip(got, q.observe(w, x[keep], jnp.int32([2, 2, 1]), gram=True)[""], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    two = quantize_fn(lambda p, x, y: (x @ p["a"], y @ p["b"]), [Rule("*", W, A)])
+    params, y = {"a": jnp.ones((8, 2)), "b": jnp.ones((8, 2))}, jnp.ones((5, 8)).at[4].set(9.0)
+    each = two.observe(params, x, y, mask=(keep, np.arange(5) < 4))
+    assert (each["a:input"].x_max, each["b:input"].x_max) == (x[keep].max(), 1)
+    whole = two.observe(params, x, y, mask={"b:input": np.arange(5) < 4})
+    assert (whole["a:input"].x_max, whole["b:input"].x_max) == (x.max(), 1)
+
+
+def test_masks_that_fit_nothing():
+    (x, mask), w = padded(), jnp.ones((8, 5))
+    q = quantize_fn(lambda p, x: x @ p, [Rule("", W, A)])
+    for wrong, kind, match in (
+        (mask[:3], ValueError, r"At ':input'.*shape \(4, 6, 8\), and none of \(3, 6\) fits.*mask=\{':input'"),
+        (mask.astype(jnp.int32), TypeError, "must be an array of bools.*int32"),
+        ([mask, ~mask], ValueError, "several of"),
+        ({":input": mask, "nope": mask}, ValueError, "'nope', which is none"),
+        (True, TypeError, "must be an array of bools"),
+    ):
+        with pytest.raises(kind, match=match):
+            q.observe(w, x, mask=wrong)
+    own = quantize_fn(lambda p, x, mask=None: x @ p, [Rule("", W, A)])
+    assert own.observe(w, x, mask)[":input"].x_max == 50
+    passed_on = quantize_fn(lambda p, x, **kw: x @ p, [Rule("", W, A)])
+    for f in (own, passed_on):
+        with pytest.raises(ValueError, match="has, or may have, an argument of that name"):
+            f.observe(w, x, mask=mask)
+
+
+class Model:
+    """As models of flax are: what its method passes on, its call takes."""
+
+    def __call__(self, x):
+        return x
+
+    def apply(self, params, *args, **kwargs):
+        return args[0] @ params
+
+
+def test_a_mask_beside_the_method_of_a_model():
+    (x, mask), w = padded(), jnp.ones((8, 5))
+    q = quantize_fn(Model().apply, [Rule("", W, A)])
+    assert q.observe(w, x, mask=mask)[":input"].x_max < 10

@@ -38,6 +38,7 @@ from jaxquant import (
     qparams_from_range,
     range_from_histogram,
 )
+from jaxquant._tally import merge_tallies, tally
 
 pytestmark = pytest.mark.bits
 
@@ -819,3 +820,31 @@ def test_an_empty_range_has_a_finite_gradient():
     scale = lambda r: sum(qparams_from_range(r, spec).scale.sum() for spec in THREE)
     for gradient in jax.jit(jax.grad(scale))(ends):
         assert np.isfinite(gradient).all()
+
+
+def test_a_histogram_keeps_its_shares_however_often_it_is_doubled():
+    """Beyond 2 ** 32 values in all, and beyond 2 ** 31 in one bin, where counts are halved."""
+    x = np.abs(np.random.default_rng(0).normal(size=2**12)).astype(F)
+    x[: 2**11] = 0
+    one = histogram(x, activation_spec(8))
+    want = {percentile: range_from_histogram(one, percentile) for percentile in (90, 99.9, 100)}
+    double = jax.jit(lambda h: merge_histograms(h, h))
+    total = one
+    for n in range(13, 45):
+        total = double(total)
+        for percentile in want if n in (31, 32, 33, 44) else ():
+            assert range_from_histogram(total, percentile) == want[percentile], (n, percentile)
+    half = functools.reduce(lambda h, _: double(h), range(17), one)
+    in_any_order = merge_histograms(half, one, half, one), merge_histograms(one, merge_histograms(one, half), half)
+    np.testing.assert_array_equal(*(h.counts for h in in_any_order))
+    for wrong in ((), ([one, one],)):
+        with pytest.raises(TypeError, match=r"merge_histograms takes Histograms.*\(\*values\)"):
+            merge_histograms(*wrong)
+
+
+def test_a_tally_counts_on():
+    t = tally(jnp.linspace(-1.0, 1.0, 64), activation_spec(8))
+    many = functools.reduce(lambda t, _: merge_tallies(t, t), range(32), t)
+    assert int(many.clipped) / int(many.size) == int(t.clipped) / int(t.size)
+    assert ((many.levels > 0) == (t.levels > 0)).all()
+    np.testing.assert_allclose(many.noise / many.signal, t.noise / t.signal, rtol=1e-5)

@@ -370,3 +370,22 @@ def test_the_error_of_a_layer_is_that_of_its_results():
     assert all(row.layer_error is None for row in report(Q, frozen, X, grams=grams))
     with pytest.raises(ValueError, match="no quantized weight 'z'"):
         report(Q, PARAMS, X, grams={"z": grams["v"]})
+
+
+def test_channels_that_become_zero_by_one_scale_are_counted():
+    w = np.random.default_rng(0).normal(size=(64, 16)).astype(F) * np.where(np.arange(16) < 12, F(1e-3), F(1))
+    params, x = {"w": jnp.asarray(w)}, jnp.ones((2, 64))
+    q = quantize_fn(lambda p, x: x @ p["w"], [("w", QuantSpec())])
+    row = report(q, params, x)["w"]
+    assert (row.dead, row.channels, row.groups) == (12, 16, 1)
+    assert "12 of 16" in str(report(q, params, x))
+    finer = quantize_fn(lambda p, x: x @ p["w"], [("w", weight_spec(8))])
+    assert report(finer, params, x)["w"].dead == 0
+
+
+def test_rows_that_a_mask_leaves_out_have_no_errors():
+    params, x = {"w": jnp.ones((4, 2))}, jnp.linspace(-1.0, 1.0, 24).reshape(6, 4).at[5].set(100.0)
+    q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", weight_spec(8), activation_spec(8))])
+    got, want = report(q, params, x, mask=jnp.arange(6) < 5), report(q, params, x[:5])
+    assert got["w:input"] == want["w:input"]
+    assert got["w:input"].max_error < report(q, params, x)["w:input"].max_error / 20

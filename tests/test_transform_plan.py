@@ -672,3 +672,47 @@ def test_functions_of_the_parameters_alone_match_by_size_and_dtype(field, matche
     params = {"w": shaped(4, 5), "v": shaped(5, 2), "b": shaped(1, 5, dtype=jnp.float16)}
     found = jq.match_rules(params, [Rule("*", QuantSpec(), **field)])
     assert {path for path, spec in found.items() if spec} == set(matched)
+
+
+# Names
+
+
+def test_a_parameter_named_like_the_second_use_of_another_has_a_name_of_its_own():
+    f = lambda params, x: (x @ params["w"]) @ params["w"] + (2 * x) @ params["w#2"]
+    params, x = {"w": jnp.eye(4), "w#2": jnp.ones((4, 4))}, jnp.ones((3, 4))
+    q = jq.quantize_fn(f, [Rule("w", weight_spec(8), A8), Rule("w#2", weight_spec(4), A8)])
+    names = [site.name for site in q.plan(params, x)]
+    assert len(set(names)) == len(names)
+    assert q.plan(params, x)["w#2"].spec.bits == 4
+    seen = []
+    q.at_sites(lambda info, v: (seen.append((info.entry, info.spec.bits)), v)[1])(params, x)
+    assert [of for of in seen if "input" not in of[0]] == [("w", 8), ("w", 8), ("w#2", 4)]
+    frozen = q.freeze(params, x, qparams=(qparams := q.init_qparams(params, x)))
+    np.testing.assert_array_equal(q(frozen, x, qparams=qparams), q(params, x, qparams=qparams))
+
+
+@pytest.mark.parametrize("scope", ["transpose(heads)", "block(1)", "jvp(x)/vmap(y)"])
+def test_a_scope_with_a_parenthesis_is_no_pass_of_a_gradient(scope):
+    def f(params, x):
+        with jax.named_scope(scope):
+            return x @ params["w"]
+
+    params, x = {"w": jnp.ones((4, 4))}, jnp.ones((3, 4))
+    site = jq.quantize_fn(f, [Rule("w", W8, scope=scope)]).plan(params, x)["w"]
+    assert (site.kind, site.scope) == ("weight", scope)
+    inside = jax.vmap(lambda x: f(params, x))
+    assert jq.quantize_fn(lambda p, x: inside(x), [], strict=False).plan(params, x)
+    with pytest.raises(ValueError, match="the function itself differentiates"):
+        jq.quantize_fn(jax.grad(lambda p, x: f(p, x).sum()), [Rule("w", W8)])(params, x)
+
+
+def test_a_rule_that_matches_nothing_beside_a_closed_op_of_one_operand():
+    call = lambda v: jax.ffi.ffi_call("f", jax.ShapeDtypeStruct((3, 4), jnp.float32))(v)
+    f = lambda params, x: call(x @ params["w"])
+    with pytest.raises(ValueError, match="'nope', matched no site of kind 'weight'"):
+        jq.quantize_fn(f, [("nope", W8)]).plan({"w": jnp.ones((4, 4))}, jnp.ones((3, 4)))
+
+
+def test_a_block_size_of_minus_one_is_told_what_one_group_is():
+    with pytest.raises(ValueError, match="block_size=None"):
+        weight_spec(4, block_size=-1)

@@ -301,3 +301,53 @@ def test_an_error_keeps_the_one_that_caused_it():
         jq.fake_quant_params(tree(W), RULES, bits=9)
     assert "`bits`" in str(error.value.__cause__)
     assert "layer/w" not in str(error.value.__cause__)
+
+
+# What integers cannot hold: one check for all that write them
+
+
+def written(how, w, qparams):
+    """A parameter in integers, with qparams, by each function that makes them."""
+    spec, params = weight_spec(8, channel_axis=-1), {"w": jnp.asarray(w, jnp.float32)}
+    q, x = jq.quantize_fn(lambda p, x: x @ p["w"], [("w", spec)]), jnp.ones((3, 2))
+    if how == "quantize_params":
+        return jq.quantize_params(params, [("w", spec)], qparams)
+    if how == "freeze":
+        return q.freeze(params, x, qparams=qparams)
+    grams = q.observe({"w": jnp.ones((2, 2))}, x, gram=True)
+    return jq.solve.gptq(
+        params, q, grams, x, qparams=qparams or q.init_qparams({"w": jnp.ones((2, 2))}, x), freeze=True
+    )
+
+
+WRITERS = "quantize_params", "freeze", "gptq"
+
+
+@pytest.mark.parametrize("how", WRITERS)
+@pytest.mark.parametrize("scale", [-0.01, 0.0, np.nan, np.inf])
+def test_scales_that_are_none_are_refused_by_each_writer(how, scale):
+    qparams = {"w": QParams(jnp.array([[0.01, scale]], jnp.float32), jnp.zeros((1, 2)))}
+    with pytest.raises(ValueError, match=r"At 'w'.*1 of 2 scales are 0, negative or not finite"):
+        written(how, np.ones((2, 2)), qparams)
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_nan_is_refused_by_each_writer(how):
+    with pytest.raises(ValueError, match=r"At 'w'.*the parameter has 1 NaN"):
+        written(how, [[1, np.nan], [2, 3]], None)
+
+
+def test_a_range_below_zero_is_refused_for_unsigned_integers():
+    spec, params, x = QuantSpec(signed=False), {"w": -jnp.ones((2, 3))}, jnp.ones((4, 2))
+    q = jq.quantize_fn(lambda p, x: x @ p["w"], [Rule("w", QuantSpec(), spec)])
+    with pytest.raises(ValueError, match=r"At 'w:input'.*below 0, such as \[-3.0, -0.5\].*Make it signed"):
+        q.init_qparams(params, x, ranges={"w:input": jq.Range(np.float32(-3), np.float32(-0.5))})
+    with pytest.raises(ValueError, match=r"At 'w:input'.*below 0"):
+        q.init_qparams(params, -x)
+    for made in (
+        lambda: jq.init_qparams(params, [("w", spec)]),
+        lambda: jq.quantize_fn(lambda p, x: x @ p["w"], [("w", spec)]).init_qparams(params, x),
+    ):
+        with pytest.raises(ValueError, match=r"At 'w'.*below 0"):
+            made()
+    q.init_qparams(params, x * jnp.array([1.0, -1.0])[None])  # of which the upper half is kept

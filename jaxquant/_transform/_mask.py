@@ -17,14 +17,19 @@ class Mask(NamedTuple):
 
     of: Any
 
-    def checked(self, entries: Collection[str]) -> "Mask":
-        """The mask; raises for what no input of a function with these entries could take."""
-        for leaf in jax.tree.leaves(self.of):
+    @classmethod
+    def made(cls, mask: Any) -> "Mask | None":
+        """The mask of an argument, None of None; raises for what is not of bools."""
+        for leaf in jax.tree.leaves(mask):
             if not checks.is_array(leaf) or leaf.dtype != jnp.bool_:
                 raise TypeError(
                     f"`mask` must be an array of bools, or a pytree of them, got {checks.kind(leaf)}. True is what "
                     "counts: mask=tokens != padding."
                 )
+        return None if mask is None else cls(mask)
+
+    def checked(self, entries: Collection[str]) -> "Mask":
+        """The mask; raises for a dict of which some keys are entries of the function and others are none."""
         unknown = [] if not isinstance(self.of, Mapping) else [name for name in self.of if name not in entries]
         if 0 < len(unknown) < len(self.of):
             raise ValueError(

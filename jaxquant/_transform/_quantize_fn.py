@@ -176,9 +176,7 @@ class QuantizedFunction:
                 "Quantize a function without, quantize_fn(lambda params, x: f(params, x), rules), or with another "
                 "name, quantize_fn(lambda params, x, f_mask: f(params, x, mask=f_mask), rules)."
             )
-        return self._result(
-            _How(observer, is_float), args, {**kwargs, **self._passed(qparams)}, None if mask is None else Mask(mask)
-        )
+        return self._result(_How(observer, is_float), args, {**kwargs, **self._passed(qparams)}, Mask.made(mask))
 
     def tallies(
         self, *args: Any, qparams: Any = None, mask: Any = None, **kwargs: Any
