@@ -276,3 +276,14 @@ def test_a_router_and_a_shared_expert_are_rescaled_with_the_experts():
     np.testing.assert_allclose(f(smooth, x), f(params, x), rtol=1e-3, atol=1e-3)
     assert all((smooth[name] != params[name]).any() for name in params)
     assert off(q, f, params, smooth, x) < off(q, f, params, params, x)
+
+
+def test_factors_follow_a_reshape_that_reads_its_axes_in_another_order():
+    def f(p, x):
+        hidden = (x @ p["a"]) * p["gain"]
+        return hidden.reshape(-1, 4, 4).reshape((len(x), 16), order="F") @ p["b"]
+
+    params = {"a": normal(0, 8, 16), "gain": jnp.ones((1, 16)).at[0, 3].set(40.0), "b": normal(1, 16, 6)}
+    x, q = normal(2, 16, 8), quantize_fn(f, [Rule("b", W8, A8)])
+    smooth = solve.smooth(params, q, q.observe(params, x, gram=True), x, alpha=0.5, unfolded="error")
+    np.testing.assert_allclose(f(smooth, x), f(params, x), rtol=1e-4, atol=1e-3)

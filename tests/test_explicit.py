@@ -79,7 +79,7 @@ EVERY = [
     if not (case[0] == "in a scan" and case[1] in ("groups", "groups of 8 bits", "rotated"))
 ]  # fmt: skip
 DEFAULT = [
-    ("as it is", "8 bits", "columns", "tokens"), ("resharded", "groups of 8 bits", "rows", "tokens"),
+    ("as it is", "8 bits", "columns", "tokens"), ("resharded", "8 bits", "columns", "tokens"),
     ("in a scan", "gradient", "rows", "whole"),
 ]  # fmt: skip
 

@@ -195,27 +195,20 @@ def test_each_entry_says_what_a_walk_and_what_an_evaluation_makes_of_it():
 
 
 REORDERED = {
-    "two axes": ((8, 6), lambda p, x: x @ p["w"].reshape((6, 8), order="F")),
-    "three axes": ((2, 3, 8), lambda p, x: x @ lax.reshape(p["w"], (6, 8), (1, 0, 2))),
-    "members": ((3, 2, 8), lambda p, x: x @ lax.reshape(p["w"], (6, 8), (1, 0, 2))),
-}
+    "a matrix": ((8, 6), lambda p, x: x @ p["w"].reshape((6, 8), order="F"), QuantSpec(), True),
+    "features": ((3, 2, 8), lambda p, x: x @ lax.reshape(p["w"], (6, 8), (1, 0, 2)), weight_spec(8), True),
+    "a transpose": ((6, 6), lambda p, x: x @ p["w"].reshape((6, 6), order="F"), weight_spec(8), True),
+    "groups": ((6, 6), lambda p, x: x @ p["w"].reshape((6, 6), order="F"), QuantSpec(granularity=PerBlock(1, 3)), False),
+}  # fmt: skip
 
 
-SCALES = "channels", "tensor", "one axis"
-
-
-@cases(
-    "name, spec",
-    [(name, spec) for name in REORDERED for spec in SCALES if name != "two axes" or spec == "tensor"],
-    [("two axes", "tensor"), ("members", "channels")],
-)
-def test_a_reshape_that_reads_its_axes_in_another_order(name, spec):
-    shape, f = REORDERED[name]
-    w = np.random.default_rng(0).normal(size=shape).astype(np.float32) * np.logspace(-2, 0, shape[-1])
-    w, x = jnp.asarray(w, jnp.float32), jnp.asarray(np.random.default_rng(1).normal(size=(4, 6)), jnp.float32)
-    specs = {"channels": QuantSpec(granularity=PerChannel(None)), "tensor": QuantSpec()}
-    rule = Rule("w", specs.get(spec, QuantSpec(granularity=PerChannel(-1))), QuantSpec())
-    q = quantize_fn(f, [rule])
+@cases("name", REORDERED, ["a matrix", "a transpose"])
+def test_a_reshape_that_reads_its_axes_in_another_order(name):
+    shape, f, spec, with_inputs = REORDERED[name]
+    rng, along = np.random.default_rng(0), [len(shape) - 1 if with_inputs else 0]
+    sizes = np.logspace(-2, 0, shape[along[0]]).reshape([n if i in along else 1 for i, n in enumerate(shape)])
+    w, x = jnp.asarray(rng.normal(size=shape) * sizes, jnp.float32), jnp.asarray(rng.normal(size=(4, 6)), jnp.float32)
+    q = quantize_fn(f, [Rule("w", spec, QuantSpec() if with_inputs else None)])
     want = f({"w": w}, x)
     assert_same_bits(q(q.freeze({"w": w}, x), x), q({"w": w}, x))
     np.testing.assert_allclose(q({"w": w}, x), want, atol=0.02 * float(jnp.abs(want).max()))
