@@ -19,7 +19,7 @@ from ._ranges._fit import fit_qparams
 from ._ranges._range import observe
 from ._rule import Rule, Rules, checked_rules, pattern_in_words, shadowed
 from ._spec import QuantSpec, qparams_shape
-from ._writing import refuse_lost_scales, refuse_nan, refuse_unsigned_below_zero
+from ._writing import refuse_lost_scales, refuse_not_finite, refuse_unsigned_below_zero
 
 
 class _Leaf(NamedTuple):
@@ -275,7 +275,7 @@ def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | 
 
     Raises:
       TypeError, ValueError: as `match_rules`, and as `quantize` with the path; for qparams whose paths differ from the
-        quantized parameters. Outside of jit, where values are known, also for a parameter that holds NaN, and for a
+        quantized parameters. Outside of jit, where values are known, also for a parameter that is not finite, and for a
         scale that training has made 0, negative or NaN, as `q.freeze`.
 
     Source: ONNX QuantizeLinear, as `quantize`.
@@ -289,7 +289,7 @@ def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | 
     of_path, keys = _qparams_of(leaves, qparams), _keys_of(leaves, key)
 
     def one(leaf: _Leaf, spec: QuantSpec) -> QArray:
-        refuse_nan(leaf.value)
+        refuse_not_finite(leaf.value)
         return quantize(leaf.value, spec, of_path[leaf.path], key=keys.get(leaf.path))
 
     new = _rebuilt(one, params, leaves)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, qarray_of
@@ -13,7 +14,7 @@ from ._grid import frame_of, grid_of
 from ._platform._cpu import Reduction, if_finite, nan_where
 from ._qarray import QArray
 from ._qparams import QParams
-from ._ranges._range import grid_of_range, range_of
+from ._ranges._range import finite_or, grid_of_range, range_of
 from ._sharding import is_explicit, vary_together, varying_axes
 from ._spec import QuantSpec
 
@@ -33,12 +34,14 @@ def quantize_straight_through(
 ) -> tuple[Any, QArray, Array | None]:
     """`x` with the gradients of `fake_quant(x, spec, qparams)`, and `quantize(x, spec, qparams)`: of a contraction.
 
-    And flags, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN, so
-    that the results which they enter are NaN; 0 elsewhere. `contracted=None` is for what is multiplied in floats that
-    have NaN: it has no flags.
+    And flags, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN or
+    an infinity, so that the results which they enter are NaN; 0 elsewhere. `contracted=None` is for what is multiplied
+    in floats that have NaN: it has no flags.
     """
     frame, noise = frame_of(spec, is_fitted=qparams is None), noise_for(x, spec, key)
     values = lax.stop_gradient(x)
+    if contracted is None:
+        values = finite_or(values, np.nan)
 
     def quantized(grid, masks):
         flags = None if contracted is None else nan_flags(values, contracted, masks and masks.nan)
@@ -63,7 +66,7 @@ def quantize_straight_through(
 
 
 def nan_flags(values: Array, contracted: tuple[int, ...], find_nan: Reduction | None = nan_where) -> Array:
-    """NaN where the values along the contracted axes, of size 1 here, hold a NaN; 0 elsewhere, or if none can."""
+    """NaN where the values along the contracted axes, of size 1 here, are not finite; 0 elsewhere, or if all are."""
     if find_nan is None and not is_explicit(values) and not varying_axes(values):
         shape = [1 if i in contracted else n for i, n in enumerate(values.shape)]
         return jnp.zeros(shape, jnp.float32)

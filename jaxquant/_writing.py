@@ -15,17 +15,17 @@ from ._scale_formats import TINY
 from ._spec import QuantSpec
 
 
-def refuse_nan(leaf: Array) -> None:
-    """Raises for a parameter with NaN."""
+def refuse_not_finite(leaf: Array) -> None:
+    """Raises for a parameter with NaN or infinities."""
     total = jnp.sum(leaf)  # traced under jit, though the leaf be known
-    if isinstance(total, jax.core.Tracer) or not np.isnan(np.asarray(total)):
+    if isinstance(total, jax.core.Tracer) or np.isfinite(np.asarray(total, np.float64)):
         return
-    count = int(jnp.isnan(leaf).sum())
-    if count:
-        raise ValueError(
-            f"the parameter has {count} NaN, which integers cannot hold: outputs that are NaN now would be numbers "
-            "when it is served. Fix what made them."
-        )
+    for what, found in (("NaN", jnp.isnan(leaf)), ("infinite numbers", jnp.isinf(leaf))):
+        if count := int(found.sum()):
+            raise ValueError(
+                f"the parameter has {count} {what}, which integers cannot hold: outputs that are NaN now would be "
+                "numbers when it is served. Fix what made them."
+            )
 
 
 def refuse_lost_scales(qparams: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ from jax import lax
 
 from jaxquant import (
     PerChannel,
+    QArray,
     QuantSpec,
     Rule,
     float8_spec,
@@ -189,7 +190,9 @@ RULES = [Rule("embedding", weight_spec(8), everywhere=True), Rule("layers/*", we
 q = quantize_fn(model, RULES)
 calibration = windows(2000, 4, 32)[..., :-1]
 tokens = calibration[0]
-grams = merge_grams(*(q.observe(params, batch, gram=True) for batch in calibration))
+# The embedding is also the head: its Gram sees the head alone, so that it stays with the nearest levels.
+layers = [site.entry for site in q.plan(params, tokens) if site.kind == "weight" and site.entry.startswith("layers")]
+grams = merge_grams(*(q.observe(params, batch, gram=True, entries=layers) for batch in calibration))
 qparams = solve.ranges(params, q, grams, tokens)
 solved = solve.gptq(params, q, grams, tokens, qparams=qparams)
 served = {"params": q.freeze(solved, tokens, qparams=qparams), "qparams": qparams}
@@ -197,7 +200,8 @@ save(output / "11_weights.npz", served)
 
 in_float = float(bits(jax.jit(model)(params, test[:, :-1])[0], test[:, 1:]))
 weights = {"float32": params, "4 bits": served["params"]}
-weights = {name: sum(v.nbytes for v in jax.tree.leaves(tree)) for name, tree in weights.items()}
+is_qarray = lambda leaf: isinstance(leaf, QArray)  # which counts half a byte for 4 bits; jax counts a whole one
+weights = {name: sum(v.nbytes for v in jax.tree.leaves(tree, is_leaf=is_qarray)) for name, tree in weights.items()}
 print(f"bits per character in float: {in_float:.3f}")
 print(f"bytes of weights: {weights['float32']} in float, {weights['4 bits']} in 4 bits")
 

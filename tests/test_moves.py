@@ -198,7 +198,7 @@ REORDERED = {
     "a matrix": ((8, 6), lambda p, x: x @ p["w"].reshape((6, 8), order="F"), QuantSpec(), True),
     "features": ((3, 2, 8), lambda p, x: x @ lax.reshape(p["w"], (6, 8), (1, 0, 2)), weight_spec(8), True),
     "a transpose": ((6, 6), lambda p, x: x @ p["w"].reshape((6, 6), order="F"), weight_spec(8), True),
-    "groups": ((6, 6), lambda p, x: x @ p["w"].reshape((6, 6), order="F"), QuantSpec(granularity=PerBlock(1, 3)), False),
+    "groups": ((6, 6), lambda p, x: x @ p["w"].reshape((6, 6), order="F"), QuantSpec(granularity=PerBlock(1, 3)), 0),
 }  # fmt: skip
 
 

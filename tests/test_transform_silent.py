@@ -12,7 +12,7 @@ from hand_written import exactly
 from jax import lax
 from lanes import cases
 
-from jaxquant import PerChannel, QuantSpec, Rule, activation_spec, quantize_fn, weight_spec
+from jaxquant import PerChannel, PerToken, QuantSpec, Rule, activation_spec, float8_spec, quantize_fn, weight_spec
 
 W8, A8 = weight_spec(8), activation_spec(8)
 EVERY, KERNELS = [Rule("**", W8, A8)], [Rule("**/kernel", W8, A8)]
@@ -455,3 +455,25 @@ def test_a_plan_and_the_first_call_share_a_trace():
     q(params, X)
     q.plan(params, X)
     assert len(traces) == 1
+
+
+INPUTS = {"8 bits": A8, "tokens": activation_spec(8, granularity=PerToken()), "float8": float8_spec()}
+
+
+@cases("inputs, execution", [*((name, "auto") for name in INPUTS), ("float8", "native")], [("tokens", "auto")])
+def test_a_row_with_an_infinity_gives_nan_as_a_row_with_a_nan_does(inputs, execution):
+    """As the largest level it would hide an overflow of float16 from a loss scaler. Other rows stay as they are."""
+    params, x = {"w": normal(16, 4)}, normal(6, 16)
+    spec = float8_spec() if inputs == "float8" else W8
+    q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", spec, INPUTS[inputs])], execution=execution)
+    frozen, qparams = q.freeze(params, x), q.init_qparams(params, x)
+    for bad in (np.inf, -np.inf, np.nan):
+        broken = x.at[2, 3].set(np.float32(bad))
+        for value in (q(params, broken), q(frozen, broken), jax.jit(q)(params, broken, qparams=qparams)):
+            assert np.isnan(value[2]).all()
+            assert np.isfinite(np.delete(np.asarray(value), 2, 0)).all()
+        loss = lambda params, x: jnp.square(q(params, x)).sum()
+        assert not np.isfinite(jax.grad(loss)(params, broken)["w"]).all()
+    for bad in (np.inf, np.nan):
+        with pytest.raises(ValueError, match=r"At 'w'.*the parameter has 1 (NaN|infinite numbers)"):
+            q.freeze({"w": params["w"].at[0, 0].set(np.float32(bad))}, x)

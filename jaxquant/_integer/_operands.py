@@ -13,7 +13,6 @@ from .._granularity import PerTensor
 from .._groups import apart, broadcast_groups
 from .._history import DelayedQParams, largest_bin
 from .._qarray import QArray, changed, sums_of
-from .._ranges._range import finite_or
 from .._spec import QuantSpec
 from .._straight_through import quantize_straight_through
 
@@ -126,7 +125,7 @@ def rounded(
         )
     delayed = rounding.delayed
     qparams, largest = (None, None) if delayed is None else (delayed.qparams, largest_bin(g))
-    _, q, flags = quantize_straight_through(finite_or(g, jnp.nan), spec, contracted, rounding.key, qparams)
+    _, q, flags = quantize_straight_through(g, spec, contracted, rounding.key, qparams)
     return flagged(q, flags), largest
 
 

@@ -16,7 +16,7 @@ from .._paths import is_qarray, named_in_errors, with_paths
 from .._qarray import Frozen, QArray, changed, check_dtypes, check_sums, packed_dtype
 from .._qparams import QParams
 from .._sharding import is_inside_shard_map
-from .._writing import refuse_nan
+from .._writing import refuse_not_finite
 from ._entries import Entries, Entry, check_reads
 
 
@@ -28,7 +28,7 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
     spec = entry.spec
     with named_in_errors(path, rule=entry.rule):
         check_reads(entry, "frozen")
-        refuse_nan(leaf)
+        refuse_not_finite(leaf)
         own = entries.noise_key(key, path) if spec.rounding == "stochastic" and key is not None else None
         q = changed(quantize(entry.rotated(leaf), spec, qparams.get(path), key=own), dtype=leaf.dtype)
     return laid_out(q, entry, entries, qparams)

@@ -277,8 +277,8 @@ class QuantizedFunction:
 
         Raises:
           TypeError, ValueError: as a call; and for a parameter that is also read in float, without Rule(...,
-            everywhere=True). Outside of jit, where values are known, also for a parameter that holds NaN, which
-            integers cannot hold, and for qparams with a scale that training has made 0, negative or NaN.
+            everywhere=True). Outside of jit, where values are known, also for a parameter with NaN or infinities,
+            which integers cannot hold, and for qparams with a scale that training has made 0, negative or NaN.
 
         Source: as `quantize`.
         """

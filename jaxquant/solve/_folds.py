@@ -18,7 +18,8 @@ from .._jaxpr._flat import Flat
 from .._jaxpr._folding import Fold, Operand, fold
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._transform._source import Program
-from ._weights import array, refuse_not_finite
+from .._writing import refuse_not_finite
+from ._weights import array
 
 Reduce = Callable[..., Array]  # such as jax.ops.segment_max
 

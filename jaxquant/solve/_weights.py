@@ -28,7 +28,7 @@ from .._transform._entries import Entries
 from .._transform._freezing import freeze_leaf
 from .._transform._layout import Layout
 from .._transform._quantize_fn import QuantizedFunction
-from .._writing import refuse_lost_scales, refuse_nan
+from .._writing import refuse_lost_scales, refuse_not_finite
 
 
 class Form(NamedTuple):
@@ -146,8 +146,9 @@ class Model(NamedTuple):
                 with named_in_errors(weight.path, rule=entry.rule):
                     raise ValueError(
                         f"the parameter is also read by {', '.join(map(repr, entry.reads))}, which no Gram sees: what "
-                        "is best for the ops that contract it may be worse there. Leave it out of `grams`, so that it "
-                        "is rounded to nearest, or give each use a parameter of its own."
+                        "is best for the ops that contract it may be worse there. Leave it out, so that it is rounded "
+                        f"to nearest: {{path: gram for path, gram in grams.items() if path != {weight.path!r}}}; or "
+                        "give each use a parameter of its own."
                     )
         return self
 
@@ -343,17 +344,6 @@ def _check_gram(gram: Gram, layout: Layout) -> None:
         raise ValueError(
             "the Gram has NaN or infinite numbers, so that an input has them, or values whose squares overflow. Look "
             "for them in q.observe(params, ...)."
-        )
-
-
-def refuse_not_finite(leaf: Array) -> None:
-    """Raises for a parameter with NaN or infinities, of which no error can be computed."""
-    refuse_nan(leaf)
-    largest = jnp.abs(leaf).max(initial=0)
-    if not isinstance(largest, jax.core.Tracer) and not np.isfinite(largest):
-        raise ValueError(
-            f"the parameter has {int(jnp.isinf(leaf).sum())} infinite numbers, which no integers hold. Fix what made "
-            "them."
         )
 
 
