@@ -34,7 +34,9 @@ from ._spec import QuantSpec, spec_from_json, spec_to_json
 _SCHEMA = 4  # 3 had no specs of qparams, and all arrays in full; those before were in no release
 _HEADER = "__jaxquant__"
 _WIDE = {"float64", "int64", "uint64", "complex128"}
-_GROUPS = {kind.__name__: kind for kind in (QParams, Log2QParams, Range, Histogram, Gram, GradientHistory)}
+_GROUPS: dict[str, type] = {
+    kind.__name__: kind for kind in (QParams, Log2QParams, Range, Histogram, Gram, GradientHistory)
+}
 _STATIC = "spec", "dtype"  # of what is in a group beside its arrays
 _OF_NUMPY = {"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))}
 _OF_NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}

@@ -713,6 +713,18 @@ def test_a_rule_that_matches_nothing_beside_a_closed_op_of_one_operand():
         jq.quantize_fn(f, [("nope", W8)]).plan({"w": jnp.ones((4, 4))}, jnp.ones((3, 4)))
 
 
+def test_blocks_of_a_convolution_are_refused_with_what_runs():
+    """In two steps the error before this one led to another."""
+    f = lambda p, x: jax.lax.conv_general_dilated(x, p["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    params, x, blocks = {"k": shaped(3, 3, 64, 8)}, shaped(1, 6, 6, 64), weight_spec(8, block_size=32)
+    with pytest.raises(ValueError, match=r"At 'k'.*weight_spec\(bits\); or leave the inputs in float") as error:
+        jq.quantize_fn(f, [Rule("k", blocks, A8)]).plan(params, x)
+    assert "PerBlock((0" not in str(error.value)
+    jq.quantize_fn(f, [Rule("k", weight_spec(8), A8)]).plan(params, x)
+    tiles = QuantSpec(granularity=PerBlock((0, 1, 2), (1, 1, 32)))
+    jq.quantize_fn(f, [("k", tiles)]).plan(params, x)
+
+
 def test_a_block_size_of_minus_one_is_told_what_one_group_is():
     with pytest.raises(ValueError, match="block_size=None"):
         weight_spec(4, block_size=-1)

@@ -85,7 +85,7 @@ class Flat:
         made = [len(self.shapes) + k for k in range(len(outs))]
         self.shapes |= {i: v.aval.shape for i, v in zip(made, outs, strict=True)}
         shapes = tuple(tuple(self.shapes[i] for i in of) for of in (ins, made))
-        if eqn is not None and name == kind(eqn) and (unread := unread_param(eqn)):
+        if name not in (END, TURN, SHARED) and (unread := unread_param(eqn)):
             name = f"{name} with {unread}"  # of which no rule knows what it does
         node = Node(name, tuple(ins), tuple(made), (shapes[0], shapes[1]), eqn, at, words)
         self.nodes.append(node)

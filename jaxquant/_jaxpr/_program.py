@@ -149,7 +149,7 @@ def unread_param(eqn: JaxprEqn) -> str | None:
 
 def order_read(eqn: JaxprEqn) -> tuple[int, ...]:
     """The axes of the operand of a reshape in the order in which its elements are read."""
-    return tuple(param(eqn, "dimensions") or range(eqn.invars[0].aval.ndim))
+    return tuple(param(eqn, "dimensions") or range(avals(eqn.invars)[0].ndim))
 
 
 def avals(variables: Sequence[Any]) -> list[Any]:

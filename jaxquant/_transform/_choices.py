@@ -282,6 +282,7 @@ def _of_operand(op: MatchedOp, side: int, matcher: Matcher, strict: bool) -> Cho
         with named_in_errors(op.names[side], rule=rule):
             is_meant = strict or is_exact(rule) or _is_input(op, side, rule)
             if checks.is_float(operand.dtype):
+                _refuse_blocks(op, rule, spec)
                 spec = _checked_spec(spec, operand, contracted, matcher, has_weight_spec)
             elif is_meant:
                 raise ValueError(
@@ -291,6 +292,16 @@ def _of_operand(op: MatchedOp, side: int, matcher: Matcher, strict: bool) -> Cho
             else:
                 spec = None  # integers and the like that a glob only happens to match
     return Choice(op.names[side], operand, contracted, rule, spec, op.kind == "weight" and side == op.weight)
+
+
+def _refuse_blocks(op: MatchedOp, rule: Rule, spec: QuantSpec) -> None:
+    """Raises for blocks along what is contracted by an op of two quantized operands that scales its result once."""
+    is_along_contracted = bool(spec.granularity.sizes) and not spec.granularity.axes
+    if is_along_contracted and rule.weight and rule.activation and not op.contraction.as_op().takes_blocks:
+        raise ValueError(
+            f"{op.contraction.op!r} of two quantized operands has one scale along what it contracts, got {spec}. Give "
+            "each output channel a scale, weight_spec(bits); or leave the inputs in float, where blocks are taken."
+        )
 
 
 def _is_input(op: MatchedOp, side: int, rule: Rule) -> bool:

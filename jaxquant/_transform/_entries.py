@@ -74,6 +74,11 @@ class Entry(NamedTuple):
         return leaf if self.layout is None else self.layout.rotated(leaf)
 
     @property
+    def rotation(self) -> tuple[int, tuple[int, ...]]:
+        """How many of its rows are rotated together, and along which axes, as `Frozen` has them."""
+        return (0, ()) if self.layout is None else (self.layout.block, self.layout.along)
+
+    @property
     def groups(self) -> tuple[int, ...]:
         """The shape of its qparams."""
         return *(n for _, n in self.stack), *qparams_shape(self.spec, self.shape)
@@ -375,7 +380,7 @@ def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
             "is served with; or leave it out of the rules, and it is used as it is, with inputs in float."
         )
     check_reads(entry, "given as a QArray")
-    rotated, wanted = q.frozen.rotated if q.frozen else 0, entry.layout.block if entry.layout else 0
+    rotated, wanted = q.frozen.rotated if q.frozen else 0, entry.rotation[0]
     if rotated != wanted:
         said = lambda block: f"rotated in blocks of {block} rows" if block else "not rotated"
         raise ValueError(

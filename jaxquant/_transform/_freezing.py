@@ -40,8 +40,8 @@ def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QP
     if (packed := packed_dtype(spec)) and not entry.is_multiplied:
         values = values.astype(packed)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
-    rotated = (entry.layout.block, entry.layout.along) if entry.layout else ()
-    frozen = Frozen(q.shape, qparams.get(entry.key) is not None, has_static_inputs, entry.rule.activation, *rotated)
+    from_qparams, (block, along) = qparams.get(entry.key) is not None, entry.rotation
+    frozen = Frozen(q.shape, from_qparams, has_static_inputs, entry.rule.activation, block, along)
     q = dataclasses.replace(q, values=values, order=entry.order, frozen=frozen)
     return q if entry.summed is None else with_own_sums(q, sorted(entry.summed))
 

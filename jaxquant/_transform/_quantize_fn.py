@@ -432,8 +432,8 @@ class QuantizedFunction:
                 if (used := of_entries[name]) is not None and name not in frozen:
                     of_entries[name] = with_lsq_gradient(used, entry.size, entry.spec, None)
         caches = {cache.path: cache for cache in program.caches if cache}
-        view, mask = (by if isinstance(by, kind) else None for kind in (View, Mask))
-        mask = mask and mask.checked(entries.of)
+        view = by if isinstance(by, View) else None
+        mask = by.checked(entries.of) if isinstance(by, Mask) else None
         sites = SiteEvaluator(program.decisions, self._execution, key, how.observer, how.is_float, view, caches, mask)
         outs, observed = self._outs(program, sites, arrays, of_entries, delayed)
         results = iter(outs)

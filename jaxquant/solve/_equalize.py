@@ -178,12 +178,14 @@ def equalize(
                 s = _factors(_ranges(operands, leaves, pair), biases[path].least(leaves))
                 for name, factors in pair.factors.items():
                     leaves[name] = folded(operands.flat, name, leaves[name], factors, s)
-        for path, after in distances().items() if progress else ():
-            if not isinstance(after, jax.core.Tracer):
-                progress(path, float(before[path]), float(after))
+        if progress is not None:
+            for path, after in distances().items():
+                if not isinstance(after, jax.core.Tracer):
+                    progress(path, float(before[path]), float(after))
         return leaves
 
-    for path in left if progress else ():
-        progress(path, np.nan, np.nan)
+    if progress is not None:
+        for path in left:
+            progress(path, np.nan, np.nan)
     leaves = changed_leaves(equalized, operands.leaves)
     return with_leaves(params, [leaves[path] for path, _ in with_paths(params)])
