@@ -208,6 +208,9 @@ GAINS = {
 PICKS = {
     "all": lambda h, order: h, "gathered": lambda h, order: h[order],
     "along an axis": lambda h, order: jnp.take_along_axis(h, order[:, None], 0),
+    "packed": lambda h, order: jnp.zeros((70, h.shape[1])).at[order].set(h),
+    "added": lambda h, order: jnp.zeros_like(h).at[order // 2].add(h),
+    "written": lambda h, order: lax.dynamic_update_slice(jnp.zeros((70, h.shape[1])), h, (order[0] * 0 + 3, 0)),
     "sorted": lambda h, order: lax.sort((jnp.broadcast_to(order[:, None], h.shape), h), dimension=0, num_keys=1)[1],
 }  # fmt: skip
 

@@ -51,7 +51,8 @@ SAMPLES = {
     "unstack": lambda x: getattr(lax, "unstack")(x), "stack": lambda x: getattr(lax, "stack")([x, x]),  # noqa: B009
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (INDICES[0, 0], INDICES[0, 1]), (2, 6)),
     "dynamic_update_slice": lambda x: lax.dynamic_update_slice(x, x[:1], (INDICES[0, 0], INDICES[0, 1])),
-    "gather": lambda x: x[INDICES[0]], "scatter": lambda x: x.at[INDICES[0]].set(1.0),
+    "gather": lambda x: x[INDICES[0]],
+    "scatter": lambda x: x.at[INDICES[0]].set(1.0), "scatter-add": lambda x: x.at[INDICES[0]].add(1.0),
     "sort": lambda x: lax.sort((x, x), num_keys=1),
     "pad": lambda x: lax.pad(x, 0.0, [(1, 0, 0), (0, 0, 0)]), "concatenate": lambda x: lax.concatenate([x, x], 0),
     "copy": lambda x: jnp.array(x), "name": lambda x: jax.ad_checkpoint.checkpoint_name(x, "a"),

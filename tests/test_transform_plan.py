@@ -691,6 +691,13 @@ def test_a_parameter_named_like_the_second_use_of_another_has_a_name_of_its_own(
     np.testing.assert_array_equal(q(frozen, x, qparams=qparams), q(params, x, qparams=qparams))
 
 
+def test_a_parameter_named_like_the_history_of_a_gradient_is_refused():
+    f = lambda params, x: (x @ params["w"]) @ params["w:gradient"]
+    rules = [Rule("w", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=2), Rule("w:*", W8)]
+    with pytest.raises(ValueError, match="'w:gradient' is the path of a parameter and the name of the history"):
+        jq.quantize_fn(f, rules).plan({"w": jnp.eye(4), "w:gradient": jnp.eye(4)}, jnp.ones((3, 4)))
+
+
 @pytest.mark.parametrize("scope", ["transpose(heads)", "block(1)", "jvp(x)/vmap(y)"])
 def test_a_scope_with_a_parenthesis_is_no_pass_of_a_gradient(scope):
     def f(params, x):

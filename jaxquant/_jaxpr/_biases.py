@@ -15,7 +15,7 @@ from ._folding import Scans, of_all_turns, of_turn
 from ._moves import MOVES
 from ._program import Location
 
-_MOVES = (MOVES.keys() & RULES.keys()) - {"tile", "gather"}
+_MOVES = {name for name in MOVES.keys() & RULES.keys() if not MOVES[name].is_write} - {"tile", "gather"}
 _SUMS = "add", "add_any", "sub"
 _CUTS = "slice", "split", "unstack", "dynamic_slice"
 

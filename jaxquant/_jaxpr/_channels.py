@@ -295,6 +295,46 @@ def _ungathered(node: Node, _: int, v: Factors) -> Factors:
     return v.reshape([sizes.get(i, 1) for i in range(len(node.shapes[0][0]))])
 
 
+def _written(node: Node) -> tuple[list[int], list[int], Sequence[int]]:
+    """Of a write, as `_Picked`: the axes along which a part is written, the others, and where these are in the part."""
+    shape = node.shapes[0][0]
+    if node.name == "dynamic_update_slice":
+        part, every = node.shapes[0][1], list(range(len(shape)))
+        return [i for i in every if part[i] != shape[i]], every, every
+    numbers, part = param(node.eqn, "dimension_numbers"), node.shapes[0][2]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept, places = [i for i in range(len(shape)) if i not in gone], numbers.update_window_dims
+    partial = {i for place, i in zip(places, kept, strict=True) if part[place] != shape[i]}
+    return sorted({*gone, *numbers.scatter_dims_to_operand_dims, *partial}), kept, places
+
+
+def _writes(k: int) -> Rule:
+    """The rule of what writes operand k into the first one, or adds it: both have the same factors."""
+
+    def of_part(node: Node, v: Factors) -> Factors:
+        cut, kept, places = _written(node)
+        sizes = dict(zip(places, (_apart(v, cut).shape[i] for i in kept), strict=True))
+        return v.reshape([sizes.get(i, 1) for i in range(len(node.shapes[0][k]))])
+
+    def of_whole(node: Node, v: Factors) -> Factors:
+        _, kept, places = _written(node)
+        own = dict(zip(places, kept, strict=True))
+        sizes = {
+            own[i]: n for i, n in enumerate(_apart(v, [i for i in range(v.ndim) if i not in own]).shape) if i in own
+        }
+        return v.reshape([sizes.get(i, 1) for i in range(len(node.shapes[0][0]))])
+
+    def ahead(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
+        whole, part = ins[0], None if ins[k] is None else of_whole(node, ins[k])
+        return [_apart(v, _written(node)[0]) for v in _alike(node, [whole, part])]
+
+    def back(node: Node, _: int, v: Factors) -> list[Wanted]:
+        v = level(v, _written(node)[0])
+        return [[(0, v), (k, of_part(node, v))]]
+
+    return Rule(ahead, back)
+
+
 def _sorted() -> Rule:
     """The rule of a sort: along its axis elements change places, of all operands alike."""
     apart = lambda node, v: _apart(v, [param(node.eqn, "dimension")])
@@ -549,6 +589,8 @@ RULES: dict[str, Rule] = {
     "pad": Rule(_padded, lambda node, _, v: [[(0, level(v, _padded_axes(node)))]]),
     "gather": _one(_gathered, _ungathered),
     "sort": _sorted(),
+    "dynamic_update_slice": _writes(1),
+    **dict.fromkeys(("scatter", "scatter-add"), _writes(2)),
     "dynamic_slice": _one(
         lambda node, v: _apart(v, _picked_axes(node)), lambda node, _, v: level(v, _picked_axes(node))
     ),

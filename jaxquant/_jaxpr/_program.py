@@ -119,7 +119,10 @@ _READ = {
     "reshape": "dimensions new_sizes sharding",
     "reshard": "concrete_mesh dst_sharding",
     "rev": "dimensions",
-    "scatter": "dimension_numbers indices_are_sorted mode unique_indices update_consts update_jaxpr",
+    **dict.fromkeys(
+        ("scatter", "scatter-add"),
+        "dimension_numbers indices_are_sorted mode unique_indices update_consts update_jaxpr",
+    ),
     "sharding_constraint": "context_mesh layout sharding unconstrained_dims",
     "slice": "limit_indices start_indices strides",
     "sort": "dimension is_stable num_keys",

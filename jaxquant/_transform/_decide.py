@@ -65,8 +65,13 @@ def decide(
         raise left_in_float
     keys = {location: [choice.keys for choice in decision.operands] for location, decision in quantized.items()}
     left = {site.name: site.why for site in sites if site.spec is None}
-    plan = Plan(tuple(sites), _counts(matcher, paths))
-    return Decisions(plan, quantized, custom, Entries(entries, keys, left, gradient_entries(quantized.values())))
+    plan, gradients = Plan(tuple(sites), _counts(matcher, paths)), gradient_entries(quantized.values())
+    if name := next((key for key in gradients if key in matcher.leaves), None):
+        raise ValueError(
+            f"{name!r} is the path of a parameter and the name of the history of a gradient. Rename the parameter, or "
+            "drop `history` from the rule."
+        )
+    return Decisions(plan, quantized, custom, Entries(entries, keys, left, gradients))
 
 
 # Entries: what else reads a parameter
