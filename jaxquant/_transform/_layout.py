@@ -79,11 +79,13 @@ def layout_of(decision: Decision, side: int, shape: tuple[int, ...]) -> Layout:
 def _along(choice: Choice, matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The axes of the parameter, from its end, along which the contracted axes of an operand run; see `Layout`."""
     origin, found = choice.operand.origin, []
-    names = {move.primitive.name for move in origin.moves or () if move.primitive is not None}
+    moves = [(move.primitive.name, dict(move.params)) for move in origin.moves or () if move.primitive is not None]
+    is_cut = any(name in ("rev", "slice") for name, _ in moves)
+    is_turned = any(name == "transpose" or params.get("dimensions") for name, params in moves if name != "squeeze")
     for i in matrix.contracted:
         axes = sorted(origin.axes[i])
         length = math.prod(shape[axis] for axis in axes)
-        if length != choice.operand.shape[i] or names & {"rev", "slice"} or (len(axes) > 1 and "transpose" in names):
+        if length != choice.operand.shape[i] or is_cut or (len(axes) > 1 and is_turned):
             return ()
         found += [axis - len(shape) for axis in axes]
     return tuple(found) if len(set(found)) == len(found) else ()
