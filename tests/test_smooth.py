@@ -332,7 +332,7 @@ REFUSED = {
     "a result": (
         lambda p, x: (lambda h: (h, h @ p["w"]))(normed(x, p["gain"])), GAIN, "is also the result of the function",
     ),
-    "a tied embedding": (tied, GAIN, "also goes into 'gather', which passes no factor"),
+    "a tied embedding": (tied, GAIN, "also goes into 'mul', with another value that would be divided"),
     "an argument": (lambda p, x: x @ p["w"], GAIN, "its inputs come from an argument of the function"),
     "a closed array": (lambda p, x: X @ p["w"], GAIN, "its inputs come from an array that the function closes over"),
     "a carry": (
