@@ -237,7 +237,7 @@ def value_and_gradients(q, params, x):
     return jax.jit(jax.value_and_grad(lambda params, x: jnp.sum(jnp.sin(q(params, x))), (0, 1)))(params, x)
 
 
-@cases(("model", "rule"), itertools.product(MODELS, RULES), [("MLP", "e4m3"), ("CNN", "e4m3, e5m2 backward")])
+@cases(("model", "rule"), itertools.product(MODELS, RULES), [("MLP", "e4m3")])
 def test_a_function_trains_as_with_exact_products(model, rule):
     f, params, x = MODELS[model]
     exact, native = (quantize_fn(f, [RULES[rule]], execution=name) for name in ("auto", "native"))
