@@ -2,7 +2,7 @@
 """Programs written by hand for the arithmetic of jaxquant: what XLA can make of it at best.
 
 The same bits on a CPU, where quotients are correctly rounded; elsewhere they are the platform's. Ties go to even,
-ranges are those of finite values, and a row that holds a NaN gives NaN. Nothing else is here: no plan, no
+ranges are of finite values, and a row that holds a NaN or an infinity gives NaN. Nothing else is here: no plan, no
 granularity, no platform. Weights have a scale for each column.
 """
 
@@ -58,7 +58,7 @@ def product(x: Array, w: Weight, grid: Grid) -> Array:
     y = lax.dot(codes(x.astype(jnp.float32), grid), w.values, preferred_element_type=jnp.int32)
     if zero_point is not None:
         y = y - zero_point.astype(jnp.int32) * w.sums
-    nan = jnp.sum(jnp.where(x == x, np.float32(0), np.float32(np.nan)), -1, keepdims=True)
+    nan = jnp.sum(jnp.where(jnp.isfinite(x), np.float32(0), np.float32(np.nan)), -1, keepdims=True)
     return (y.astype(jnp.float32) * ((scale + nan) * w.scale)).astype(x.dtype)
 
 

@@ -46,11 +46,11 @@ def contracted_axes(equation):
 
 
 def exact(equation, grids, *operands):
-    """The contraction in int64, scaled once; then the real values and the masks. A NaN is in the results it enters."""
+    """The contraction in int64, scaled once, NaN where NaN or infinity enters; then the real values and the masks."""
     qs = [levels(v, grid, axes) for v, grid, axes in zip(operands, grids, contracted_axes(equation), strict=True)]
     (a, a_scale, _), (b, b_scale, _) = qs
     y = np.einsum(equation, a, b).astype(F) * np.einsum(equation, a_scale, b_scale)
-    hit = [np.isnan(np.asarray(v).astype(F)).astype(int) for v in operands]
+    hit = [(~np.isfinite(np.asarray(v).astype(F))).astype(int) for v in operands]
     reached = np.einsum(equation, hit[0], np.ones_like(b)) + np.einsum(equation, np.ones_like(a), hit[1])
     y = np.where(reached, F(np.nan), y)
     return y, *(q.astype(F) * scale for q, scale, _ in qs), *(mask for *_, mask in qs)

@@ -67,7 +67,7 @@ def test_what_is_written_by_hand_has_the_same_bits(kind):
 
     got = jax.jit(run)(frozen, grids, x)
     assert differing(got, want) == 0
-    assert jnp.isnan(got[3]).all()
+    assert jnp.isnan(got[np.array([3, 4, 7])]).all()
 
 
 @pytest.mark.parametrize(("kind", "grid"), [("int8", "dynamic"), ("int8, affine", "dynamic affine")])
