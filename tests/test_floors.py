@@ -40,6 +40,7 @@ FLOORS = (  # from the ground up; the files of a folder share a floor, and stand
             "_jaxpr/_calls",
             "_jaxpr/_elementwise",
             "_jaxpr/_flat",
+            "_jaxpr/_factors",
             "_jaxpr/_channels",
             "_jaxpr/_folding",
         ),

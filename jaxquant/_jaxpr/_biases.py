@@ -9,7 +9,8 @@ import numpy as np
 
 from .._integer._axes import Matrix
 from .._integer._ops import OPS
-from ._channels import RULES, Factors, NoFactorsError, joined, lean, level, nothing, sides_of
+from ._channels import RULES, sides_of
+from ._factors import Factors, NoFactorsError, joined, lean, level, nothing
 from ._flat import END, SHARED, TURN, Flat, Node, length_of
 from ._folding import Scans, of_all_turns, of_turn
 from ._moves import MOVES

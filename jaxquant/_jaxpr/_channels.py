@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of factors of channels in the primitives of jax: which elements are divided, or multiplied, by which.
 
-The factors of a value are integers that broadcast against it, of its rank: 0 where an element stays, k + 1 where it is
-divided by the factor of channel k, -k - 1 where it is multiplied by it. They are lean: size 1 on each axis along which
-they do not change. One entry a primitive in RULES; what has none passes no factor.
+One entry a primitive in RULES; what has none passes no factor.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,31 +14,11 @@ from .. import _checks as checks
 from .. import _groups as grouping
 from .._integer._axes import int_pairs
 from .._integer._ops import OPS
+from ._factors import Factors, NoFactorsError, UnmetError, apart, known, lean, level, nothing, product
 from ._flat import Node, dtype_of_result
 from ._program import order_read, param
 
-Factors = np.ndarray
 Wanted = list[tuple[int, Factors]]  # of operands, by their number, the factors that they must have
-
-
-class NoFactorsError(Exception):
-    """Why factors cannot be folded, in words that go on after what they are about."""
-
-
-class CoarserError(NoFactorsError):
-    """Why factors cannot be folded unless some channels have one factor: both of each pair."""
-
-    def __init__(self, why: str, pairs: tuple[Factors, Factors]):
-        super().__init__(why)
-        self.pairs = pairs
-
-
-class UnmetError(Exception):
-    """An operand that must have factors for the others' to cancel."""
-
-    def __init__(self, operand: int, factors: Factors):
-        super().__init__()
-        self.operand, self.factors = operand, factors
 
 
 class Rule(NamedTuple):
@@ -55,57 +33,6 @@ class Rule(NamedTuple):
     backward: Callable[[Node, int, Factors], list[Wanted]]
 
 
-def nothing(ndim: int) -> Factors:
-    """The factors of a value that stays as it is."""
-    return np.zeros((1,) * ndim, np.int64)
-
-
-def lean(v: Factors) -> Factors:
-    """The factors with size 1 along each axis where they do not change."""
-    for i, n in enumerate(v.shape):
-        if n > 1 and (first := v.take([0], i)).shape and (v == first).all():
-            v = first
-    return v
-
-
-def joined(old: Factors | None, new: Factors) -> Factors:
-    """The factors of a value that must have both, where one of them says nothing of an element."""
-    if old is None:
-        return lean(new)
-    old, new = np.broadcast_arrays(old, new)
-    differ = (old != 0) & (new != 0) & (old != new)
-    if (differ & (np.sign(old) != np.sign(new))).any():
-        raise NoFactorsError("which would be divided and multiplied")
-    if differ.any():
-        raise CoarserError("of which parts are several channels", (old[differ], new[differ]))
-    return lean(np.where(old == 0, new, old))
-
-
-def level(v: Factors, axes: Iterable[int]) -> Factors:
-    """The factors that a value must have, which must be the same along some axes."""
-    for i in axes:
-        if v.shape[i] > 1:
-            first = np.take_along_axis(v, np.expand_dims((v != 0).argmax(i), i), i)  # 0 says nothing
-            every = np.broadcast_to(first, v.shape)
-            differ = (v != 0) & (v != every)
-            if differ.any():
-                raise CoarserError("which gives several channels one element", (every[differ], v[differ]))
-            v = first
-    return v
-
-
-def _known(v: Factors | None, ndim: int) -> Factors:
-    """Factors of this rank, also of a number without axes, which jax lets stand beside an array."""
-    return nothing(ndim) if v is None else v.reshape((1,) * ndim) if v.ndim == 0 else v
-
-
-def _product(a: Factors, b: Factors) -> Factors:
-    a, b = np.broadcast_arrays(a, b)
-    if ((a != 0) & (b != 0) & (a != -b)).any():
-        raise NoFactorsError("with another value that would be divided")
-    return lean(a + b)
-
-
 # Moves
 
 
@@ -115,7 +42,7 @@ def _one(forward: Callable[[Node, Factors], Any], backward: Callable[[Node, int,
     def ahead(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
         if any(v is not None and v.any() for v in ins[1:]):
             raise NoFactorsError("by an index that would be divided")
-        made = forward(node, _known(ins[0], len(node.shapes[0][0])))
+        made = forward(node, known(ins[0], len(node.shapes[0][0])))
         return list(map(lean, made)) if isinstance(made, list) else [lean(made)]
 
     return Rule(ahead, lambda node, k, v: [[(0, backward(node, k, v))]])
@@ -124,7 +51,7 @@ def _one(forward: Callable[[Node, Factors], Any], backward: Callable[[Node, int,
 def _same() -> Rule:
     """The rule of what takes several values and gives each."""
     ndim = lambda node, k: len(node.shapes[0][k])
-    return Rule(lambda node, ins: [_known(v, ndim(node, k)) for k, v in enumerate(ins)], lambda node, k, v: [[(k, v)]])
+    return Rule(lambda node, ins: [known(v, ndim(node, k)) for k, v in enumerate(ins)], lambda node, k, v: [[(k, v)]])
 
 
 def _cast() -> Rule:
@@ -209,7 +136,7 @@ def _side_by_side(parts: Sequence[Factors], sizes: Sequence[int], axis: int) -> 
 
 
 def _concatenated(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
-    axis, parts = param(node.eqn, "dimension"), [_known(v, len(node.shapes[1][0])) for v in ins]
+    axis, parts = param(node.eqn, "dimension"), [known(v, len(node.shapes[1][0])) for v in ins]
     return [_side_by_side(parts, [shape[axis] for shape in node.shapes[0]], axis)]
 
 
@@ -220,7 +147,7 @@ def _unconcatenated(node: Node, _: int, v: Factors) -> list[Wanted]:
 
 def _stacked(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
     axis, ndim = param(node.eqn, "axis"), len(node.shapes[1][0]) - 1
-    return [_side_by_side([np.expand_dims(_known(v, ndim), axis) for v in ins], [1] * len(ins), axis)]
+    return [_side_by_side([np.expand_dims(known(v, ndim), axis) for v in ins], [1] * len(ins), axis)]
 
 
 def _turn_of(v: Factors, k: int, axis: int) -> Factors:
@@ -253,7 +180,7 @@ def _padded_axes(node: Node) -> list[int]:
 def _padded(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
     if ins[1] is not None:  # neither 0 nor infinite
         raise NoFactorsError("with a value that would not be divided")
-    return [_apart(_known(ins[0], len(node.shapes[0][0])), _padded_axes(node))]
+    return [apart(known(ins[0], len(node.shapes[0][0])), _padded_axes(node))]
 
 
 def _picked_axes(node: Node) -> list[int]:
@@ -283,7 +210,7 @@ def _gathered(node: Node, v: Factors) -> Factors:
     if fill and fill == fill:  # neither None, nor 0 or NaN, which are the same divided
         raise NoFactorsError("with a value that would not be divided")
     cut, kept, places = _picked_by_indices(node)
-    sizes = dict(zip(places, (_apart(v, cut).shape[i] for i in kept), strict=True))
+    sizes = dict(zip(places, (apart(v, cut).shape[i] for i in kept), strict=True))
     return v.reshape([sizes.get(i, 1) for i in range(len(node.shapes[1][0]))])
 
 
@@ -313,20 +240,21 @@ def _writes(k: int) -> Rule:
 
     def of_part(node: Node, v: Factors) -> Factors:
         cut, kept, places = _written(node)
-        sizes = dict(zip(places, (_apart(v, cut).shape[i] for i in kept), strict=True))
+        sizes = dict(zip(places, (apart(v, cut).shape[i] for i in kept), strict=True))
         return v.reshape([sizes.get(i, 1) for i in range(len(node.shapes[0][k]))])
 
     def of_whole(node: Node, v: Factors) -> Factors:
         _, kept, places = _written(node)
         own = dict(zip(places, kept, strict=True))
         sizes = {
-            own[i]: n for i, n in enumerate(_apart(v, [i for i in range(v.ndim) if i not in own]).shape) if i in own
+            own[i]: n for i, n in enumerate(apart(v, [i for i in range(v.ndim) if i not in own]).shape) if i in own
         }
         return v.reshape([sizes.get(i, 1) for i in range(len(node.shapes[0][0]))])
 
     def ahead(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
-        whole, part = ins[0], None if ins[k] is None else of_whole(node, ins[k])
-        return [_apart(v, _written(node)[0]) for v in _alike(node, [whole, part])]
+        part = ins[k]
+        both = [ins[0], None if part is None else of_whole(node, part)]
+        return [apart(v, _written(node)[0]) for v in _alike(node, both)]
 
     def back(node: Node, _: int, v: Factors) -> list[Wanted]:
         v = level(v, _written(node)[0])
@@ -337,8 +265,8 @@ def _writes(k: int) -> Rule:
 
 def _sorted() -> Rule:
     """The rule of a sort: along its axis elements change places, of all operands alike."""
-    apart = lambda node, v: _apart(v, [param(node.eqn, "dimension")])
-    ahead = lambda node, ins: [apart(node, _known(v, len(node.shapes[0][k]))) for k, v in enumerate(ins)]
+    apart = lambda node, v: apart(v, [param(node.eqn, "dimension")])
+    ahead = lambda node, ins: [apart(node, known(v, len(node.shapes[0][k]))) for k, v in enumerate(ins)]
     return Rule(ahead, lambda node, k, v: [[(k, level(v, [param(node.eqn, "dimension")]))]])
 
 
@@ -349,7 +277,7 @@ _IDENTITY = _one(lambda node, v: v, lambda node, _, v: v)
 
 def _alike(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
     ndim = len(node.shapes[1][0])
-    first, *others = [_known(v, ndim) for v in ins if v is not None] or [nothing(ndim)]
+    first, *others = [known(v, ndim) for v in ins if v is not None] or [nothing(ndim)]
     if not all(np.array_equal(v, first) for v in others):
         raise NoFactorsError("beside a value that would not be divided alike")
     return [first]
@@ -377,8 +305,8 @@ def _refused(node: Node, _: int, v: Factors) -> list[Wanted]:
 
 def _multiplied(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
     ndim = len(node.shapes[1][0])
-    a, b = (_known(v, ndim) for v in ins)
-    return [_product(a, -b if node.name == "div" else b)]
+    a, b = (known(v, ndim) for v in ins)
+    return [product(a, -b if node.name == "div" else b)]
 
 
 def _to_one(node: Node, _: int, v: Factors) -> list[Wanted]:
@@ -388,26 +316,20 @@ def _to_one(node: Node, _: int, v: Factors) -> list[Wanted]:
 # Reductions
 
 
-def _apart(v: Factors, axes: Iterable[int]) -> Factors:
-    if any(v.shape[i] > 1 for i in axes):
-        raise NoFactorsError("which mixes channels")
-    return v
-
-
 def _axes_of(node: Node) -> tuple[int, ...]:
     return tuple(param(node.eqn, "axes"))
 
 
 def _reduce(forgets: bool = False) -> Rule:
-    forward = lambda node, v: _apart(v, _axes_of(node)).squeeze(_axes_of(node))
+    forward = lambda node, v: apart(v, _axes_of(node)).squeeze(_axes_of(node))
     if forgets:  # indices
-        return Rule(lambda node, ins: [forward(node, _known(ins[0], len(node.shapes[0][0]))) * 0], _refused)
+        return Rule(lambda node, ins: [forward(node, known(ins[0], len(node.shapes[0][0]))) * 0], _refused)
     return _one(forward, lambda node, _, v: np.expand_dims(v, _axes_of(node)))
 
 
 def _cumulative() -> Rule:
     axes = lambda node: [param(node.eqn, "axis")]
-    return _one(lambda node, v: _apart(v, axes(node)), lambda node, _, v: level(v, axes(node)))
+    return _one(lambda node, v: apart(v, axes(node)), lambda node, _, v: level(v, axes(node)))
 
 
 def _windows() -> Rule:
@@ -415,7 +337,7 @@ def _windows() -> Rule:
         wide = {i for i, (n, m) in enumerate(zip(*(shapes[0] for shapes in node.shapes), strict=True)) if n != m}
         return wide.union(i for i, n in enumerate(param(node.eqn, "window_dimensions")) if n > 1)
 
-    return _one(lambda node, v: _apart(v, axes(node)), lambda node, _, v: level(v, axes(node)))
+    return _one(lambda node, v: apart(v, axes(node)), lambda node, _, v: level(v, axes(node)))
 
 
 # Contractions. The factors of both operands are spread over the axes of the result and those that are summed.
@@ -471,14 +393,14 @@ def _dot_sides(node: Node, numbers: Any, group: int | None = None) -> Sides:
 
     def spread(side: int, v: Factors) -> Factors:
         v = (
-            _apart(v, alike[side])
+            apart(v, alike[side])
             .transpose(orders[side])
             .reshape([v.shape[i] for i in orders[side][len(alike[side]) :]])
         )
         return np.expand_dims(v, tuple(other[side]))
 
     def gather(side: int, v: Factors) -> Factors:
-        v = _apart(v, other[side]).squeeze(tuple(other[side]))
+        v = apart(v, other[side]).squeeze(tuple(other[side]))
         return v.reshape([*(1 for _ in alike[side]), *v.shape]).transpose(np.argsort(orders[side]))
 
     summed, axes = tuple(range(kept, total)), frozenset(range(total))
@@ -499,7 +421,7 @@ def _conv_sides(node: Node) -> Sides:
 
     def vector(v: Factors, axes: Sequence[int], sizes: Sequence[int]) -> Factors:
         """The factors along some axes alone: of these sizes, or of size 1."""
-        _apart(v, [i for i in range(ndim) if i not in axes])
+        apart(v, [i for i in range(ndim) if i not in axes])
         v = v.transpose([*axes, *(i for i in range(ndim) if i not in axes)]).reshape([v.shape[i] for i in axes])
         return np.broadcast_to(v, sizes)
 
@@ -514,7 +436,7 @@ def _conv_sides(node: Node) -> Sides:
 
     def gather(side: int, v: Factors) -> Factors:
         if side == 0:
-            return placed(np.broadcast_to(_apart(v, [1]), (groups, 1, each)).reshape(features), [feature])
+            return placed(np.broadcast_to(apart(v, [1]), (groups, 1, each)).reshape(features), [feature])
         return placed(np.broadcast_to(v, (groups, made // groups, each)).reshape(made, each), [out, inner])
 
     at = numbers.out_spec[1]
@@ -528,8 +450,8 @@ def _conv_sides(node: Node) -> Sides:
 
 def _contracted(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
     sides = sides_of(node)
-    spread = [sides.spread(side, _known(ins[side], len(node.shapes[0][side]))) for side in range(2)]
-    both = _product(*spread)
+    spread = [sides.spread(side, known(ins[side], len(node.shapes[0][side]))) for side in range(2)]
+    both = product(*spread)
     if all(both.shape[i] == 1 for i in sides.summed):
         return [lean(sides.result(both))]
     for side in range(2):
@@ -592,7 +514,7 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": _writes(1),
     **dict.fromkeys(("scatter", "scatter-add"), _writes(2)),
     "dynamic_slice": _one(
-        lambda node, v: _apart(v, _picked_axes(node)), lambda node, _, v: level(v, _picked_axes(node))
+        lambda node, v: apart(v, _picked_axes(node)), lambda node, _, v: level(v, _picked_axes(node))
     ),
     **dict.fromkeys(("copy", "name", "stop_gradient", "sharding_constraint", "reshard", "mesh_cast"), _IDENTITY),
     **dict.fromkeys(("convert_element_type", "reduce_precision"), _cast()),

@@ -8,17 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .._integer._ops import OPS
-from ._channels import (
-    RULES,
-    Factors,
-    NoFactorsError,
-    UnmetError,
-    joined,
-    lean,
-    level,
-    nothing,
-    sides_of,
-)
+from ._channels import RULES, sides_of
+from ._factors import Factors, NoFactorsError, UnmetError, joined, lean, level, nothing
 from ._flat import END, SHARED, TURN, Flat, Node, length_of
 from ._moves import MOVES
 from ._program import Location

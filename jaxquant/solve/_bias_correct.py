@@ -15,7 +15,7 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._gram import Gram, matmul, relative, squared_errors
 from .._jaxpr._biases import Contracted, NoBiasError, biases
-from .._jaxpr._channels import Factors
+from .._jaxpr._factors import Factors
 from .._jaxpr._flat import Flat
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._layout import layout_of

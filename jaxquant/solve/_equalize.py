@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from .. import _checks as checks
-from .._jaxpr._channels import NoFactorsError
+from .._jaxpr._factors import NoFactorsError
 from .._jaxpr._folding import Fold
 from .._paths import with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction

@@ -14,7 +14,7 @@ from jax import Array
 from .. import _checks as checks
 from .. import _numerics as num
 from .._integer._ops import OPS
-from .._jaxpr._channels import NoFactorsError
+from .._jaxpr._factors import NoFactorsError
 from .._jaxpr._flat import Flat
 from .._jaxpr._folding import Fold, Operand, fold
 from .._paths import is_qarray, named_in_errors, with_paths

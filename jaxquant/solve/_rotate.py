@@ -14,7 +14,7 @@ from jax import Array
 from .. import _checks as checks
 from .. import _numerics as num
 from .._hadamard import block_of, hadamard
-from .._jaxpr._channels import NoFactorsError
+from .._jaxpr._factors import NoFactorsError
 from .._jaxpr._folding import Fold, Gain, fold_gain
 from .._jaxpr._streams import Numbers, Streams
 from .._paths import is_qarray, with_leaves, with_paths

@@ -14,7 +14,7 @@ from jax import Array
 from .. import _checks as checks
 from .._gram import Gram, relative, squared_errors
 from .._granularity import PerToken
-from .._jaxpr._channels import NoFactorsError
+from .._jaxpr._factors import NoFactorsError
 from .._jaxpr._folding import Fold
 from .._paths import with_leaves, with_paths
 from .._ranges._fit import fit_qparams

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Factors of channels: which elements of a value are divided, or multiplied, by the factor of which channel.
+
+They are integers that broadcast against the value, of its rank: 0 where an element stays, k + 1 where it is divided by
+the factor of channel k, -k - 1 where it is multiplied by it. They are lean: size 1 on each axis along which they do not
+change.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+Factors = np.ndarray
+
+
+class NoFactorsError(Exception):
+    """Why factors cannot be folded, in words that go on after what they are about."""
+
+
+class CoarserError(NoFactorsError):
+    """Why factors cannot be folded unless some channels have one factor: both of each pair."""
+
+    def __init__(self, why: str, pairs: tuple[Factors, Factors]):
+        super().__init__(why)
+        self.pairs = pairs
+
+
+class UnmetError(Exception):
+    """An operand that must have factors for the others' to cancel."""
+
+    def __init__(self, operand: int, factors: Factors):
+        super().__init__()
+        self.operand, self.factors = operand, factors
+
+
+def nothing(ndim: int) -> Factors:
+    """The factors of a value that stays as it is."""
+    return np.zeros((1,) * ndim, np.int64)
+
+
+def lean(v: Factors) -> Factors:
+    """The factors with size 1 along each axis where they do not change."""
+    for i, n in enumerate(v.shape):
+        if n > 1 and (first := v.take([0], i)).shape and (v == first).all():
+            v = first
+    return v
+
+
+def joined(old: Factors | None, new: Factors) -> Factors:
+    """The factors of a value that must have both, where one of them says nothing of an element."""
+    if old is None:
+        return lean(new)
+    old, new = np.broadcast_arrays(old, new)
+    differ = (old != 0) & (new != 0) & (old != new)
+    if (differ & (np.sign(old) != np.sign(new))).any():
+        raise NoFactorsError("which would be divided and multiplied")
+    if differ.any():
+        raise CoarserError("of which parts are several channels", (old[differ], new[differ]))
+    return lean(np.where(old == 0, new, old))
+
+
+def level(v: Factors, axes: Iterable[int]) -> Factors:
+    """The factors that a value must have, which must be the same along some axes."""
+    for i in axes:
+        if v.shape[i] > 1:
+            first = np.take_along_axis(v, np.expand_dims((v != 0).argmax(i), i), i)  # 0 says nothing
+            every = np.broadcast_to(first, v.shape)
+            differ = (v != 0) & (v != every)
+            if differ.any():
+                raise CoarserError("which gives several channels one element", (every[differ], v[differ]))
+            v = first
+    return v
+
+
+def known(v: Factors | None, ndim: int) -> Factors:
+    """Factors of this rank, also of a number without axes, which jax lets stand beside an array."""
+    return nothing(ndim) if v is None else v.reshape((1,) * ndim) if v.ndim == 0 else v
+
+
+def product(a: Factors, b: Factors) -> Factors:
+    """The factors of a product: opposite ones cancel."""
+    a, b = np.broadcast_arrays(a, b)
+    if ((a != 0) & (b != 0) & (a != -b)).any():
+        raise NoFactorsError("with another value that would be divided")
+    return lean(a + b)
+
+
+def apart(v: Factors, axes: Iterable[int]) -> Factors:
+    """The factors, which must not change along some axes."""
+    if any(v.shape[i] > 1 for i in axes):
+        raise NoFactorsError("which mixes channels")
+    return v
