@@ -265,8 +265,10 @@ def _writes(k: int) -> Rule:
 
 def _sorted() -> Rule:
     """The rule of a sort: along its axis elements change places, of all operands alike."""
-    apart = lambda node, v: apart(v, [param(node.eqn, "dimension")])
-    ahead = lambda node, ins: [apart(node, known(v, len(node.shapes[0][k]))) for k, v in enumerate(ins)]
+
+    def ahead(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
+        return [apart(known(v, len(node.shapes[0][k])), [param(node.eqn, "dimension")]) for k, v in enumerate(ins)]
+
     return Rule(ahead, lambda node, k, v: [[(k, level(v, [param(node.eqn, "dimension")]))]])
 
 
