@@ -44,6 +44,7 @@ REASONS = (
     "no granularity of the parameter matches it",
     "is quantized in two ways",
     "has blocks along the contracted axis, and this op contracts",
+    "of two quantized operands has one scale along what it contracts",
     "is per output channel of the parameter's dot, and no dot uses it",
     "which no dot or convolution uses as it is",
     "the operand is the value",

@@ -13,6 +13,7 @@ from .._hadamard import block_of, hadamard
 from .._integer._axes import Matrix
 from .._jaxpr._moves import in_order
 from .._jaxpr._origin import Moved
+from .._sharding import shard_like
 from ._choices import Choice, Decision
 
 
@@ -43,8 +44,8 @@ class Layout:
         return jax.linear_transpose(self.matrices, like)(matrices)[0]
 
     def rotated(self, v: Array) -> Array:
-        """An array of the parameter's shape with its rows rotated."""
-        return self.parameter(hadamard(self.matrices(v), (-2,)))
+        """An array of the parameter's shape, and on explicit axes with its sharding, with its rows rotated."""
+        return shard_like(self.parameter(hadamard(self.matrices(v), (-2,))), v)
 
     @property
     def block(self) -> int:
