@@ -112,6 +112,11 @@ def unwrapped(value: Any) -> Any:
     return value.__jax_array__()
 
 
+def as_array(value: Any) -> Array:
+    """Returns `value` as an array of jax. One of NumPy is copied by NumPy: jax compiles a copy for each shape."""
+    return jax.device_put(value.copy()) if isinstance(value, np.ndarray) else jnp.asarray(value)
+
+
 def float_array(name: str, value: Any) -> Array:
     """Returns `value` as an array of one of the four floating dtypes, never weakly typed."""
     value = unwrapped(value)
@@ -120,7 +125,7 @@ def float_array(name: str, value: Any) -> Array:
             f"`{name}` must be a floating array ({', '.join(_FLOATS)}), got {kind(value)}. "
             f"Numbers, lists and other dtypes convert by jnp.asarray(..., jnp.float32)."
         )
-    array = jnp.asarray(value)
+    array = as_array(value)
     return jax.lax.convert_element_type(array, array.dtype) if array.weak_type else array
 
 
@@ -132,7 +137,7 @@ def integer_array(name: str, value: Any, dtypes: Sequence[str]) -> Array:
             f"`{name}` must be an array of codes ({', '.join(dtypes)}), got {kind(value)}. "
             f"Real values are quantized first; integers convert by jnp.asarray(..., jnp.int8)."
         )
-    return jnp.asarray(value)
+    return as_array(value)
 
 
 def float_array_in(name: str, value: Any, dtype: jnp.dtype) -> Array:

@@ -299,7 +299,7 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
     stored = {part: described["scale_of"] if "scale_of" in described and part == "scale" else _part(name, part)
               for part in described["dtypes"] if part != described.get("without")}  # fmt: skip
     parts: dict[str, Any] = {
-        part: jnp.asarray(arrays[at].view(jnp.dtype(described["dtypes"][part]))) for part, at in stored.items()
+        part: checks.as_array(arrays[at].view(jnp.dtype(described["dtypes"][part]))) for part, at in stored.items()
     }
     if "without" in described:
         parts["zero_point"] = jnp.zeros(parts["scale"].shape, described["dtypes"]["zero_point"])

@@ -10,7 +10,7 @@ the largest magnitude of all.
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -158,12 +158,18 @@ def delayed_qparams(histories: Any, *, just_in_time: bool = False) -> dict[str, 
     just_in_time = checks.static_bool("just_in_time", just_in_time)
 
     found = {}
-    for (spec, (*turns, _)), keys in _alike(histories).items():
-        scale, zero_point = _qparams(jnp.max(jnp.stack([histories[key].bins for key in keys]), -1), spec)
-        for i, key in enumerate(keys):
-            qparams = None if just_in_time else QParams(scale[i], zero_point[i])
-            found[key] = DelayedQParams(qparams, jnp.zeros((*turns, BINS), jnp.float32), spec)
+    for (spec, _), keys in _alike(histories).items():
+        for key, (qparams, seen) in zip(keys, _delayed([histories[key].bins for key in keys], spec), strict=True):
+            found[key] = DelayedQParams(None if just_in_time else qparams, seen, spec)
     return {key: found[key] for key in histories}
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _delayed(bins: Sequence[Array], spec: QuantSpec) -> list[tuple[QParams, Array]]:
+    """The qparams of each history of a spec and shape, and zeros for what is seen."""
+    scale, zero_point = _qparams(jnp.max(jnp.stack(bins), -1), spec)
+    seen = jnp.zeros((*bins[0].shape[:-1], BINS), jnp.float32)
+    return [(QParams(scale[i], zero_point[i]), seen) for i in range(len(bins))]
 
 
 def _alike(histories: Mapping[str, GradientHistory]) -> dict[tuple[QuantSpec, tuple[int, ...]], list[str]]:
@@ -233,15 +239,17 @@ def update_histories(histories: Any, seen: Any) -> dict[str, GradientHistory]:
         _check_alike(key, history, seen[key])
     found = {}
     for (spec, _), keys in _alike(histories).items():
-        new = _later(*(jnp.stack(of) for of in zip(*((histories[k].bins, seen[k].seen) for k in keys), strict=True)))
-        found |= {key: GradientHistory(new[i], spec) for i, key in enumerate(keys)}
+        new = _later([histories[k].bins for k in keys], [seen[k].seen for k in keys])
+        found |= {key: GradientHistory(bins, spec) for key, bins in zip(keys, new, strict=True)}
     return {key: found[key] for key in histories}
 
 
-def _later(bins: Array, seen: Array) -> Array:
+@jax.jit
+def _later(histories: Sequence[Array], counts: Sequence[Array]) -> list[Array]:
     """Histories with what was seen in front; as they were where nothing was, or zeros, whose bin is the first."""
+    bins, seen = jnp.stack(histories), jnp.stack(counts)
     new = jnp.max(jnp.where(seen > 0, jnp.arange(BINS, dtype=jnp.int32), -1), -1, keepdims=True)
-    return jnp.where(new <= 0, bins, jnp.concatenate([new, bins[..., :-1]], -1))
+    return list(jnp.where(new <= 0, bins, jnp.concatenate([new, bins[..., :-1]], -1)))
 
 
 def _check_alike(key: str, history: GradientHistory, seen: DelayedQParams) -> None:

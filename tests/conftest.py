@@ -4,9 +4,19 @@ import gc
 import itertools
 import os
 import pathlib
+import tomllib
+
+from xdist.scheduler import LoadGroupScheduling, WorkStealingScheduling
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+FLAGS = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+# A program's kernels without the passes that make them fast: a quarter of the time to compile. XLA reads its flags once
+# in the life of a process, so they are those of a worker. Later versions of jax than 0.10 have other emitters.
+QUICK = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+AS_USERS_DO = "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ
+# In a default run, whose workers learn it from the process that starts them, the first one has the tests of bits.
+APART = "JAXQUANT_BITS_APART"
+IS_QUICK = APART in os.environ and os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0"
 # A program that one worker, or a run before, has compiled is not compiled again. Its key holds all that it is made of.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("JAX_COMPILATION_CACHE_DIR", ".pytest_cache/xla")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -14,7 +24,13 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hypothesis
 import jax
+import programs
 import pytest
+from programs import Programs
+
+os.environ["XLA_FLAGS"] = FLAGS + QUICK if IS_QUICK and jax.__version_info__ < (0, 11) else FLAGS
+jax.devices()  # reads the flags
+os.environ["XLA_FLAGS"] = FLAGS  # of processes that tests start
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -29,6 +45,16 @@ collect_ignore = ["data", "worker.py"]  # scripts: of TensorFlow, and of process
 TESTS, MAPPED, MOST = itertools.count(), *map(pathlib.Path, ("/proc/self/maps", "/proc/sys/vm/max_map_count"))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--record-programs", action="store_true", help="write tests/programs.toml, of a whole default run")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Programs(config))
+    if config.option.markexpr == "not slow" and not AS_USERS_DO:
+        os.environ[APART] = "1"
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
     """Frees the compiled programs of earlier tests before they take all the memory mappings of the process.
@@ -40,9 +66,60 @@ def pytest_runtest_teardown():
         gc.collect()
 
 
+def is_of_bits(item):
+    return item.get_closest_marker("bits") is not None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Notebooks come first: they take the longest, and the worker that runs none has other tests meanwhile."""
-    items.sort(key=lambda item: (item.path.name != "test_notebooks.py", not item.get_closest_marker("bits")))
+    """Notebooks come first: they take the longest. Then the files that compile the most, tests of bits before others.
+
+    Tests of bits are a group, for the worker that compiles as users do.
+    """
+    most = tomllib.loads(programs.FILE.read_text())["most"]
+    weight = lambda path: (-most.get(f"tests/{path.name}", 0), str(path))
+    items.sort(key=lambda item: (item.path.name != "test_notebooks.py", not is_of_bits(item), weight(item.path)))
+    for item in items:
+        if is_of_bits(item) and APART in os.environ:
+            item.add_marker(pytest.mark.xdist_group("bits"))
+
+
+class Scheduling(LoadGroupScheduling):
+    """A worker has whole files. The first one has all tests of bits, which it compiles as users do, and no others.
+
+    Where there are no tests of bits, or no other worker, it has what there is.
+    """
+
+    def _split_scope(self, nodeid):
+        return nodeid.split("::")[0] + ("@bits" if nodeid.endswith("@bits") else "")
+
+    def schedule(self):
+        if self.collection is None:  # the first is not the one without work, of which there may be more than files
+            self.assigned_work = collections.OrderedDict(
+                sorted(self.assigned_work.items(), key=lambda v: v[0].gateway.id)
+            )
+        super().schedule()
+
+    def _units(self, node):
+        """What is left for a worker."""
+        is_apart = len(self.nodes) > 1 and any(name.endswith("@bits") for name in self.collection)
+        return [name for name in self.workqueue if not is_apart or name.endswith("@bits") == (node.gateway.id == "gw0")]
+
+    def _assign_work_unit(self, node):
+        if units := self._units(node):
+            self.workqueue.move_to_end(units[0], last=False)
+            super()._assign_work_unit(node)
+
+    def _reschedule(self, node):
+        if not self._units(node) and not node.shutting_down:
+            node.shutdown()
+        else:
+            super()._reschedule(node)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """In other than default runs any worker takes any test."""
+    return (Scheduling if APART in os.environ else WorkStealingScheduling)(config, log)
 
 
 def pytest_runtest_setup(item):
@@ -50,7 +127,7 @@ def pytest_runtest_setup(item):
 
     JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles all of them as users do.
     """
-    low = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ and not item.get_closest_marker("bits")
+    low = not AS_USERS_DO and not is_of_bits(item)
     if low != jax.config.read("jax_disable_most_optimizations"):
         jax.config.update("jax_disable_most_optimizations", low)
         jax.clear_caches()  # they do not know how a program was compiled

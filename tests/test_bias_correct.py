@@ -20,7 +20,7 @@ RULES = [("w*", W3)]
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(F))
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(F))
 
 
 X = 1 + normal(0, 12, 4)

@@ -203,7 +203,7 @@ def test_a_traced_index_is_clamped():
 @cases("name", ["int8", "int4", "float8"], ["int4"])
 def test_a_scan_over_tokens_is_one_at_a_time(name):
     """And quantizing them all at once; with an example at a position of its own under vmap, too."""
-    spec, x = SPECS[name], jnp.asarray(random(*SHAPE))
+    spec, x = SPECS[name], jax.device_put(random(*SHAPE))
     step = lambda cache, turn: (update_slice(cache, turn[1][:, None], (0, turn[0], 0, 0)), None)
     empty = zeros(SHAPE, spec)
     got, _ = jax.jit(functools.partial(jax.lax.scan, step))(empty, (jnp.arange(T), jnp.moveaxis(x, 1, 0)))

@@ -15,7 +15,7 @@ W4, W8, A8 = weight_spec(4), weight_spec(8), activation_spec(8)
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(F))
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(F))
 
 
 def off(q, f, params, others, x):
@@ -224,7 +224,7 @@ def test_a_function_of_a_gain_takes_up_factors(gain, pick):
     params, x, order = (
         {"g": g, "w": normal(1, 32, 16) / 6},
         normal(2, 64, 32),
-        jnp.asarray(np.random.default_rng(0).permutation(64)),
+        jax.device_put(np.random.default_rng(0).permutation(64)),
     )
     f = lambda p, x: PICKS[pick](normed(x) * jnp.broadcast_to(form(p["g"]), x.shape), order) @ p["w"]
     q = quantize_fn(f, [Rule("w", W4, A8)])

@@ -32,7 +32,7 @@ W8, A8 = weight_spec(8), activation_spec(8)
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(F))
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(F))
 
 
 @pytest.fixture(scope="module")

@@ -347,7 +347,7 @@ def test_sums_of_digits_are_rounded_once():
     assert all(sum(int(p) << (8 * i) for i, p in enumerate(row)) == n for row, n in zip(digits, numbers, strict=True))
     keep = (abs(sums) < 2**31).all(1)
     assert keep.sum() > 4000
-    got = jax.jit(lambda *parts: _rounded(list(parts)))(*(jnp.asarray(v.astype(np.int32)) for v in sums[keep].T))
+    got = jax.jit(lambda *parts: _rounded(list(parts)))(*(jax.device_put(v.astype(np.int32)) for v in sums[keep].T))
     assert_same_bits(got, F([rounded(n) for n, k in zip(numbers, keep, strict=True) if k]) + F(0))
 
 

@@ -45,7 +45,7 @@ MODES = {
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(F))
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(F))
 
 
 W8, A8, X = weight_spec(8), activation_spec(8), normal(0, 4, 8)

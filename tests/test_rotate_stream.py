@@ -20,11 +20,11 @@ RULES = [Rule("**", W4, A4, optional=True)]
 
 def normal(seed, *shape):
     scale = shape[-2] ** -0.5 if len(shape) > 1 else 1
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(F) * F(scale))
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(F) * F(scale))
 
 
 def gain(seed, *shape):
-    return 1 + 0.3 * jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(F))
+    return 1 + 0.3 * jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(F))
 
 
 def over(v, x):
@@ -98,7 +98,7 @@ def around(width=K):
     }  # fmt: skip
 
 
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 20, (4, 6)))
+TOKENS = jax.device_put(np.random.default_rng(0).integers(0, 20, (4, 6)))
 SCANNED = around() | {"layers": of_layers(2)}
 
 

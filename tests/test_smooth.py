@@ -18,7 +18,7 @@ RULES = [Rule("**", W8, A8, optional=True)]
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(F))
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(F))
 
 
 def over(v, x):

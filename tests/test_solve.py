@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Solvers: against the published algorithms in float64 NumPy, what is frozen against what was solved, bad input."""
 
+import collections
 import functools
 import math
 import re
@@ -635,3 +636,40 @@ def test_weights_can_be_frozen_as_they_are_solved():
             jax.tree.map(np.testing.assert_array_equal, frozen[name], expected[name])
     with pytest.raises(TypeError, match="`freeze`"):
         solve.gptq(params, q, grams, x, qparams=qparams, freeze=1)
+
+
+# What a solver compiles.
+
+COMPILED = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, fun_name="", **__: event.endswith("/backend_compile_duration") and COMPILED.append(fun_name)
+)
+LAYER_SOLVERS = {
+    "smooth": lambda q, p, grams, x: solve.smooth(p, q, grams, x, alpha=0.5),
+    "ranges": lambda q, p, grams, x: solve.ranges(p, q, grams, x),
+    "gptq": lambda q, p, grams, x: solve.gptq(p, q, grams, x, qparams=q.init_qparams(p, x)),
+}
+
+
+@pytest.mark.parametrize("name", LAYER_SOLVERS)
+def test_equal_layers_are_compiled_once(name):
+    """A solver compiles for six layers of one shape what it compiles for two, beside what the whole model takes."""
+
+    def programs(layers):
+        def f(p, x):
+            for i in range(layers):
+                x = jnp.tanh((x * p[f"gain{i}"]) @ p[f"w{i}"])
+            return x
+
+        params = {f"w{i}": normal(i, 4, 4) for i in range(layers)}
+        params |= {f"gain{i}": np.ones((1, 4), F) for i in range(layers)}
+        q, x = quantize_fn(f, [Rule("w*", W4, A8)]), normal(9, 8, 4)
+        grams = q.observe(params, x, gram=True)
+        jax.clear_caches()
+        COMPILED.clear()
+        LAYER_SOLVERS[name](q, params, grams, x)
+        return list(COMPILED)
+
+    few, many = programs(2), programs(6)
+    assert few
+    assert collections.Counter(many) == collections.Counter(few)

@@ -128,11 +128,14 @@ def test_no_program_gathers_a_weight(by_columns):
     params = split(SPLITS[by_columns], 4)
     for weight in model_of(params, q, grams, (TOKENS,), {}, qparams).weights:
         ids = np.arange(weight.gram.sums.size).reshape(weight.gram.sums.shape)
-        taken, s = _smooth._Taken(weight.leaf, weight.gram, ids), jnp.ones(ids.size)
+        these, forms = (
+            _smooth._Set((_smooth._Taken(weight.leaf, weight.gram, ids),), ()),
+            _smooth._Forms(((weight.form, None),), ()),
+        )
         one = weight.turn(0) if weight.turns else weight
         programs = {
             "low_rank": _low_rank._factors.lower(one.lost(), one.gram, one.form, 4, 0.01),
-            "smooth": _smooth._errors.lower(taken, s, weight.form, None),
+            "smooth": _smooth._error.lower(these, jnp.ones(ids.size), forms),
             "largest": _folds._largest.lower(weight.leaf, (weight.leaf.ndim - 1,)),
         }
         for name, lowered in programs.items():

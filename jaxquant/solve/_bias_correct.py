@@ -85,10 +85,11 @@ def _found(model: Model, program: Program) -> _Found:
     return found
 
 
-def _of_elements(mean: Array, channels: Factors, shape: tuple[int, ...]) -> Array:
+@functools.partial(jax.jit, static_argnames="shape")
+def _of_elements(mean: Array, channels: Array, shape: tuple[int, ...]) -> Array:
     """What is added to each element of a bias of this shape."""
-    each = jnp.concatenate([jnp.zeros(1, mean.dtype), mean.reshape(-1)])[np.abs(channels)]
-    return jnp.broadcast_to(each * np.sign(channels).astype(mean.dtype), shape)
+    each = jnp.concatenate([jnp.zeros(1, mean.dtype), mean.reshape(-1)])[jnp.abs(channels)]
+    return jnp.broadcast_to(each * jnp.sign(channels).astype(mean.dtype), shape)
 
 
 def _corrected(found: _Found, leaves: Mapping[str, Any], errors: dict[str, _Error]) -> dict[str, Array]:
@@ -96,7 +97,7 @@ def _corrected(found: _Found, leaves: Mapping[str, Any], errors: dict[str, _Erro
     new: dict[str, Array] = {}
     for path, own in found.biases.items():
         for bias, channels in own.items():
-            added = _of_elements(errors[path].mean, channels, leaves[bias].shape)
+            added = _of_elements(errors[path].mean, np.int32(channels), leaves[bias].shape)
             new[bias] = new[bias] + added if bias in new else added
     wide = {path: array(leaves[path]).astype(num.compute_dtype(leaves[path].dtype)) for path in new}
     return {

@@ -63,6 +63,7 @@ def _ranges(operands: Operands, leaves: Mapping[str, Any], pair: Fold) -> tuple[
     return largest(leaves, pair, of(1), 1), largest(leaves, pair, of(-1), -1)
 
 
+@jax.jit
 def _distance(ranges: tuple[Array, Array]) -> Array:
     """The largest ratio of the two ranges of a channel, at least 1; of those where neither is 0."""
     first, second = ranges
@@ -71,6 +72,7 @@ def _distance(ranges: tuple[Array, Array]) -> Array:
     return jnp.maximum(ratio, 1 / ratio).max()
 
 
+@jax.jit
 def _factors(ranges: tuple[Array, Array], least: Array) -> Array:
     first, second = ranges
     is_known = (first > 0) & (second > 0)

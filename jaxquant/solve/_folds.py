@@ -91,10 +91,11 @@ def in_words(path: str, error: NoFactorsError) -> str:
     return f"At {path!r}: no factor of its inputs can be folded into parameters: {error}."
 
 
-def of_channels(reduce: Reduce, v: Any, factors: np.ndarray, sign: int, count: int) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def of_channels(reduce: Reduce, v: Array, factors: Array, sign: int, count: int) -> Array:
     """A reduction of the elements that each factor changes: divides, for sign 1, or multiplies, for -1."""
-    ids = np.broadcast_to(factors * sign, v.shape).reshape(-1)
-    return reduce(v.reshape(-1), np.where(ids > 0, ids - 1, count), count + 1)[:count]
+    ids = jnp.broadcast_to(factors * sign, v.shape).reshape(-1)
+    return reduce(v.reshape(-1), jnp.where(ids > 0, ids - 1, count), count + 1)[:count]
 
 
 def largest(leaves: Mapping[str, Any], found: Fold, paths: list[str], sign: int) -> Array:
@@ -105,7 +106,12 @@ def largest(leaves: Mapping[str, Any], found: Fold, paths: list[str], sign: int)
         alike = tuple(axis for axis, n in enumerate(factors.shape) if n == 1)
         return of_channels(jax.ops.segment_max, _largest(array(leaves[path]), alike), factors, sign, found.size)
 
-    highest = functools.reduce(jnp.maximum, [of(path).astype(jnp.float32) for path in paths])
+    return _highest([of(path) for path in paths])
+
+
+@jax.jit
+def _highest(of: list[Array]) -> Array:
+    highest = functools.reduce(jnp.maximum, [v.astype(jnp.float32) for v in of])
     return jnp.where(highest > 0, highest, 0)  # of nothing: -inf
 
 
@@ -121,24 +127,33 @@ def folded(flat: Flat, path: str, leaf: Any, factors: np.ndarray, s: Array) -> A
     Or with the elements of the function that the program has of it, such as 1 + g.
     """
     leaf, function = array(leaf), flat.functions.get(path)
-    own = jnp.concatenate([jnp.ones(1, s.dtype), s])[np.abs(factors)]
-    wide = leaf.astype(num.compute_dtype(leaf.dtype))
-    own = own.astype(wide.dtype)
-    v = wide if function is None else function(wide)
-    new = jnp.where(factors > 0, v / own, v * own)
-    if function is not None:
-        new = jnp.where(factors == 0, wide, function.inverse(wide, new))
+    wide, numbers = leaf.astype(num.compute_dtype(leaf.dtype)), np.int32(factors)
+    if function is None:
+        new = _changed(wide, numbers, s)
+    else:
+        new = jnp.where(numbers == 0, wide, function.inverse(wide, _changed(function(wide), numbers, s)))
     return narrowed(path, new, leaf.dtype)
+
+
+@jax.jit
+def _changed(v: Array, factors: Array, s: Array) -> Array:
+    own = jnp.concatenate([jnp.ones(1, s.dtype), s])[jnp.abs(factors)].astype(v.dtype)
+    return jnp.where(factors > 0, v / own, v * own)
 
 
 def narrowed(path: str, wide: Array, dtype: Any) -> Array:
     """The values of a parameter in its dtype; raises where that does not hold them, if they are known."""
     if wide.dtype == dtype:
         return wide
-    largest = jnp.abs(wide).max(initial=0, where=jnp.isfinite(wide))
+    largest = _largest_finite(wide)
     if not isinstance(largest, jax.core.Tracer) and largest > float(jnp.finfo(dtype).max):
         raise ValueError(
             f"At {path!r}: the folded parameter has values up to {largest:.3g}, and {dtype} holds "
             f"{float(jnp.finfo(dtype).max):.3g}. Cast the parameter to bfloat16 or float32 first."
         )
     return num.downcast(wide, dtype)
+
+
+@jax.jit
+def _largest_finite(v: Array) -> Array:
+    return jnp.abs(v).max(initial=0, where=jnp.isfinite(v))

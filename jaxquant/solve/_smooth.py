@@ -2,7 +2,7 @@
 """Factors of channels moved from activations into weights, where the function stays the same."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,10 @@ Progress = Callable[[str, float | None, float, float], None]  # (path, alpha, er
 
 
 class _Taken(NamedTuple):
-    """A weight as it is so far, and what its inputs are multiplied by: the number of the factor of each row, or -1."""
+    """A weight as it is so far, and the number of the factor of each of its rows, or -1.
+
+    Of one that makes the inputs of others, and so is divided by the factors: of each of its columns.
+    """
 
     leaf: Array
     gram: Gram
@@ -46,7 +49,11 @@ class _Taken(NamedTuple):
         return Gram(products / (own[..., :, None] * own[..., None, :]), rows, sums / own)
 
 
-@functools.partial(jax.jit, static_argnames=("form", "activation"))
+@jax.jit
+def _divided(taken: _Taken, s: Array) -> Gram:
+    return taken.divided(s)
+
+
 def _errors(taken: _Taken, s: Array, form: Form, activation: QuantSpec | None) -> tuple[Array, Array]:
     """The squared error of a layer as it is predicted with the factors s, (count,); and the square of its output."""
     gram = taken.divided(s)
@@ -61,12 +68,9 @@ def _errors(taken: _Taken, s: Array, form: Form, activation: QuantSpec | None) -
     return error, squared_errors(original, taken.gram.products).sum()
 
 
-@functools.partial(jax.jit, static_argnames=("form", "count"))
-def _errors_before(leaf: Array, gram: Gram, ids: Any, s: Array, form: Form, count: int) -> Array:
-    """The mean squared error of each channel, (count,), that a weight makes which is divided by the factors s.
-
-    `ids` is the number of the factor of each of its columns, or -1.
-    """
+def _errors_before(before: _Taken, s: Array, form: Form) -> Array:
+    """The mean squared error of each channel that a weight makes which is divided by the factors s, (count,)."""
+    (leaf, gram, ids), count = before, len(s)
     dtype = gram.products.dtype
     w = form.matrices(leaf.astype(dtype)) / jnp.where(ids < 0, 1, s[ids])[..., None, :]
     grid = grid_in_matrices(form, fit_qparams(form.parameter(w).astype(leaf.dtype), form.spec), dtype)
@@ -112,54 +116,59 @@ class _Best(NamedTuple):
     after: Array
 
 
-class _Before(NamedTuple):
-    """A quantized weight that makes the inputs of others, and so is divided by the factors, as it is so far."""
+class _Forms(NamedTuple):
+    """What is static of a set.
 
-    weight: Weight
-    leaf: Array
-    gram: Gram
-    ids: np.ndarray
+    Attributes:
+      taken: the form of each weight, and the spec of its inputs.
+      before: the form of each weight before them.
+    """
+
+    taken: tuple[tuple[Form, QuantSpec | None], ...]
+    before: tuple[Form, ...]
 
 
 class _Set(NamedTuple):
-    """Weights that take the same inputs, as they are so far, the specs of these inputs, and the weights before them."""
+    """Weights that take the same inputs, as they are so far, and the quantized weights that make these inputs."""
 
-    weights: Sequence[Weight]
-    taken: Sequence[_Taken]
-    activations: Sequence[QuantSpec | None]
-    before: Sequence[_Before] = ()
+    taken: tuple[_Taken, ...]
+    before: tuple[_Taken, ...]
 
-    def error(self, s: Array) -> Array:
-        """The sum of their errors, relative to the squares of their outputs; with those that come from before."""
-        each = zip(self.taken, self.weights, self.activations, strict=True)
-        errors, wholes = zip(*(_errors(taken, s, weight.form, spec) for taken, weight, spec in each), strict=True)
-        whole = jnp.stack(wholes).sum()
-        return relative(jnp.stack(errors).sum() + self._from_before(s), whole)
 
-    def _from_before(self, s: Array) -> Array:
-        """What the errors of the weights before make of the outputs, channel by channel, by the rows that take them."""
-        total = jnp.zeros((), s.dtype)
-        for before in self.before:
-            errors = _errors_before(before.leaf, before.gram, before.ids, s, before.weight.form, len(s))
-            for taken, weight in zip(self.taken, self.weights, strict=True):
-                rows = jnp.square(weight.form.matrices(taken.leaf.astype(s.dtype))).sum(-1)
-                squares = jnp.where(taken.ids < 0, 0, rows * (errors * s**2)[taken.ids])
-                total += (squares * taken.gram.rows[..., None]).sum()
-        return total
+@functools.partial(jax.jit, static_argnames="forms")
+def _error(these: _Set, s: Array, forms: _Forms) -> Array:
+    """The sum of their errors, relative to the squares of their outputs; with those that come from before."""
+    each = zip(these.taken, forms.taken, strict=True)
+    errors, wholes = zip(*(_errors(taken, s, *own) for taken, own in each), strict=True)
+    return relative(jnp.stack(errors).sum() + _from_before(these, s, forms), jnp.stack(wholes).sum())
 
-    def best(self, found: Fold, leaves: Mapping[str, Any], alphas: Sequence[float | None]) -> _Best:
-        """The factors with the least error; None as an alpha is no change."""
-        gram, ids = self.taken[0].gram, self.taken[0].ids + 1
-        total = lambda v: of_channels(jax.ops.segment_sum, jnp.broadcast_to(v, ids.shape), ids, 1, found.size)
-        squares = total(jnp.diagonal(gram.products, axis1=-2, axis2=-1))
-        a = jnp.sqrt(squares / jnp.maximum(total(gram.rows[..., None]), 1))
-        w = largest(leaves, found, [weight.path for weight in self.weights], -1).astype(a.dtype)
-        same = jnp.ones_like(a)
-        turns = found.size // found.channels
-        tried = [same if alpha is None else _factors(a, w, alpha, turns) for alpha in alphas]
-        errors = jnp.stack([self.error(s) for s in tried])
-        at = jnp.argmin(jnp.where(jnp.isfinite(errors), errors, jnp.inf))
-        return _Best(jnp.stack(tried)[at], at, self.error(same), errors[at])
+
+def _from_before(these: _Set, s: Array, forms: _Forms) -> Array:
+    """What the errors of the weights before make of the outputs, channel by channel, by the rows that take them."""
+    total = jnp.zeros((), s.dtype)
+    for before, own in zip(these.before, forms.before, strict=True):
+        errors = _errors_before(before, s, own)
+        for taken, (form, _) in zip(these.taken, forms.taken, strict=True):
+            rows = jnp.square(form.matrices(taken.leaf.astype(s.dtype))).sum(-1)
+            squares = jnp.where(taken.ids < 0, 0, rows * (errors * s**2)[taken.ids])
+            total += (squares * taken.gram.rows[..., None]).sum()
+    return total
+
+
+@functools.partial(jax.jit, static_argnames=("forms", "size", "turns", "alphas"))
+def _best(these: _Set, w: Array, forms: _Forms, size: int, turns: int, alphas: tuple[float | None, ...]) -> _Best:
+    """The factors with the least error, for the largest magnitude of each row; None as an alpha is no change."""
+    _, gram, ids = these.taken[0]
+    total = lambda v: of_channels(jax.ops.segment_sum, jnp.broadcast_to(v, ids.shape), ids + 1, 1, size)
+    squares = total(jnp.diagonal(gram.products, axis1=-2, axis2=-1))
+    a = jnp.sqrt(squares / jnp.maximum(total(gram.rows[..., None]), 1))
+    same = jnp.ones_like(a)
+    known = [jnp.asarray(alpha, a.dtype) for alpha in alphas if alpha is not None]
+    tried = jax.vmap(lambda alpha: _factors(a, w.astype(a.dtype), alpha, turns))(jnp.stack(known))
+    tried = jnp.concatenate([*(same[None] for alpha in alphas if alpha is None), tried, same[None]])
+    *_, before = errors = jax.lax.map(lambda s: _error(these, s, forms), tried)
+    at = jnp.argmin(jnp.where(jnp.isfinite(errors), errors, jnp.inf)[:-1])
+    return _Best(tried[at], at, before, errors[at])
 
 
 class _Smoothing:
@@ -194,13 +203,15 @@ class _Smoothing:
         found = self.operands.fold(weight.path)
         takes_them = set(found.paths(-1)) - {weight.path}
         self._refuse_unseen(found)
-        these = self._set([weight, *(other for other in self.model.weights if other.path in takes_them)], found)
-        best = these.best(found, self.leaves, self.alphas)
+        weights = [weight, *(other for other in self.model.weights if other.path in takes_them)]
+        these, forms = self._set(weights, found)
+        w = largest(self.leaves, found, [other.path for other in weights], -1)
+        best = _best(these, w, forms, found.size, found.size // found.channels, self.alphas)
         is_traced = isinstance(best.at, jax.core.Tracer)
         alpha = None if is_traced else self.alphas[int(best.at)]
         if alpha is not None or is_traced:
-            self._fold(found, these, best.s)
-        whole = [other.path for other in these.weights if is_whole(found, other.path)]
+            self._fold(found, weights, these, best.s)
+        whole = [other.path for other in weights if is_whole(found, other.path)]
         self._note([path for path in whole if path not in self.done], alpha, best.before, best.after)
         self.done.update(whole)
 
@@ -220,30 +231,26 @@ class _Smoothing:
 
     def leave(self, weight: Weight) -> None:
         """Leaves a weight as it is."""
-        error = self._set([weight], None).error(jnp.ones(1))
+        these, forms = self._set([weight], None)
+        error = _error(these, np.ones(1, np.float32), forms)
         self._note([weight.path], None, error, error)
 
-    def _set(self, weights: Sequence[Weight], found: Fold | None) -> _Set:
+    def _set(self, weights: Sequence[Weight], found: Fold | None) -> tuple[_Set, _Forms]:
+        factors = {} if found is None else found.factors
         nothing = np.zeros((), int)
-        taken = [
-            _Taken(
-                array(self.leaves[weight.path]), self.grams[weight.path],
-                _ids(weight, found.factors[weight.path] if found else nothing),
-            )
-            for weight in weights
-        ]  # fmt: skip
-        before = [
-            _Before(weight, array(self.leaves[weight.path]), self.grams[weight.path], _ids(weight, factors, 1))
-            for weight in self.model.weights
-            if found and (factors := found.factors.get(weight.path)) is not None and (factors > 0).any()
-        ]
-        return _Set(weights, taken, [self.model.entries.of[weight.path].rule.activation for weight in weights], before)
+        before = [weight for weight in self.model.weights if (factors.get(weight.path, nothing) > 0).any()]
+        state = lambda weight: (array(self.leaves[weight.path]), self.grams[weight.path])
+        taken = (_Taken(*state(weight), _ids(weight, factors.get(weight.path, nothing))) for weight in weights)
+        made_by = (_Taken(*state(weight), _ids(weight, factors[weight.path], 1)) for weight in before)
+        activation = lambda weight: self.model.entries.of[weight.path].rule.activation
+        forms = _Forms(tuple((w.form, activation(w)) for w in weights), tuple(w.form for w in before))
+        return _Set(tuple(taken), tuple(made_by)), forms
 
-    def _fold(self, found: Fold, these: _Set, s: Array) -> None:
+    def _fold(self, found: Fold, weights: Sequence[Weight], these: _Set, s: Array) -> None:
         for path, factors in found.factors.items():
             self.leaves[path] = folded(self.operands.flat, path, self.leaves[path], factors, s)
-        for weight, taken in zip(these.weights, these.taken, strict=True):
-            self.grams[weight.path] = taken.divided(s)
+        for weight, taken in zip(weights, these.taken, strict=True):
+            self.grams[weight.path] = _divided(taken, s)
 
     def _note(self, paths: Sequence[str], alpha: float | None, before: Array, after: Array) -> None:
         if self.report is not None and not isinstance(after, jax.core.Tracer):
