@@ -302,7 +302,7 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
         part: checks.as_array(arrays[at].view(jnp.dtype(described["dtypes"][part]))) for part, at in stored.items()
     }
     if "without" in described:
-        parts["zero_point"] = jnp.zeros(parts["scale"].shape, described["dtypes"]["zero_point"])
+        parts["zero_point"] = jax.device_put(np.zeros(parts["scale"].shape, described["dtypes"]["zero_point"]))
     if described["kind"] == "array":
         return parts[""]
     spec = spec_from_json(described["spec"]) if "spec" in described else None
@@ -322,7 +322,7 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
         parts["values"] = parts["values"].astype({"int4": jnp.int4, "uint4": jnp.uint4}[described["stored"]])
     frozen = frozen_from_json(described.get("frozen"))
     q = checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype, order=order, frozen=frozen))
-    return with_own_sums(q, described["sums"]) if "sums" in described else q
+    return with_own_sums(q, tuple(described["sums"])) if "sums" in described else q
 
 
 def _digest(said: dict, arrays: dict[str, np.ndarray]) -> str:
@@ -359,7 +359,7 @@ def _lying_like(like: Any, leaf: Any) -> Any:
     if not isinstance(leaf, QArray):
         return leaf
     q = dataclasses.replace(leaf, values=leaf.values.astype(like.stored.dtype), order=like.order)
-    return q if like.summed is None else with_own_sums(q, _summed_axes(like))
+    return q if like.summed is None else with_own_sums(q, tuple(_summed_axes(like)))
 
 
 def _summed_axes(q: QArray) -> list[int]:

@@ -81,7 +81,7 @@ def _unpack(packed: Array, bits: int, shape: tuple[int, ...], dtype: Any) -> Arr
         unused = jnp.int8(8 - bits)
         return lax.shift_right_arithmetic((values << unused.astype(jnp.uint8)).astype(jnp.int8), unused).reshape(shape)
     if dtype == jnp.float4_e2m1fn:
-        return jnp.array(_FLOAT4)[values].astype(dtype).reshape(shape)
+        return jnp.asarray(_FLOAT4)[values].astype(dtype).reshape(shape)
     return values.reshape(shape)
 
 

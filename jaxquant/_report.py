@@ -295,7 +295,7 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
         return _row(entry, nothing, **sizes, dead=None)._replace(max_error=math.nan, clipped=math.nan)
     leaf, qparams = jax.tree.map(replicated, (entry.rotated(leaf), qparams))
     t = jax.device_get(tally(leaf, spec, qparams))
-    dead = _dead(entry, leaf, qparams)
+    dead = np.asarray(_dead(leaf, qparams, spec, entry.contracted))
     return _row(entry, t, **sizes, dead=int(dead.sum()), channels=dead.size)
 
 
@@ -314,15 +314,14 @@ def _layer_errors(
     return found
 
 
-def _dead(entry: Entry, leaf: Array, qparams: QParams | None) -> np.ndarray:
+@functools.partial(jax.jit, static_argnames=("spec", "contracted"))
+def _dead(leaf: Array, qparams: QParams | None, spec: QuantSpec, contracted: frozenset[int]) -> Array:
     """Whether each group in each channel is all 0 once it is quantized."""
-    alive = fake_quant(leaf, to_nearest(entry.spec), qparams) != 0
-    groups = qparams_shape(entry.spec, leaf.shape) or (1,) * leaf.ndim
-    if entry.contracted:
-        groups = tuple(
-            g if i in entry.contracted else n for i, (g, n) in enumerate(zip(groups, leaf.shape, strict=True))
-        )
-    return ~np.asarray(reduce_groups(jnp.any, alive, groups))
+    alive = fake_quant(leaf, to_nearest(spec), qparams) != 0
+    groups = qparams_shape(spec, leaf.shape) or (1,) * leaf.ndim
+    if contracted:
+        groups = tuple(g if i in contracted else n for i, (g, n) in enumerate(zip(groups, leaf.shape, strict=True)))
+    return ~reduce_groups(jnp.any, alive, groups)
 
 
 class _Costs(NamedTuple):

@@ -2,10 +2,12 @@
 """Operands of contractions: as an integer unit takes them, with NaN flags, and gradients on a grid."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -71,9 +73,10 @@ def takes_sums(spec: QuantSpec, other: QuantSpec) -> bool:
     return whole(spec) and whole(other) and not (other.signed and other.symmetric)
 
 
-def with_own_sums(q: QArray, axes: Sequence[int]) -> QArray:
+@functools.partial(jax.jit, static_argnames="axes")
+def with_own_sums(q: QArray, axes: tuple[int, ...]) -> QArray:
     """`q` with the sums of its codes along some axes."""
-    sums = jnp.sum(codes(q, False).values, tuple(axes), dtype=jnp.int32, keepdims=True)
+    sums = jnp.sum(codes(q, False).values, axes, dtype=jnp.int32, keepdims=True)
     return changed(q, sums=sums, summed=math.prod(q.shape[i] for i in axes))
 
 

@@ -313,8 +313,12 @@ def merge_ranges(*ranges: Any) -> Any:
     >>> [end.item() for end in merge_ranges(Range(-1.0, 2.0), Range(-3.0, 1.0), Range(0.0, 5.0))]
     [-3.0, 5.0]
     """
-    widest = lambda a, b: Range(jnp.minimum(a.x_min, b.x_min), jnp.maximum(a.x_max, b.x_max))
-    return merged(_of_two_ranges(widest), Range, "merge_ranges", (*ranges[:1], *ranges))
+    return merged(_of_two_ranges(_widest), Range, "merge_ranges", (*ranges[:1], *ranges))
+
+
+@jax.jit
+def _widest(a: Range, b: Range) -> Range:
+    return Range(jnp.minimum(a.x_min, b.x_min), jnp.maximum(a.x_max, b.x_max))
 
 
 @jax.jit

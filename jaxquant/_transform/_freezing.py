@@ -2,6 +2,7 @@
 """Parameters in integers: how they are made, and what is checked of those that are served, where values are known."""
 
 import dataclasses
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +37,19 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
 
 def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QParams | None]) -> QArray:
     """Integers of a parameter, rounded to nearest or given by a solver, as they lie in memory when they are served."""
-    values, spec = q.values, entry.spec
-    if (packed := packed_dtype(spec)) and not entry.is_multiplied:
-        values = values.astype(packed)
+    packed = None if entry.is_multiplied else packed_dtype(entry.spec)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
     from_qparams, (block, along) = qparams.get(entry.key) is not None, entry.rotation
     frozen = Frozen(q.shape, from_qparams, has_static_inputs, entry.rule.activation, block, along)
-    q = dataclasses.replace(q, values=values, order=entry.order, frozen=frozen)
-    return q if entry.summed is None else with_own_sums(q, sorted(entry.summed))
+    if packed or entry.order:
+        q = _laid_out(q, packed, entry.order)
+    q = changed(q, frozen=frozen)
+    return q if entry.summed is None else with_own_sums(q, tuple(sorted(entry.summed)))
+
+
+@functools.partial(jax.jit, static_argnames=("packed", "order"))
+def _laid_out(q: QArray, packed: Any, order: tuple[int, ...] | None) -> QArray:
+    return dataclasses.replace(q, values=q.values.astype(packed or q.values.dtype), order=order)
 
 
 def refuse_changed(params: Any) -> None:

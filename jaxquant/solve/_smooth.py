@@ -103,7 +103,8 @@ def _ids(weight: Weight, factors: np.ndarray, sign: int = -1) -> np.ndarray:
     """The number of the factor of each row of the matrices of a weight; for sign 1 of each column. -1 for none."""
     layout = weight.form.layout
     with jax.ensure_compile_time_eval():
-        each = np.asarray(layout.matrices(jnp.broadcast_to(jnp.asarray(sign * factors, jnp.int32), layout.shape)))
+        numbers = np.broadcast_to(np.int32(sign * factors), layout.shape)
+        each = np.asarray(layout.matrices(jax.device_put(numbers.copy())))
         return np.maximum(each[..., 0] if sign < 0 else each[..., 0, :], 0) - 1
 
 

@@ -100,12 +100,12 @@ class Weight:
 
     def turn(self, i: int) -> "Weight":
         """The weight of one turn."""
-        (spec, layout, *_), leaf = self.form, self.leaf[i]
+        spec, layout, *_ = self.form
+        leaf, (gram, qparams) = self.leaf[i], _turn((self.gram, self.qparams), i)
         shape = layout.shape[1:]
         spec = dataclasses.replace(spec, granularity=granularity_of(qparams_shape(spec, layout.shape)[1:], shape))
         layout = Layout(shape, layout.moves[1:], layout.matrix)
         form = Form(spec, layout, _sharding_of(leaf), self.form.is_rotated)
-        gram, qparams = jax.tree.map(lambda v: v[i], (self.gram, self.qparams))
         return Weight(f"{self.path}[{i}]", form, leaf, gram, qparams, None if self.served is None else self.served[i])
 
     def lost(self) -> Array:
@@ -116,6 +116,11 @@ class Weight:
         if is_qarray(self.served):
             return w - real_values(self.served, w.dtype)
         return w - self.form.rotated(array(self.served))
+
+
+@jax.jit
+def _turn(of: Any, i: int) -> Any:
+    return jax.tree.map(lambda v: v[i], of)
 
 
 class Model(NamedTuple):
@@ -339,12 +344,17 @@ def _check_gram(gram: Gram, layout: Layout) -> None:
             "reach the weight, such as all branches and experts; or leave it out of `grams`."
         )
     with jax.ensure_compile_time_eval():  # also where a call is traced in which it is a constant
-        is_finite = all(bool(jnp.isfinite(v).all()) for v in (gram.products, gram.sums))
+        is_finite = bool(_is_finite(gram.products, gram.sums))
     if not is_finite:
         raise ValueError(
             "the Gram has NaN or infinite numbers, so that an input has them, or values whose squares overflow. Look "
             "for them in q.observe(params, ...)."
         )
+
+
+@jax.jit
+def _is_finite(products: Array, sums: Array) -> Array:
+    return jnp.isfinite(products).all() & jnp.isfinite(sums).all()
 
 
 def array(leaf: Any) -> Array:
