@@ -147,7 +147,6 @@ ROUTES: dict[str, tuple[Callable, tuple[int, ...]]] = {
     [
         *itertools.product(["stochastic", "from data"], ["jit"]),
         ("4 bits, affine, half away", "jit, constant qparams"),
-        ("weights, 4 bits, blocks", "vmap"),
     ],
 )
 def test_routes(name, route):

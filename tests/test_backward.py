@@ -143,6 +143,7 @@ def program_of_the_value(f, rule, w, x):
     return jax.jit(lambda w, x: jax.vjp(lambda w, x: q({"w": w}, x), w, x)[0]).lower(w, x).as_text()
 
 
+@pytest.mark.slow
 def test_the_program_of_the_value_is_that_without_a_gradient():
     """The precisions take turns."""
     of = lambda f, w, x, operands, precision: program_of_the_value(f, rules(operands, precision), w, x)
@@ -216,6 +217,7 @@ SCALED = [  # the blocks of a weight, the gradient towards x, and whether a scal
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_scales_along_two_axes():
     """That x has, or that are summed. g is of integers, which bfloat16 holds."""
@@ -333,6 +335,7 @@ def test_the_convolutions_of_an_int8_gradient_are_of_int8():
 STOCHASTIC = QuantSpec(bits=4, rounding="stochastic")
 
 
+@pytest.mark.slow
 def test_a_stochastic_gradient_is_right_on_average():
     w, x, g = W[:8, :4], X[:4, :8], G[:4, :4]
     weight, activation = OPERANDS["channels"]
@@ -513,6 +516,7 @@ ORDERS = ["tk,nk->tn", "kt,kn->nt", "btk,kn->tbn", "tbk,kn->btn", "btk,khd->bthd
 ORDERS += ["tk,k->t", "k,kn->n", "bkt,khd->bhtd", "btk,kn->btn", "tk,kn->nt"]
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @cases(("order",), ORDERS, ["btk,kn->tbn"])
 def test_bfloat16_products_of_any_order_of_axes(order):
@@ -598,6 +602,7 @@ def test_the_largest_range_of_a_history_is_the_scale():
     assert_same_bits(qparams["w:input"].scale, np.abs(batches[3]).max() / F(448))  # of the last three
 
 
+@pytest.mark.slow
 def test_a_gradient_per_token_towards_the_second_operand_of_a_convolution_has_scales_of_its_features():
     x, kernel, g = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(4, 6, 3), (3, 3, 4), (4, 6, 4)]))
     g = g * jnp.exp2(jnp.arange(0.0, 8.0, 2))[None, None]

@@ -190,6 +190,7 @@ def test_of_each_turn_of_a_scan():
     np.testing.assert_allclose(said["layers/w"][1:], [before / output, after / output], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_scans_in_a_scan_and_over_time():
     params = {"w": normal(1, 2, 3, 4, 4), "b": normal(2, 2, 3, 4)}
     nested = lambda p, x: lax.scan(lambda h, p: (lax.scan(turn, h, p)[0], None), x, p)[0]
@@ -366,6 +367,7 @@ def test_where_there_is_no_bias_it_is_said(name):
         corrected(f, params, rules=rules)
 
 
+@pytest.mark.slow
 def test_narrow_biases_and_64_bits():
     params = {"w": normal(1, 4, 4), "b": B.astype(jnp.bfloat16)}
     f = lambda p, x: x @ p["w"] + along(p["b"].astype(x.dtype), x)

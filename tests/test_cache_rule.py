@@ -257,6 +257,7 @@ def test_an_error_of_the_function_is_not_put_down_to_the_cache():
     assert "params_argnum" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_weights_beside_it_and_what_is_observed():
     rules = [*RULES, Rule("*", weight_spec(8), QuantSpec())]
     q = quantize_fn(attention, rules)
@@ -367,6 +368,7 @@ def test_a_function_that_generates_in_a_loop():
     assert cache["v"].stored.dtype == jnp.int4
 
 
+@pytest.mark.slow
 def test_a_window_of_a_long_cache():
     """Read by a slice at a traced index, in which the scales come along."""
 
@@ -436,6 +438,7 @@ def test_integers_of_the_cache_meet_integers():
         assert_same_bits(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [pytest.param(RULES, marks=pytest.mark.slow), ALL], ids=["in float", "in integers"])
 def test_each_of_200_steps_is_that_with_the_cache_of_the_whole(rules):
     """The products have one shape here, so that XLA adds floats in one order."""
@@ -488,6 +491,7 @@ def test_what_does_not_meet_a_cache(rule):
         quantize_fn(attention, [*RULES, rule]).plan(PARAMS, empty(), X[:, :1], jnp.int32(0))
 
 
+@pytest.mark.slow
 def test_a_static_query():
     """Its range is that of a prompt; what is larger saturates."""
     q = quantize_fn(attention, STATIC)
@@ -600,7 +604,7 @@ def by_head(mesh, tree, axis=2):
     return jax.tree.map(put, tree)
 
 
-@cases("name", WRITES, ["an example each", "shifted", "in a branch"])
+@cases("name", WRITES, ["in a branch"])
 def test_heads_on_explicit_axes(name):
     """Whole numbers, so that the projections have the same bits however they are split."""
 
@@ -648,7 +652,7 @@ def in_shard_map(f, mesh, **kw):
 @cases(
     ("kind", "name", "check_vma"),
     itertools.product(["Auto", "Explicit"], ["KEYS", "VALUES", "one scale"], [True, False]),
-    [("Auto", "VALUES", True), ("Explicit", "KEYS", True), ("Explicit", "one scale", False)],
+    [("Auto", "VALUES", True), ("Explicit", "one scale", False)],
 )
 def test_a_shard_map_takes_and_gives_caches(kind, name, check_vma):
     spec = {"KEYS": KEYS, "VALUES": VALUES, "one scale": QuantSpec()}[name]
@@ -672,6 +676,7 @@ def test_a_shard_map_takes_and_gives_caches(kind, name, check_vma):
         assert_same_bits(np.asarray(a), b)
 
 
+@pytest.mark.slow
 def test_a_gradient_through_a_shard_map():
     mesh = mesh_of("Auto")
     loss = lambda f: lambda params: (f(params, in_float(), X, jnp.int32(0))[0] ** 2).sum()

@@ -64,7 +64,7 @@ def test_a_weight_before_without_a_gram_is_not_changed():
 # Biases of columns that are nearly 0
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.float32])
 def test_a_live_bias_over_a_dead_column_is_bounded(dtype):
     f = lambda p, x: jax.nn.relu(x @ p["one"] + p["b"][None]) @ p["two"]
     params = {
@@ -199,10 +199,10 @@ def normed(x):
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
 
 
-GAIN = (1 + 0.3 * jnp.abs(normal(3, 32))).at[3].set(15.0)
+GAIN = np.where(np.arange(32) == 3, F(15), 1 + 0.3 * np.abs(np.asarray(normal(3, 32))))
 GAINS = {
-    "1 + g": (lambda g: 1 + g, GAIN - 1), "1 - g": (lambda g: 1 - g, 1 - GAIN), "exp": (jnp.exp, jnp.log(GAIN)),
-    "softplus": (jax.nn.softplus, jnp.log(jnp.expm1(GAIN))), "1 + g / 2": (lambda g: 1 + g / 2, 2 * (GAIN - 1)),
+    "1 + g": (lambda g: 1 + g, GAIN - 1), "1 - g": (lambda g: 1 - g, 1 - GAIN), "exp": (jnp.exp, np.log(GAIN)),
+    "softplus": (jax.nn.softplus, np.log(np.expm1(GAIN))), "1 + g / 2": (lambda g: 1 + g / 2, 2 * (GAIN - 1)),
     "cast": (lambda g: g.astype(F) + 1, (GAIN - 1).astype(jnp.bfloat16)),
 }  # fmt: skip
 PICKS = {
@@ -217,7 +217,7 @@ PICKS = {
 
 @cases(
     "gain, pick", [*((gain, "all") for gain in GAINS), *(("1 + g", pick) for pick in PICKS)],
-    [("1 + g", "gathered"), ("softplus", "all")],
+    [("1 + g", "gathered")],
 )  # fmt: skip
 def test_a_function_of_a_gain_takes_up_factors(gain, pick):
     form, g = GAINS[gain]
@@ -260,6 +260,7 @@ def test_gains_of_one_plus_weight_are_rotated_away():
     np.testing.assert_allclose(f(rotated, t), f(params, t), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_router_and_a_shared_expert_are_rescaled_with_the_experts():
     def f(p, x):
         h = normed(x) * jnp.broadcast_to(1 + p["g"], x.shape)

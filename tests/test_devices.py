@@ -49,7 +49,7 @@ def program(make, kind, model, rows, dtype, target):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_by_hand_has_the_same_bits(kind):
     rng = np.random.default_rng(0)
-    params = [jnp.asarray(rng.normal(size=(48, 48)), jnp.float32) for _ in range(2)]
+    params = [jax.device_put(rng.normal(size=(48, 48)).astype(np.float32)) for _ in range(2)]
     x = rng.normal(size=(16, 48)).astype(np.float32)
     x[3, 5], x[4, 6], x[7, 7] = np.nan, np.inf, -np.inf
     q = quantize_fn(devices.mlp, [devices.SERVED[kind]])

@@ -65,7 +65,7 @@ def check(f, *args):
     assert differing(np.asarray(jax.jit(f)(*args))[is_normal], want[is_normal]) == 0
 
 
-@pytest.mark.parametrize("units", [0, 1, 2, 3])
+@cases("units", range(4), [1, 3])
 def test_quotients_are_those_of_ieee_division(elsewhere, units):
     elsewhere(units)
     rng = np.random.default_rng(units)

@@ -46,7 +46,7 @@ W = {"w": normal(1, 8, 5)}
 OUTLIERS = normal(2, 64, 8).at[:, 3].multiply(50.0)
 
 
-@cases("name", [*MODELS], ["layers in a scan", "a matrix for each head"])
+@cases("name", [*MODELS], ["a matrix for each head"])
 def test_the_function_stays_with_gains_and_with_factors_in_them(name):
     f, params, _ = MODELS[name]
     g = solve.with_gains(f, "**")
@@ -172,6 +172,7 @@ def test_factors_in_gains_make_inputs_easy_to_round():
     assert error(q, g, start, new, OUTLIERS) < error(q, g, start, start, OUTLIERS) / 4
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @cases("name", ["a leaky relu, in a checkpoint", "layers in a scan"], ["a leaky relu, in a checkpoint"])
 def test_what_is_served_is_what_was_smoothed_and_solved(name):

@@ -192,6 +192,7 @@ def test_on_a_mesh_with_explicit_axes_they_are_whole(split):
         assert all(v.sharding.is_fully_replicated for v in got)
 
 
+@pytest.mark.slow
 def test_beside_the_value_of_the_quantized_function_and_of_frozen_weights():
     f = lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"]
     params = {"a": normal(12, 4, 5), "b": normal(13, 5, 2)}

@@ -152,6 +152,7 @@ def test_fifty_steps_are_those_by_hand(program, gradient):
     assert all(np.abs(g).max() > 0 for g in want)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_just_in_time_is_what_a_rule_without_a_history_gives():
     params, x, y = {"w0": normal(WIDTH, WIDTH), "w1": normal(WIDTH, WIDTH)}, normal(ROWS, WIDTH), normal(ROWS, WIDTH)
@@ -208,6 +209,7 @@ def whole_batch():
     return params, x, y, q, trained, histories, largest_of(update_histories(histories, seen))
 
 
+@pytest.mark.slow
 def test_examples_of_a_vmap_have_one_history():
     params, x, y, q, trained, histories, want = whole_batch()
 
@@ -283,6 +285,7 @@ def test_explicit_axes_have_one_history():
     jax.tree.map(assert_same_bits, got, want)
 
 
+@pytest.mark.slow
 def test_devices_have_one_history():
     devices_have_one_history()
 
@@ -295,6 +298,7 @@ def test_eight_devices_have_one_history():
     subprocess.run([sys.executable, "-c", code], cwd=here.parent, env={**os.environ, **flags}, check=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_turns_of_a_scan_that_share_a_weight_have_one_history():
     w, x, weights = normal(WIDTH, WIDTH) / 8, normal(ROWS, WIDTH), [F(1), F(64), F(1)]
 

@@ -254,6 +254,7 @@ def on_the_grid(trained, bits):
     return fake_quant_params(trained["params"], rules(8), trained["qparams"], bits=bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [0, 5, 6, 11, 12, 17])
 def test_every_width_fills_its_levels(n):
     trained, bits = at_step(n)

@@ -207,7 +207,7 @@ def test_a_reshape_that_reads_its_axes_in_another_order(name):
     shape, f, spec, with_inputs = REORDERED[name]
     rng, along = np.random.default_rng(0), [len(shape) - 1 if with_inputs else 0]
     sizes = np.logspace(-2, 0, shape[along[0]]).reshape([n if i in along else 1 for i, n in enumerate(shape)])
-    w, x = jnp.asarray(rng.normal(size=shape) * sizes, jnp.float32), jnp.asarray(rng.normal(size=(4, 6)), jnp.float32)
+    w, x = (jax.device_put(v.astype(np.float32)) for v in (rng.normal(size=shape) * sizes, rng.normal(size=(4, 6))))
     q = quantize_fn(f, [Rule("w", spec, QuantSpec() if with_inputs else None)])
     want = f({"w": w}, x)
     assert_same_bits(q(q.freeze({"w": w}, x), x), q({"w": w}, x))
@@ -220,7 +220,7 @@ def test_members_of_a_vmapped_convolution():
     one = lambda w, x: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
     f = lambda p, x: jax.vmap(one)(p["w"], x)
     rng = np.random.default_rng(0)
-    w, x = (jnp.asarray(rng.normal(size=of), jnp.float32) for of in ((3, 3, 3, 4, 6), (3, 2, 5, 5, 4)))
+    w, x = (jax.device_put(rng.normal(size=of).astype(np.float32)) for of in ((3, 3, 3, 4, 6), (3, 2, 5, 5, 4)))
     w = w * jnp.logspace(-1, 0, 6)[None, None, None, None]
     q = quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))])
     want = f({"w": w}, x)

@@ -285,8 +285,8 @@ def test_an_observer_gets_the_contracted_axes_and_the_other_operand():
 def test_integers_that_a_solver_gives_are_served_as_they_are():
     """Rounded down here, where freezing rounds to nearest."""
     rng = np.random.default_rng(3)
-    params = {"w": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)}
-    x = jnp.asarray(rng.normal(size=(4, 16)), jnp.float32)
+    params = {"w": jax.device_put(rng.normal(size=(16, 8)).astype(np.float32))}
+    x = jax.device_put(rng.normal(size=(4, 16)).astype(np.float32))
     q = quantize_fn(lambda params, x: x @ params["w"], [Rule("w", weight_spec(4), activation_spec(8))])
     entries = q._planned((params, x), {}).entries
     nearest = q.freeze(params, x)["w"]
@@ -324,7 +324,7 @@ OF_TOKENS = {
 def test_a_mask_leaves_rows_out(use, what):
     """Also where it is traced; of nothing but padding it is neutral."""
     f, shape = OF_TOKENS[use]
-    (x, mask), w = padded(), jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
+    (x, mask), w = padded(), jax.device_put(np.random.default_rng(1).normal(size=shape).astype(np.float32))
     q = quantize_fn(f, [Rule("", QuantSpec() if use == "a scan" else W, A)])
     alone = x[mask][None]
     want = q.observe(w, alone, **MASKED[what])
@@ -336,6 +336,7 @@ def test_a_mask_leaves_rows_out(use, what):
     assert all(np.isin(leaf, [np.inf, -np.inf, 0]).all() for leaf in neutral)
 
 
+@pytest.mark.slow
 def test_masks_of_windows_experts_and_entries():
     conv = lambda p, x: lax.conv_general_dilated(x, p, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     rng = np.random.default_rng(0)

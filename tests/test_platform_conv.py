@@ -55,7 +55,7 @@ def drawn(seed, kind, n):
 DRAWN = [(seed, ("plain", "features", "examples")[seed % 3], seed // 3 % 4) for seed in range(300)]
 
 
-@cases(("seed", "kind", "n"), DRAWN, DRAWN[:12])
+@cases(("seed", "kind", "n"), DRAWN, DRAWN[:4])
 def test_products_have_the_bits_of_the_convolution(seed, kind, n, monkeypatch, compared):
     x, w, params = drawn(seed, kind, n)
     dtype = jnp.float32 if x.dtype == np.float32 else jnp.int32
@@ -104,7 +104,7 @@ ACTIVATIONS = {
 SITES = [(name, execution) for name in ACTIVATIONS for execution in ("int8", "float32")]
 
 
-@cases(("name", "execution"), SITES, [("affine", "int8"), ("symmetric", "float32")])
+@cases(("name", "execution"), SITES, [("affine", "int8")])
 def test_a_site_has_the_bits_that_it_has_elsewhere(name, execution, of_gpus):
     y = jax.eval_shape(conv, PARAMS, IMAGE)
     args = PARAMS, IMAGE, np.random.default_rng(3).integers(-9, 10, y.shape).astype(np.float32)

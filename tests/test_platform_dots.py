@@ -25,7 +25,7 @@ MORE = {
 
 
 def integers(shape):
-    return jnp.asarray(np.random.default_rng(shape).integers(-127, 128, shape), jnp.int8)
+    return jax.device_put(np.random.default_rng(shape).integers(-127, 128, shape).astype(np.int8))
 
 
 @pytest.mark.parametrize("with_sums", [False, True])

@@ -521,7 +521,7 @@ def check_search(columns, spec, bits, widest):
     assert worse == {}
 
 
-@pytest.mark.parametrize("spec", TWO, ids=repr)
+@cases("spec", TWO, TWO[:1])
 def test_mse_leaves_out_what_is_far_from_many_values(spec):
     """No worse than the grid that fits the others."""
     rng = np.random.default_rng(0)
@@ -581,7 +581,7 @@ def test_mse_leaves_out_one_outlier_of_many_values():
     assert error.min() <= 1.01 * dense_search(x, spec)
 
 
-@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [*itertools.product([8], THREE), (3, THREE[2])])
+@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [(8, THREE[0]), (3, THREE[2])])
 def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
     columns = distributions(256)
     if not spec.signed:

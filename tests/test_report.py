@@ -266,6 +266,7 @@ def test_chosen_bits_are_the_best_that_fit_the_budget():
         assert cost(chosen) == min(cost(bits) for bits in every if sizes(bits) <= budget)
 
 
+@pytest.mark.slow
 def test_many_parameters_are_chosen_from_in_no_time():
     rng = np.random.default_rng(0)
     row = found()["v"]

@@ -388,6 +388,7 @@ def test_what_is_moved_keeps_its_values(name):
     assert q.nbytes == q.size * bits / 8 + (4 if name == "nvfp4" else 0)
 
 
+@pytest.mark.slow
 def test_the_scale_of_the_tensor_goes_wherever_the_values_go():
     """Into memory that lies transposed, a concatenation and a stack."""
     rng = np.random.default_rng(0)

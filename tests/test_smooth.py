@@ -218,6 +218,7 @@ def test_the_function_stays(name):
     assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, params)
 
 
+@pytest.mark.slow
 def test_of_convolutions():
     """Through a pooling, a depthwise convolution, which takes factors and passes them, and a flattened image."""
     new = smoothed(convolutional, CONVOLUTIONAL, IMAGES, alpha=0.5)
@@ -233,6 +234,7 @@ USED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @cases("name", list(USED), ["over layers"])
 def test_no_way_of_using_parameters_changes(name):
     """With a factor for each input of the function, so that there is something to fold into."""
@@ -265,6 +267,7 @@ def test_the_factors(alpha):
         np.testing.assert_allclose(new[name] / old[name], np.broadcast_to(s[:, None], old[name].shape), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_turn_of_a_scan_has_factors_of_its_own():
     params = {"layers": LAYERS, "norm": normal(6, 8), "head": normal(7, 8, 5)}
     new, old = leaves(smoothed(of_layers, params, X, alpha=0)), leaves(params)
@@ -273,6 +276,7 @@ def test_each_turn_of_a_scan_has_factors_of_its_own():
     assert np.abs(s[0] / s[1] - 1).max() > 0.1
 
 
+@pytest.mark.slow
 def test_heads_that_share_a_value_share_its_factor():
     f, params, _ = MODELS["the values of grouped queries"]
     new, old = leaves(smoothed(f, params, X, alpha=0)), leaves(params)
@@ -429,6 +433,7 @@ def gained(p, x):
     return normed(x, p["gain"]) @ p["w"]
 
 
+@pytest.mark.slow
 def test_outliers_are_no_matter():
     params, x = outliers()
     q = quantize_fn(gained, [Rule("w", W8, A8)])
@@ -472,6 +477,7 @@ def test_the_error_of_inputs_that_is_predicted():
     np.testing.assert_allclose(said[0][2], want, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [RULES, pytest.param([("**", W4)], marks=pytest.mark.slow)], ids=["w8a8", "w4"])
 def test_the_search_predicts_nothing_worse(rules):
     params = {"layers": LAYERS, "norm": normal(6, 8), "head": normal(7, 8, 5)}
@@ -510,6 +516,7 @@ def partly(p, x):
     return jnp.concatenate([h[..., :4] @ p["a"], h @ p["b"]], -1)
 
 
+@pytest.mark.slow
 def test_a_weight_that_takes_some_of_the_inputs():
     """The first set is a alone, with four rows of b; the second is both, with what was folded before in their Grams."""
     params = {"gain": normal(1, 8) * jnp.array([1.0, 50] * 4), "a": normal(2, 4, 5), "b": normal(3, 8, 5)}
@@ -521,6 +528,7 @@ def test_a_weight_that_takes_some_of_the_inputs():
     np.testing.assert_allclose(said["b"][2], error(quantize_fn(partly, rules), partly, params, new, X), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_under_jit():
     f, params, _ = MODELS["a norm, and q, k, v"]
     q = quantize_fn(f, RULES)
@@ -531,6 +539,7 @@ def test_under_jit():
         np.testing.assert_allclose(leaves(got)[path], v, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_dtypes_stay():
     f, params, expected = MODELS["a relu between, in nested dicts"]
     params = jax.tree.map(lambda v: v.astype(jnp.bfloat16), params)
@@ -555,6 +564,7 @@ THREE = {
 PER_TENSOR = [Rule("**/kernel", QuantSpec(), QuantSpec())]
 
 
+@pytest.mark.slow
 def test_equalized_ranges():
     said = []
     q = quantize_fn(three, PER_TENSOR)

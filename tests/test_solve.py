@@ -119,7 +119,7 @@ def published_columns(name, w, x, qparams):
 @cases(
     "name,seed,k",
     [(name, seed, 32) for name in SPECS for seed in range(4)] + [("4 bits", 0, 300)],
-    [*((name, 0, 32) for name in SPECS), ("4 bits", 0, 300)],
+    [("groups of 8", 0, 32), ("affine", 0, 32), ("4 bits", 0, 300)],
 )
 def test_gptq_has_the_integers_of_the_published_algorithm(name, seed, k):
     """Of 300 rows in blocks whose errors travel from one to the next."""
@@ -151,7 +151,7 @@ GRIDS = {
 }
 
 
-@cases("name", list(GRIDS), ["nvfp4", "tiles"])
+@cases("name", list(GRIDS), ["nvfp4"])
 def test_every_grid_is_served_as_it_was_solved(name):
     x, w = dependent(3, 80, 64), normal(4, 64, 16)
     spec = GRIDS[name]
@@ -211,7 +211,7 @@ PLACES = {
 }  # fmt: skip
 
 
-@cases("name", list(PLACES), ["turned round", "a scan", "experts"])
+@cases("name", list(PLACES), ["a scan"])
 def test_gptq_of_a_weight_anywhere_is_that_of_its_matrices(name):
     """Each matrix, by itself, as the weight of a plain dot with the same second moments."""
     f, w, x, matrices = PLACES[name]
@@ -525,6 +525,7 @@ def layered():
     return q, x, q.observe(LAYERED, x, gram=True), q.init_qparams(LAYERED, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [solve.gptq, solve.adaround])
 def test_a_jitted_call_may_take_the_memory_of_its_params(solver):
     """Also of a stack, of which traced turns are put together; every buffer is of use."""
@@ -559,6 +560,7 @@ def test_params_that_are_not_the_first_argument_and_keywords():
     np.testing.assert_array_equal(one["w"], solve.gptq(params, Q, grams, x, qparams=qparams)["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [pytest.param(P(None, "data"), marks=pytest.mark.slow), P("data", None)])
 def test_weights_on_several_devices_are_solved_where_they_are(split):
     """The same bits, with the sharding that the weight has; and no array of its size is gathered."""
@@ -653,7 +655,7 @@ LAYER_SOLVERS = {
 
 @pytest.mark.parametrize("name", LAYER_SOLVERS)
 def test_equal_layers_are_compiled_once(name):
-    """A solver compiles for six layers of one shape what it compiles for two, beside what the whole model takes."""
+    """A solver compiles for thirty layers of one shape what it compiles for two."""
 
     def programs(layers):
         def f(p, x):
@@ -670,6 +672,6 @@ def test_equal_layers_are_compiled_once(name):
         LAYER_SOLVERS[name](q, params, grams, x)
         return list(COMPILED)
 
-    few, many = programs(2), programs(6)
+    few, many = programs(2), programs(30)
     assert few
     assert collections.Counter(many) == collections.Counter(few)

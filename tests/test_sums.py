@@ -38,7 +38,7 @@ is_qarray = lambda v: isinstance(v, QArray)
 
 
 def normal(*shape):
-    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32))
 
 
 def dropped(tree):
@@ -102,8 +102,7 @@ DROPPED = {
     ),
 }  # fmt: skip
 SOME = (
-    "an MLP", "layers in a scan", "several axes", "a convolution in groups", "rows in groups", "transposed",
-    "in a loop", "cut and repeated", "a branch cut and repeated",
+    "an MLP", "layers in a scan", "a convolution in groups",
 )  # fmt: skip
 NONE = {
     "cut": (lambda p, x: x[:, :4] @ p["w"][:4] + x[:, 4:] @ p["w"][4:], SQUARE),
@@ -158,7 +157,7 @@ NEEDED = [
 ]
 
 
-@cases(("weight", "activation", "made"), NEEDED, NEEDED[:4])
+@cases(("weight", "activation", "made"), NEEDED, NEEDED[1:2])
 def test_who_needs_sums(weight, activation, made):
     f, params = KEPT["an MLP"]
     q, served = frozen(f, params, weight=weight, activation=activation)
@@ -315,7 +314,7 @@ def layouts(served, spec):
 @cases(
     ("is_whole", "split", "kind"),
     itertools.product([False, True], SPLIT, ["Auto", "Explicit"]),
-    [(False, "both", "Auto"), (True, "along the columns", "Auto"), (False, "along what is summed", "Explicit")],
+    [(False, "along what is summed", "Explicit")],
 )
 def test_a_sharded_weight(split, kind, is_whole):
     q, served = frozen(lambda p, x: x @ p["w"], SQUARE)
@@ -337,7 +336,8 @@ def repeated(w, x, times):
     return jnp.tile(x, times) @ jnp.tile(w, (times, 1))
 
 
-@cases(("times", "split"), itertools.product([1, 2], SPLIT), [(1, "along the columns"), (2, "both")])
+@pytest.mark.slow
+@cases(("times", "split"), itertools.product([1, 2], SPLIT), [(2, "both")])
 def test_a_shard_map_inside_of_the_function(split, times):
     """The sums are of all devices, and are not taken for those of a part, nor of that part twice."""
     inner, outer = SPLIT[split]
@@ -353,7 +353,8 @@ def test_a_shard_map_inside_of_the_function(split, times):
     assert_same_bits(y, jax.jit(q)(SQUARE, X))
 
 
-@cases(("times", "split"), itertools.product([1, 2], SPLIT), [(1, "along the columns"), (2, "both")])
+@pytest.mark.slow
+@cases(("times", "split"), itertools.product([1, 2], SPLIT), [(1, "along the columns")])
 def test_a_shard_map_around_the_function(split, times):
     inner, outer = SPLIT[split]
     _, served = frozen(lambda p, x: x @ p["w"], SQUARE)

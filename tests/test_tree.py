@@ -315,7 +315,8 @@ def case(name):
     """Two leaves of a spec, with values near ties, and one without; the rules; and qparams that clip some values."""
     spec, dtype = SPECS[name]
     rng = np.random.default_rng([5, *name.encode()])
-    ties = lambda: np.r_[np.full((1, 6), spec.qmax), rng.integers(-spec.qmax, spec.qmax, (3, 6)) + 0.5]
+    lowest = 0 if spec.symmetric and not spec.signed else -spec.qmax
+    ties = lambda: np.r_[np.full((1, 6), spec.qmax), rng.integers(lowest, spec.qmax, (3, 6)) + 0.5]
     leaf = lambda: jax.device_put((ties() * 0.0471).astype(jnp.dtype(dtype)))
     params = {"a": {"w": leaf(), "bias": np.arange(3, dtype=F)}, "b": [leaf()]}
     qparams = {}
@@ -352,7 +353,7 @@ def test_each_leaf_gets_the_bits_of_the_op_alone(name, given_qparams):
         want = jq.quantize(x, spec, own(path))
         assert (z.spec, z.dtype) == (spec, x.dtype)
         same_tree([z.values, z.scale, z.zero_point], [want.values, want.scale, want.zero_point])
-        assert differing(y, x) > 0
+        assert differing(y, x) > 0 or z.scale.size == x.size  # a value of its own scale may be what it was
     same_tree(jq.dequantize_params(q), fake)
     if not given_qparams:
         same_tree(jq.fake_quant_params(params, rules, jq.init_qparams(params, rules, "minmax")), fake)

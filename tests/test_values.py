@@ -167,6 +167,7 @@ def test_a_nan_stays_in_its_row():
     assert np.isnan(v).sum() == 1
 
 
+@pytest.mark.slow
 def test_in_a_scan_each_layer_has_its_own_range():
     w, x = normal(5, 3, 6, 6) * F([1, 4, 0.1])[:, None, None], X[:, :6]
     layer = lambda p, x: quant_point(x @ p["w"], "v") @ p["w"]
@@ -185,6 +186,7 @@ def test_in_a_scan_each_layer_has_its_own_range():
     assert_same_bits(jax.vmap(q, (None, 0))({"w": w}, np.stack([x, x[::-1] * 2])), dynamic)
 
 
+@pytest.mark.slow
 def test_each_device_has_a_range_of_its_own():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
