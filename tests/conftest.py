@@ -14,9 +14,10 @@ FLAGS = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_cou
 # in the life of a process, so they are those of a worker. Later versions of jax than 0.10 have other emitters.
 QUICK = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 AS_USERS_DO = "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ
-# In a default run, whose workers learn it from the process that starts them, the first one has the tests of bits.
-APART = "JAXQUANT_BITS_APART"
-IS_QUICK = APART in os.environ and os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0"
+# Of three workers or more, which learn it from the process that starts them, so many have the tests of bits alone.
+APART = "JAXQUANT_WORKERS_OF_BITS"
+number = lambda worker: int(worker.removeprefix("gw"))
+IS_QUICK = number(os.environ.get("PYTEST_XDIST_WORKER", "gw0")) >= int(os.environ.get(APART, "99"))
 # A program that one worker, or a run before, has compiled is not compiled again. Its key holds all that it is made of.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("JAX_COMPILATION_CACHE_DIR", ".pytest_cache/xla")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -51,8 +52,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(Programs(config))
-    if config.option.markexpr == "not slow" and not AS_USERS_DO:
-        os.environ[APART] = "1"
+    workers = getattr(config.option, "numprocesses", None) or 0
+    if workers > 2 and not AS_USERS_DO:
+        os.environ[APART] = str(workers // 2)
 
 
 @pytest.hookimpl(trylast=True)
@@ -85,25 +87,29 @@ def pytest_collection_modifyitems(items):
 
 
 class Scheduling(LoadGroupScheduling):
-    """A worker has whole files. The first one has all tests of bits, which it compiles as users do, and no others.
+    """Some workers have all tests of bits, which they compile as users do, the others all other tests.
 
-    Where there are no tests of bits, or no other worker, it has what there is.
+    In a default run, whose programs are counted by file, a worker has whole files. Where there are no tests of bits, or
+    no other worker, it has what there is.
     """
 
     def _split_scope(self, nodeid):
-        return nodeid.split("::")[0] + ("@bits" if nodeid.endswith("@bits") else "")
+        is_of_bits = nodeid.endswith("@bits")
+        name = nodeid.split("::")[0] if self.config.option.markexpr == "not slow" else nodeid.removesuffix("@bits")
+        return name + "@bits" * is_of_bits
 
     def schedule(self):
-        if self.collection is None:  # the first is not the one without work, of which there may be more than files
+        if self.collection is None:  # the first are not those without work, of which there may be more than files
             self.assigned_work = collections.OrderedDict(
-                sorted(self.assigned_work.items(), key=lambda v: v[0].gateway.id)
+                sorted(self.assigned_work.items(), key=lambda v: number(v[0].gateway.id))
             )
         super().schedule()
 
     def _units(self, node):
         """What is left for a worker."""
+        is_for_bits = number(node.gateway.id) < int(os.environ[APART])
         is_apart = len(self.nodes) > 1 and any(name.endswith("@bits") for name in self.collection)
-        return [name for name in self.workqueue if not is_apart or name.endswith("@bits") == (node.gateway.id == "gw0")]
+        return [name for name in self.workqueue if not is_apart or name.endswith("@bits") == is_for_bits]
 
     def _assign_work_unit(self, node):
         if units := self._units(node):
@@ -118,7 +124,7 @@ class Scheduling(LoadGroupScheduling):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """In other than default runs any worker takes any test."""
+    """Of few workers, each takes any test."""
     return (Scheduling if APART in os.environ else WorkStealingScheduling)(config, log)
 
 
