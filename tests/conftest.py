@@ -133,6 +133,8 @@ def pytest_runtest_setup(item):
 
     JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles all of them as users do.
     """
+    if IS_QUICK and is_of_bits(item):
+        pytest.fail("a test of bits has come to a worker whose flags are quick: pytest-xdist has lost its group")
     low = not AS_USERS_DO and not is_of_bits(item)
     if low != jax.config.read("jax_disable_most_optimizations"):
         jax.config.update("jax_disable_most_optimizations", low)

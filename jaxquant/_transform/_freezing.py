@@ -41,7 +41,7 @@ def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QP
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
     from_qparams, (block, along) = qparams.get(entry.key) is not None, entry.rotation
     frozen = Frozen(q.shape, from_qparams, has_static_inputs, entry.rule.activation, block, along)
-    if packed or entry.order:
+    if packed or entry.order != q.order:
         q = _laid_out(q, packed, entry.order)
     q = changed(q, frozen=frozen)
     return q if entry.summed is None else with_own_sums(q, tuple(sorted(entry.summed)))
