@@ -107,9 +107,10 @@ class Scheduling(LoadGroupScheduling):
 
     def _units(self, node):
         """What is left for a worker."""
-        is_for_bits = number(node.gateway.id) < int(os.environ[APART])
-        is_apart = len(self.nodes) > 1 and any(name.endswith("@bits") for name in self.collection)
-        return [name for name in self.workqueue if not is_apart or name.endswith("@bits") == is_for_bits]
+        is_for_bits = lambda node: number(node.gateway.id) < int(os.environ[APART])
+        are_both = len(set(map(is_for_bits, self.nodes))) > 1
+        is_apart = are_both and any(name.endswith("@bits") for name in self.collection)
+        return [name for name in self.workqueue if not is_apart or name.endswith("@bits") == is_for_bits(node)]
 
     def _assign_work_unit(self, node):
         if units := self._units(node):
