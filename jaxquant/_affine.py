@@ -198,6 +198,13 @@ def _scale_gradient_bwd(factor, g):
 _scale_gradient.defvjp(lambda x, factor: (_scale_gradient(x, factor), factor), _scale_gradient_bwd)
 
 
+@functools.partial(jax.jit, static_argnames="spec", inline=True)
+def _fake_quant_fitted(x: Array, spec: QuantSpec, noise: Array | None) -> Array:
+    frame = frame_of(spec, is_fitted=True)
+    grid = grid_of(fit_qparams(lax.stop_gradient(x), spec), frame)
+    return _fake_quant(*vary_together(x, grid.trained, frame, noise))
+
+
 def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None, bits: Any = None) -> Array:
     """Quantizes and dequantizes real values in float, with a straight-through gradient that trains the qparams too.
 
@@ -242,6 +249,8 @@ def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: 
     [1.0, 0.0]
     """
     x, spec = checks.float_array("x", x), checked_spec(spec)
+    if qparams is None and bits is None:
+        return _fake_quant_fitted(x, spec, noise_for(x, spec, key))
     frame = frame_of(spec, bits, is_fitted=qparams is None)
     grid = as_trained(grid_of(checked_qparams(x, spec, qparams, bits), frame))
     return _fake_quant(*vary_together(x, grid.trained, frame, noise_for(x, spec, key)))
@@ -271,6 +280,11 @@ def _quantize(x: Array, grid: Grid, noise: Array | None) -> QArray:
     return qarray_of(values, grid, x.dtype)
 
 
+@functools.partial(jax.jit, static_argnames="spec", inline=True)
+def _quantize_fitted(x: Array, spec: QuantSpec, noise: Array | None) -> QArray:
+    return _quantize(x, grid_of(fit_qparams(x, spec), frame_of(spec, is_fitted=True)), noise)
+
+
 def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None) -> QArray:
     """Real values to integers: `clip(round(x / scale) + zero_point, qmin, qmax)`.
 
@@ -297,8 +311,10 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     [102, 255]
     """
     x, spec = checks.float_array("x", x), checked_spec(spec)
-    grid = grid_of(checked_qparams(x, spec, qparams, None), frame_of(spec, is_fitted=qparams is None))
-    return _quantize(x, grid, noise_for(x, spec, key))
+    noise = noise_for(x, spec, key)
+    if qparams is None:
+        return _quantize_fitted(x, spec, noise)
+    return _quantize(x, grid_of(checked_qparams(x, spec, qparams, None), frame_of(spec)), noise)
 
 
 @functools.partial(jax.jit, static_argnames="spec")

@@ -15,9 +15,9 @@ from ._scale_formats import TINY
 from ._spec import QuantSpec
 
 
-def refuse_not_finite(leaf: Array) -> None:
-    """Raises for a parameter with NaN or infinities."""
-    total = jnp.sum(leaf)  # traced under jit, though the leaf be known
+def refuse_not_finite(leaf: Array, total: Array | None = None) -> None:
+    """Raises for a parameter with NaN or infinities, whose sum may be known."""
+    total = jnp.sum(leaf) if total is None else total  # traced under jit, though the leaf be known
     if isinstance(total, jax.core.Tracer) or np.isfinite(np.asarray(total, np.float64)):
         return
     for what, found in (("NaN", jnp.isnan(leaf)), ("infinite numbers", jnp.isinf(leaf))):

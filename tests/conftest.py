@@ -73,11 +73,31 @@ def is_of_bits(item):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_itemcollected(item):
+    mark = item.get_closest_marker("by_default")
+    if mark and item.callspec.id not in mark.args:
+        item.add_marker(pytest.mark.slow)
+
+
+def refuse_lost_names(items):
+    """Raises where by_default names a case that its test does not have."""
+    have = collections.defaultdict(set)
+    for item in items:
+        if mark := item.get_closest_marker("by_default"):
+            have[item.parent.nodeid, item.originalname, mark.args].add(item.callspec.id)
+    for (file, test, names), ids in have.items():
+        if lost := set(names) - ids:
+            raise pytest.UsageError(f"{file}::{test} has no case {sorted(lost)}, which @by_default names")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
     """Notebooks come first: they take the longest. Then the files that compile the most, tests of bits before others.
 
     Tests of bits are a group, for the worker that compiles as users do.
     """
+    if not any("::" in arg for arg in config.args):
+        refuse_lost_names(items)
     most = tomllib.loads(programs.FILE.read_text())["most"]
     weight = lambda path: (-most.get(f"tests/{path.name}", 0), str(path))
     items.sort(key=lambda item: (item.path.name != "test_notebooks.py", not is_of_bits(item), weight(item.path)))

@@ -20,3 +20,8 @@ def cases(names, every, default):
 def in_turn(some, others):
     """Each of `some`, tuples, with the next one of `others`, round and round."""
     return [(*case, other) for case, other in zip(some, itertools.cycle(others), strict=False)]
+
+
+def by_default(*ids):
+    """Of the cases of a test, these alone run by default; the others are slow (conftest.py)."""
+    return pytest.mark.by_default(*ids)

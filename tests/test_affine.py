@@ -14,7 +14,7 @@ import oracle
 import pytest
 from exact import assert_same_bits, differing, x64
 from inputs import cast, hard_ranges, hard_values
-from lanes import cases, in_turn
+from lanes import by_default, cases, in_turn
 
 from jaxquant import (
     PerBlock,
@@ -103,7 +103,7 @@ GRID = list(spec_grid())
 
 
 # By default every option at least once.
-@cases(("dtype", "spec"), GRID, [GRID[i] for i in (6, 23, 42)])
+@cases(("dtype", "spec"), GRID, [GRID[i] for i in (6, 23)])
 def test_values(dtype, spec, compared):
     rng = np.random.default_rng([spec.bits, spec.signed, spec.symmetric, len(dtype)])
     differ = collections.Counter()
@@ -132,6 +132,7 @@ SPECIAL = {
 }
 
 
+@by_default("bfloat16-QuantSpec(bits=8, signed=False, symmetric=False)")
 @cases(
     ("dtype", "spec"),
     itertools.product(oracle.FLOATS, SPECIAL),
@@ -178,6 +179,7 @@ def test_qparams_of_a_range(bits, signed, symmetric):
     assert (got[0] >= affine_oracle.TINY).all()
 
 
+@by_default("PerBlock(axis=-1, size=8)-True")
 @cases(
     ("granularity", "symmetric"),
     itertools.product(GRANULARITIES, [True, False]),
@@ -279,6 +281,7 @@ def test_stochastic_rounding_is_unbiased():
     assert (np.abs(mean - x) <= 5 * np.sqrt(fraction * (1 - fraction) / n)).all(), mean - x
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_over_keys_is_unbiased_and_by_one_level():
     x = np.array([2.0**-12, 0.3, -0.3, -7.8, 100.1], F)
     call = lambda key: fake_quant(x, stochastic(), QParams(1.0, 0.0), key=key)
@@ -289,6 +292,7 @@ def test_stochastic_rounding_over_keys_is_unbiased_and_by_one_level():
     assert_same_bits(np.unique(y), np.unique([*np.floor(x), *np.ceil(x)]).astype(np.float64))
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_moves_no_integer():
     x = np.array([*range(-127, 128), np.nan, np.inf, -np.inf], F)
     each = lambda seed: in_one(x, stochastic(), QParams(1.0, 0.0), jax.random.key(seed))

@@ -15,7 +15,7 @@ import pytest
 from exact import assert_same_bits, differing, x64
 from inputs import cast, hard_values
 from jax.sharding import PartitionSpec as P
-from lanes import cases, in_turn
+from lanes import by_default, cases, in_turn
 
 from jaxquant import (
     PerBlock,
@@ -60,6 +60,7 @@ def gradients(x, spec, scale, zero_point=0.0, g=None, bits=None):
     return values_and_gradients(x, spec, F(scale), F(zero_point), g, bits)[1:]
 
 
+@by_default("PerBlock(axis=(0, 1), size=(4, 2))-half_away-float32")
 @cases(
     ("granularity", "rounding", "dtype"),
     itertools.product(GROUPS, ["half_even", "half_up", "half_away"], ["float32", "bfloat16", "float16", "float64"]),
@@ -95,6 +96,7 @@ def test_gradients_are_the_oracle(granularity, rounding, dtype, compared):
     assert differ == 0
 
 
+@by_default("False-16", "False-8", "True-16", "True-8")
 @pytest.mark.parametrize("bits", [2, 4, 8, 12, 16])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_gradient_to_a_scale_is_rounded_once(symmetric, bits):
@@ -213,6 +215,7 @@ def test_a_nan_scale_gives_no_gradient_to_x():
     assert np.isnan(dzero_point)
 
 
+@by_default("PerChannel(-1)-True")
 @cases(
     ("granularity", "symmetric"),
     itertools.product(GROUPS, [True, False]),
@@ -300,6 +303,7 @@ def test_dequantize_trains_the_scale():
     assert [v.dtype for v in (dq.values, dq.zero_point)] == [jax.dtypes.float0] * 2
 
 
+@by_default("1.5-True")
 @cases(("start", "symmetric"), itertools.product([0.2, 1.5], [True, False]), [(0.2, False), (1.5, True)])
 def test_learned_qparams_descend(symmetric, start):
     """From a scale too small and one too large, at 3 bits, towards the least error on a Gaussian off centre."""

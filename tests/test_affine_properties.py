@@ -190,6 +190,7 @@ def test_channels_are_separate(x, scale, zero_point, bits, order):
     assert_same_bits(over_channels(x, scale[0], zero_point, bits), y, "vmap")
 
 
+@pytest.mark.slow
 @given(x=squares, scale=scale_rows, zero_point=zero_points, bits=widths)
 def test_blocks_are_channels_of_the_reshaped_array(x, scale, zero_point, bits):
     blocks = activation_spec(16, granularity=PerBlock(0, 1))
@@ -203,6 +204,7 @@ def test_blocks_are_channels_of_the_reshaped_array(x, scale, zero_point, bits):
     assert_same_bits(fake(x, runs, scale[:, :2], zeros[:, :2], bits), np.reshape(want, (8, 8)))
 
 
+@pytest.mark.slow
 @given(x=squares, scale=scale_rows, zero_point=zero_points, bits=widths)
 def test_transposing_the_array_is_renaming_the_axis(x, scale, zero_point, bits):
     zero = np.full((1, 8), zero_point)

@@ -16,7 +16,7 @@ from exact import assert_same_bits
 from inputs import cast, hard_values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import (
     PerBlock,
@@ -141,6 +141,7 @@ ROUTES: dict[str, tuple[Callable, tuple[int, ...]]] = {
 }
 
 
+@by_default("4 bits, affine, half away-jit, constant qparams")
 @cases(
     ("name", "route"),
     itertools.product(SPECS, ROUTES),
@@ -166,6 +167,7 @@ def test_checkpoint(name):
     check(name, [f(*a) for a in each(name)])
 
 
+@pytest.mark.slow
 @cases("name", SPECS, ["from data"])
 def test_vmap_over_x_alone(name):
     f = SPECS[name].all_values
@@ -212,6 +214,7 @@ def test_neighbours_in_one_jit(name, dtype):
         assert_same_bits(one, other)
 
 
+@pytest.mark.slow
 @cases("name", GIVEN, [CHANNEL])
 def test_sums_beside_half_precision_neighbours(name):
     """The cotangent, too, is rounded to bfloat16 before it is summed."""
@@ -229,6 +232,7 @@ def mesh(kind):
     return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
+@by_default("4 bits, affine, half away-Explicit")
 @cases(
     ("name", "kind"),
     itertools.product(SPECS, KINDS),
@@ -326,6 +330,7 @@ def data_and_values(symmetric):
     ]
 
 
+@pytest.mark.slow
 @cases(
     ("after", "symmetric"),
     itertools.product(CONSTANT, [True, False]),

@@ -16,7 +16,7 @@ from exact import assert_same_bits
 from hand_written import Grid
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 import jaxquant as jq
 from jaxquant import (
@@ -164,6 +164,7 @@ def test_bfloat16_rounds_g_with_the_scales_that_vary_along_the_sum(operands):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
 
 
+@by_default("False")
 @pytest.mark.parametrize("transposes", [False, pytest.param(True, marks=pytest.mark.bits)])
 def test_bfloat16_is_exact_where_g_is(transposes):
     """XLA:CPU raises an error of a product where it folds what the function transposes into it."""
@@ -176,6 +177,7 @@ def test_bfloat16_is_exact_where_g_is(transposes):
     assert_same_bits(dw, F(x.T @ g))
 
 
+@by_default("int8-False-rows and channels")
 @pytest.mark.parametrize(
     ("execution", "symmetric", "precision"),
     [("int8", True, "int8"), ("float32", False, "int8"), ("int8", False, "rows and channels")],
@@ -195,6 +197,7 @@ def test_int8_is_numpy_on_the_integers(execution, symmetric, precision, compared
     assert_same_bits(dw, want_w)
 
 
+@pytest.mark.slow
 def test_scales_of_blocks_are_multiplied_into_g():
     """Towards x, a weight in blocks along the axis that x keeps has one g for each block; also one that is frozen."""
     q = quantize_fn(matmul, rules("blocks", "int8"))
@@ -302,6 +305,7 @@ OF_G = {  # of the rule, and the grid of each
 }
 
 
+@by_default("examples-True-int8")
 @cases(
     ("groups", "symmetric", "precision"),
     [*itertools.product(CONVOLUTIONS, (True, False), ("int8",)), ("features", True, "9 bits")],
@@ -361,6 +365,7 @@ def test_a_key_is_needed_for_the_derivative_alone():
         in_float({"w": W}, X, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_each_site_product_and_turn_of_a_scan_has_noise_of_its_own():
     """All of them are given the same g, and the other factor is 1."""
 
@@ -436,6 +441,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @cases("name", ROWS, ["tokens of a batch"])
 def test_blocks_of_g_are_of_all_rows(name):
     """Several axes are summed towards w, towards w, and towards x."""
@@ -458,6 +464,7 @@ def test_blocks_of_g_are_of_all_rows(name):
         assert_same_bits(low[1], alone[1])
 
 
+@pytest.mark.slow
 def test_a_vector_has_one_scale_for_g():
     pair = QuantSpec(granularity=PerToken()), QuantSpec(granularity=PerChannel(None))
     for w, x in ((W[:, 0], X), (W, X[0])):

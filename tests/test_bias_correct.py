@@ -10,7 +10,7 @@ import pytest
 from exact import x64
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import Gram, QuantSpec, Rule, dequantize, fake_quant, quantize_fn, solve, weight_spec
 
@@ -160,6 +160,7 @@ def mean_error(q, f, params, new, x, qparams):
     return np.abs(error.reshape(-1, error.shape[-1]).mean(0)).max()
 
 
+@by_default("a matrix for each head, last")
 @cases("name", list(LINEAR), ["dense", "a matrix for each head, last"])
 def test_the_mean_error_is_0(name):
     f, params, expected = LINEAR[name]
@@ -173,6 +174,7 @@ def test_the_mean_error_is_0(name):
         assert 0 < after < before
 
 
+@pytest.mark.slow
 def test_of_each_turn_of_a_scan():
     """Against NumPy: the mean of the float inputs of each layer, times what rounding loses."""
     q, qparams, new, said = corrected(layers, LAYERS, rules=[("**/w", W3)])
@@ -221,6 +223,7 @@ def test_an_unrolled_loop_has_one_bias_for_all_turns():
 TWICE = {"w1": normal(1, 4, 4), "b1": normal(2, 4), "w2": normal(3, 4, 4), "b2": normal(4, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_function_is_closer(seed):
     """Two layers with a relu between: on the inputs that were observed, and on others of the same kind."""
@@ -381,6 +384,7 @@ def test_narrow_biases_and_64_bits():
         assert mean_error(q, dense, SQUARE, new, X, qparams) < 1e-6
 
 
+@pytest.mark.slow
 def test_on_two_devices():
     mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
     put = lambda v, *spec: jax.device_put(v, jax.NamedSharding(mesh, P(*spec)))

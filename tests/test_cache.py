@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import (
     PerBlock,
@@ -120,6 +120,7 @@ def written_at(cache, new, index):
 # Written.
 
 
+@by_default("uint4 affine in blocks")
 @cases("name", SPECS, SOME)
 def test_an_empty_cache_is_zeros(name):
     spec = SPECS[name]
@@ -130,6 +131,7 @@ def test_an_empty_cache_is_zeros(name):
     same(jax.jit(lambda: zeros(SHAPE, spec, dtype=jnp.bfloat16))(), empty)
 
 
+@by_default("uint4 affine in blocks")
 @cases("name", SPECS, SOME)
 def test_a_part_is_written_as_it_is_quantized_whole(name):
     cache, size, new = full(SPECS[name]), 4, random(1, 4, H, D, seed=1)
@@ -143,6 +145,7 @@ def test_a_part_is_written_as_it_is_quantized_whole(name):
     same(written_at(cache, quantize(new, SPECS[name]), (-1, -size, 0, -D)), got)
 
 
+@pytest.mark.slow
 @cases("axis", range(4), [1, 3])
 def test_a_part_along_any_axis_that_has_scales_of_its_own(axis):
     spec, sizes = QuantSpec(granularity=PerChannel((0, 1, 2, 3))), list(SHAPE)
@@ -154,6 +157,7 @@ def test_a_part_along_any_axis_that_has_scales_of_its_own(axis):
     same(written_at(full(spec), new, tuple(index)), quantize(x, spec))
 
 
+@by_default("affine")
 @pytest.mark.parametrize("name", STATIC)
 def test_scales_that_a_part_cannot_change_stay(name):
     spec, groups, sizes = STATIC[name]
@@ -182,6 +186,7 @@ def test_a_cache_is_written_as_it_lies(order):
     same(dataclasses.replace(got, values=got.values.astype(jnp.int4), order=None), want)
 
 
+@pytest.mark.slow
 def test_a_traced_index_is_clamped():
     cache, new = full(SPECS["int8"]), random(B, 3, H, D, seed=1)
     for start, at in {20: 5, 6: 5, -1: 5, -4: 4, -30: 0}.items():
@@ -261,6 +266,7 @@ def test_a_donated_cache_is_written_in_place(name):
     assert (len(traces), step._cache_size()) == (0, 1)
 
 
+@pytest.mark.slow
 def test_heads_on_several_devices_stay_there():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("heads",))
     by_head = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "heads"))
@@ -306,6 +312,7 @@ ON_MESHES = [
 ]
 
 
+@by_default("each at its own-int4", "read-int4")
 @cases(("what", "name"), ON_MESHES, [(what, "int4") for what in ON_A_MESH])
 def test_heads_on_explicit_axes(what, name):
     """The same bits, and each array stays as it was split."""
@@ -339,6 +346,7 @@ PARTS = {
 }
 
 
+@by_default("uint4 affine in blocks")
 @cases("name", SPECS, SOME)
 def test_an_index_is_that_of_the_real_values(name):
     q = full(SPECS[name])
@@ -349,6 +357,7 @@ def test_an_index_is_that_of_the_real_values(name):
     same(PARTS["of each"](q), got["of each"][0])
 
 
+@by_default("uint4 affine in blocks")
 @cases("name", SPECS, SOME)
 def test_a_traced_part_is_that_of_the_real_values(name):
     q = full(SPECS[name])
@@ -391,6 +400,7 @@ def dot(a, b, dims, spec=None, execution="auto"):
 TOKENS = "int8", "int4", "int8 affine"
 
 
+@by_default("1-int8")
 @cases(("group", "name"), itertools.product([1, 3], TOKENS), [(1, "int8"), (3, "int8 affine")])
 def test_scores_are_those_of_integers(name, group):
     query, k = random(B, H, group, D, seed=1), full(SPECS[name])
@@ -404,6 +414,7 @@ def test_scores_are_those_of_integers(name, group):
     assert_same_bits(dot_general(query, k, SCORES, spec=ROWS), want)
 
 
+@by_default("4-int4")
 @cases(("bits", "name"), itertools.product([8, 4], TOKENS), [(8, "int8 affine"), (4, "int4")])
 def test_probabilities_take_the_scale_of_a_token_first(name, bits):
     probs, v, spec = np.abs(random(B, H, 3, T, seed=1)), full(SPECS[name]), dataclasses.replace(ROWS, bits=bits)
@@ -499,6 +510,7 @@ def test_a_nan_is_in_the_results_that_it_enters():
     assert np.isnan(dot(probs[:1] * 0 + 1, k[:1], CONTEXT, ROWS))[0, 1].all()
 
 
+@pytest.mark.slow
 def test_attention_in_a_window_and_in_groups_by_hand():
     """Queries of two heads for each head of the cache, and of the last tokens alone, read from where data say."""
     k, v, query = full(SPECS["int8"]), full(SPECS["int4"], 1), random(B, 2 * H, D, seed=2)

@@ -13,7 +13,7 @@ import pytest
 from exact import assert_same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import (
     PerBlock,
@@ -163,6 +163,7 @@ def test_a_scale_that_stays():
     assert cache["v"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_blocks_of_tokens():
     spec = QuantSpec(granularity=PerBlock(1, 4))
     q = quantize_fn(attention, [Rule("cache/*", activation=spec, kind="cache")])
@@ -300,6 +301,7 @@ WRITES = {
 }
 
 
+@by_default("shifted")
 @cases("name", WRITES, ["an example each", "shifted", "in a loop"])
 def test_ways_to_write(name):
     f = functools.partial(attention, write=WRITES[name])
@@ -316,6 +318,7 @@ def test_ways_to_write(name):
     assert jax.tree.structure(cache["k"]) == jax.tree.structure(zeros(SHAPE, KEYS))
 
 
+@by_default("4")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_scan_over_layers_takes_and_gives_their_caches(bits):
     spec = QuantSpec(bits=bits, granularity=PerChannel((0, 1, 2, 3)))
@@ -342,6 +345,7 @@ def test_a_scan_over_layers_takes_and_gives_their_caches(bits):
     assert q._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_under_vmap_each_example_has_its_own():
     q = quantize_fn(attention, RULES)
     caches = jax.tree.map(lambda v: jnp.stack([v, v]), empty())
@@ -390,6 +394,7 @@ def test_a_window_of_a_long_cache():
     assert_same_bits(part.values, cache["k"].values[:, :2])
 
 
+@pytest.mark.slow
 def test_grouped_queries():
     def f(params, cache, x, t, rounded=lambda name, v: v):
         q = jnp.einsum("btm,mhd->bthd", x, jnp.concatenate([params["q"], -params["q"]], 1))
@@ -451,6 +456,7 @@ def test_each_of_200_steps_is_that_with_the_cache_of_the_whole(rules):
     assert_same_bits(ys, jnp.concatenate(full, 1))
 
 
+@pytest.mark.slow
 def test_200_steps_are_one_full_pass():
     """With nothing left in float but what does not depend on an order, all shapes give the same bits."""
     q = jax.jit(quantize_fn(functools.partial(attention, softmax=exact_softmax), ALL))
@@ -561,6 +567,7 @@ def in_a_loop(k):
     return jax.lax.fori_loop(0, 3, body, k)
 
 
+@by_default("transposed", "blocks of tokens", "a loop")
 @pytest.mark.parametrize("name", AXES)
 def test_the_plan_knows_whether_scales_change_along_what_is_contracted(name):
     spec, read, scaled_by = AXES[name]
@@ -604,6 +611,7 @@ def by_head(mesh, tree, axis=2):
     return jax.tree.map(put, tree)
 
 
+@pytest.mark.slow
 @cases("name", WRITES, ["in a branch"])
 def test_heads_on_explicit_axes(name):
     """Whole numbers, so that the projections have the same bits however they are split."""
@@ -649,6 +657,7 @@ def in_shard_map(f, mesh, **kw):
     return jax.shard_map(f, mesh=mesh, in_specs=heads, out_specs=(kept, kept), **kw)
 
 
+@by_default("Auto-VALUES-True")
 @cases(
     ("kind", "name", "check_vma"),
     itertools.product(["Auto", "Explicit"], ["KEYS", "VALUES", "one scale"], [True, False]),
@@ -696,6 +705,7 @@ def test_a_shard_map_may_not_take_apart_what_shares_a_scale():
 # Training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "products", [pytest.param([], marks=pytest.mark.slow), [PRODUCTS]], ids=["in float", "in integers"]
 )

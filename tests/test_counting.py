@@ -64,6 +64,7 @@ def test_a_weight_before_without_a_gram_is_not_changed():
 # Biases of columns that are nearly 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.float32])
 def test_a_live_bias_over_a_dead_column_is_bounded(dtype):
     f = lambda p, x: jax.nn.relu(x @ p["one"] + p["b"][None]) @ p["two"]
@@ -126,6 +127,7 @@ def routed(p, x, sizes):
     return lax.ragged_dot(x, p["w"], sizes)
 
 
+@pytest.mark.slow
 @cases("solver", ["gptq", "adaround", "ranges", "low_rank", "smooth"], ["gptq", "smooth"])
 def test_an_expert_without_tokens_is_rounded_to_nearest(solver):
     params, x, sizes = {"w": normal(0, 3, 16, 8)}, normal(1, 20, 16), jnp.int32([12, 0, 8])
@@ -173,6 +175,7 @@ def test_a_weight_that_is_no_number_is_named(tool, value):
         TOOLS[tool](params, q, grams, WIDE, qparams)
 
 
+@pytest.mark.slow
 def test_an_overflow_is_not_called_singular():
     params, x = {"w": normal(0, 8, 4) * F(1e15)}, normal(1, 16, 8) * F(1e8)
     q = quantize_fn(lambda p, x: x @ p["w"], [("w", W4)])
@@ -215,6 +218,7 @@ PICKS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @cases(
     "gain, pick", [*((gain, "all") for gain in GAINS), *(("1 + g", pick) for pick in PICKS)],
     [("1 + g", "gathered")],
@@ -242,6 +246,7 @@ def test_a_function_that_takes_up_no_factor_is_named():
         solve.smooth(params, q, q.observe(params, x, gram=True), x, unfolded="error")
 
 
+@pytest.mark.slow
 def test_gains_of_one_plus_weight_are_rotated_away():
     def f(p, t):
         layer = lambda h, p: (
@@ -282,6 +287,7 @@ def test_a_router_and_a_shared_expert_are_rescaled_with_the_experts():
     assert off(q, f, params, smooth, x) < off(q, f, params, params, x)
 
 
+@pytest.mark.slow
 def test_factors_follow_a_reshape_that_reads_its_axes_in_another_order():
     def f(p, x):
         hidden = (x @ p["a"]) * p["gain"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from exact import differing, x64
 from jax import lax
-from lanes import cases
+from lanes import by_default, cases
 
 from benchmarks import exactness
 from jaxquant import QuantSpec, Range, qparams_from_range
@@ -120,6 +120,7 @@ def test_a_zero_has_its_sign_where_levels_have_one(elsewhere):
         assert np.signbit(np.rint(got)).tolist() == [False, with_sign, True]
 
 
+@pytest.mark.slow
 def test_no_quotient_beside_a_short_number_is_nearer_to_a_middle_than_the_sum_can_tell(elsewhere):
     elsewhere(3)
     x, step = map(np.concatenate, zip(*middles(), strict=True))
@@ -146,6 +147,7 @@ def some_scales(rng, n):
     return bits.view(np.float32)
 
 
+@by_default("3-400")
 @pytest.mark.parametrize("n", [400, pytest.param(100_000, marks=pytest.mark.slow)])
 @cases("bits", [2, 3, 4, 8, 10], [3, 4, 10])
 def test_what_lies_beside_a_tie_is_rounded_as_on_a_cpu(elsewhere, bits, n):
@@ -161,6 +163,7 @@ def test_what_lies_beside_a_tie_is_rounded_as_on_a_cpu(elsewhere, bits, n):
             assert differing(seen, np.clip(wanted, -1024, 1024)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_exact_case_has_the_bits_of_the_cpu(elsewhere, family):
     elsewhere(3)

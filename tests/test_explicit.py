@@ -88,6 +88,7 @@ def on(mesh, use, split, inputs):
     return f, alone, {"w": w}, {"w": put(mesh, w, spec)}, put(mesh, X, INPUTS[inputs])
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @cases("use, rule, split, inputs", EVERY, DEFAULT)
 def test_a_site(mesh, use, rule, split, inputs):
@@ -133,6 +134,7 @@ def layers(params, x, **kw):
     return jnp.einsum("bn,nd->bd", jax.nn.relu(hidden), params["v"], out_sharding=P() if kw else None)
 
 
+@pytest.mark.slow
 @cases("tool", TOOLS, ["smooth"])
 def test_tools(mesh, tool):
     """Two layers with columns, then rows split."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from exact import assert_same_bits
 from jax import lax
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import (
     PerBlock,
@@ -134,6 +134,7 @@ np.save(sys.argv[3], program.call({"w": w}, arrays["x"]))
 """
 
 
+@by_default("QuantSpec(bits=3, narrow_range=False, granularity=PerBlock(axis=1, size=2))")
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_integers_go_into_and_come_out_of_an_exported_program(spec):
     q = quantize(normal(4, 6), spec)

@@ -79,6 +79,7 @@ def test_a_granularity_contracts():
     assert_same_bits(*products)
 
 
+@pytest.mark.slow
 def test_a_granularity_is_in_rules_and_files(tmp_path):
     model, params = lambda p, x: x @ p["w"], {"w": W}
     own, blocks = (

@@ -11,6 +11,7 @@ from exact import assert_same_bits
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
+from lanes import by_default
 
 from jaxquant import QuantSpec, Rule, activation_spec, dot_general, quantize, quantize_fn, weight_spec
 from jaxquant._integer._contract import ContractionOp
@@ -93,6 +94,7 @@ def test_the_plan_has_its_operands(with_entry):
     assert all(site.spec for site in sites)
 
 
+@by_default("int8 gradient")
 @pytest.mark.parametrize("rules", [RULES, IN_INT8], ids=["float gradient", "int8 gradient"])
 def test_the_value_is_the_exact_dot_and_the_bias(with_entry, rules):
     got, want = (quantize_fn(f, rules) for f in (with_bias, plain))

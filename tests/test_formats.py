@@ -16,7 +16,7 @@ from exact import assert_same_bits, x64
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases, in_turn
+from lanes import by_default, cases, in_turn
 
 import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, PerTensor, QParams, QuantSpec, Range, Rule, float8_spec
@@ -65,6 +65,7 @@ def cast(x, name):
     return np.clip(x.astype(F), levels[0], levels[-1]).astype(dtype_of(name)).astype(F)
 
 
+@by_default("float6_e3m2fn")
 @bits
 @cases(("name",), FLOATS, SOME)
 def test_the_gradient_to_a_scale_is_rounded_once(name):
@@ -132,6 +133,7 @@ ONE_PASS = {
 }  # fmt: skip
 
 
+@by_default("mxfp8", "int4 in blocks", "int8, stochastic")
 @pytest.mark.parametrize("name", ONE_PASS)
 def test_a_cpu_writes_no_array_but_the_result(name):
     """No quotient, although it is read twice; and no copy of x for its range, if that is in blocks."""
@@ -184,6 +186,7 @@ def data(dtype, shape=(16, 24)):
 EVERY = list(itertools.product(FLOATS, ROUNDINGS, GRANULARITIES))
 
 
+@by_default("float6_e3m2fn-half_even-PerChannel((0, 1))")
 @bits
 @cases(("name", "rounding", "granularity"), EVERY, EVERY[::82])
 def test_fake_quant_is_quantize_and_dequantize(name, rounding, granularity):
@@ -214,6 +217,7 @@ def test_what_is_not_finite(name):
     assert bool(np.isnan(values[0])) == (spec.bits > 4)
 
 
+@by_default("float8_e4m3fn")
 @bits
 @cases(("name",), FLOATS, SOME)
 def test_the_gradient_is_cut_where_the_rounded_value_is_beyond_the_grid(name):
@@ -299,6 +303,10 @@ PRODUCTS = in_turn(PRODUCTS, ["int8", "float32"])
 DEFAULT = in_turn(PAIRS[::2], [300, 37, 1, 0])
 
 
+@by_default(
+    "float8_e3m4-float8_e4m3b11fnuz-37-int8",
+    "QuantSpec(bits=8, symmetric=False, granularity=PerChannel(0))-float4_e2m1fn-300-float32",
+)
 @bits
 @cases(("a", "b", "length", "execution"), PRODUCTS, [case for case in PRODUCTS if case[:3] in DEFAULT])
 def test_a_product_is_the_exact_sum_rounded_once(a, b, length, execution, compared):
@@ -358,6 +366,7 @@ CONVOLVED = [
 ]
 
 
+@by_default("QuantSpec(bits=8, symmetric=False)-float8_e5m2-float32")
 @bits
 @cases(("of_x", "of_w", "execution"), CONVOLVED, [CONVOLVED[0], CONVOLVED[3]])
 def test_a_convolution_is_its_patches_times_its_kernel(of_x, of_w, execution):
@@ -514,6 +523,7 @@ LONGEST = [
 ]
 
 
+@by_default("QuantSpec(bits=8, narrow_range=False)-QuantSpec(format='float8_e4m3fn')-131071")
 @bits
 @cases(("of_a", "of_b", "length"), LONGEST, [LONGEST[0], LONGEST[4]])
 def test_the_longest_sum_of_the_largest_is_exact(of_a, of_b, length):

@@ -94,6 +94,7 @@ def test_the_product_is_of_the_input():
     )
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_product():
     g = solve.with_gains(activated, "w")
     params = {"params": W, "gains": {"w:input": normal(3, 1, 8)}}
@@ -129,6 +130,7 @@ def test_what_channels_of_convolutions_take_up():
     same_function(g, start, new, IMAGES)
 
 
+@pytest.mark.slow
 def test_turns_of_scans_have_gains_of_their_own():
     f = lambda p, x: lax.scan(lambda x, p: (lax.scan(turn, x, p)[0], None), x, p, reverse=True)[0]
     params = MODELS["scans in a scan, backwards"][1]

@@ -15,7 +15,7 @@ import pytest
 from exact import assert_same_bits
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 import jaxquant as jq
 from jaxquant import QParams, QuantSpec, Rule, delayed_qparams, float8_spec, quantize_fn, update_histories
@@ -168,6 +168,7 @@ def test_just_in_time_is_what_a_rule_without_a_history_gives():
     assert_same_bits(scale, end_of_bin(np.abs(g).max()) / F(57344))
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_each_side_has_a_history_of_what_is_rounded_for_it():
     """Towards the input the scales of the weight's channels are in g, and its grid is another."""
@@ -223,6 +224,7 @@ def test_examples_of_a_vmap_have_one_history():
     assert all(abs(got[name] - want[name]) <= 8 for name in want)  # g of an example has a scale of its own
 
 
+@pytest.mark.slow
 @cases("combine", ["sum", "mean"], ["mean"])
 def test_micro_batches_have_one_history(combine):
     params, x, y, q, trained, histories, _ = whole_batch()
@@ -338,6 +340,7 @@ OPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @cases(("op", "execution"), [(op, e) for op in OPS for e in ("auto", "native")], [("conv", "auto")])
 def test_every_op_has_histories(op, execution):
@@ -418,6 +421,7 @@ def test_a_bin_holds_its_largest_magnitude():
 # A train step
 
 
+@pytest.mark.slow
 def test_an_optimizer_takes_what_is_no_history(tmp_path):
     optax = pytest.importorskip("optax", reason="of the extra `frameworks`")
     params, (x, y) = {"w0": normal(WIDTH, WIDTH) / 4, "w1": normal(WIDTH, WIDTH) / 4}, normal(2, ROWS, WIDTH)
@@ -539,6 +543,7 @@ def test_without_a_gradient_the_program_is_that_without_a_history():
     assert text(q, trained) == text(plain, trained)
 
 
+@by_default("nan")
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 0.0])
 def test_a_step_without_a_finite_gradient_leaves_the_history(bad):
     """As many as the history is long, as a loss scaler drops them: the next good gradient is rounded as before."""

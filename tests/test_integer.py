@@ -15,7 +15,7 @@ from exact import assert_same_bits, differing
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases, in_turn
+from lanes import by_default, cases, in_turn
 
 from jaxquant import (
     PerBlock,
@@ -100,6 +100,9 @@ MATMULS = [  # with and without each zero point in int8, and both widths of a ch
 ]
 
 
+@by_default(
+    "unsigned symmetric-symmetric-float32", "unsigned affine-unsigned affine-int8", "3 bits affine-4 bits-float32"
+)
 @cases(("of_a", "of_b", "execution"), itertools.product(TYPES, OF_B, EXECUTIONS), MATMULS)
 def test_matmul(of_a, of_b, execution, compared):
     rng = np.random.default_rng([0, *of_a.encode(), *of_b.encode()])
@@ -112,6 +115,7 @@ def test_matmul(of_a, of_b, execution, compared):
         assert differ == 0
 
 
+@by_default("affine-1100-int8")
 @cases(
     ("of_b", "length", "execution"),
     [
@@ -149,6 +153,7 @@ def test_a_matmul_of_unsigned_16_bits():
     assert_same_bits(dot_general(a, b, MATMUL), matmul64(a, b))
 
 
+@by_default("1041-affine-float32", "16384-affine-int8")
 @cases(
     ("length", "of_a", "execution"),
     [
@@ -262,7 +267,7 @@ BLOCKS = [
 @cases(
     ("of_a", "of_b", "size", "execution"),
     [(*case, execution) for case in BLOCKS for execution in EXECUTIONS],
-    in_turn(BLOCKS, EXECUTIONS),
+    in_turn(BLOCKS[::5], EXECUTIONS),
 )
 def test_blocks(of_a, of_b, size, execution):
     rng = np.random.default_rng(4)
@@ -295,6 +300,7 @@ def test_blocks_along_two_contracted_axes(execution):
 WIDE = (16, 8, 516, "int8"), (12, 12, 14, "float32"), (9, 4, 3000, "int8"), (16, 16, 2, "int8")
 
 
+@by_default("16-8-516-int8", "12-12-14-float32")
 @cases(
     ("bits_a", "bits_b", "length", "execution"),
     [*WIDE, (16, 8, 14, "float32"), (12, 12, 14, "int8"), (9, 4, 3000, "float32")],
@@ -372,6 +378,7 @@ def conv64(a, b, strides, padding, a_dilation, b_dilation, dimensions, groups=1,
 OPERANDS = "symmetric", "affine", "unsigned affine, per example"
 
 
+@by_default("0-unsigned affine, per example-int8", "15-unsigned affine, per example-float32", "20-affine-int8")
 @cases(
     ("n", "of", "execution"),
     itertools.product(range(0, len(CONVOLUTIONS), 5), OPERANDS, EXECUTIONS),
@@ -399,6 +406,7 @@ LARGE = {
 }
 
 
+@by_default("window-float32")
 @cases(
     ("of", "execution"),
     itertools.product(LARGE, EXECUTIONS),
@@ -441,6 +449,7 @@ def test_values_of_8_bits_meet_as_int8():
 PADDINGS = ((0, 0), (-1, 1)), ((-3, 3), (-2, 2)), ((2, 2), (2, 0))  # negative, and wider than the window
 
 
+@by_default("((-3, 3), (-2, 2))-int8", "((-3, 3), (-2, 2))-float32")
 @cases(
     ("padding", "execution"),
     [(padding, execution) for padding in PADDINGS for execution in EXECUTIONS],
@@ -506,6 +515,7 @@ def mesh(kind):
     return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
+@by_default("PerBlock(axis=0, size=4)-float32")
 @cases(
     ("granularity", "dtype"),
     itertools.product([PerChannel(-1), PerBlock(0, 4)], ["float32", "bfloat16"]),
@@ -555,6 +565,7 @@ def test_one_value_on_every_road(kind):
     assert_same_bits(jax.jit(lambda: f(slices(stacked)[0], b))(), want[0], "constants")
 
 
+@by_default("dot-Explicit-False")
 @cases(
     ("kind", "axis_type", "columns"),
     [
@@ -643,6 +654,7 @@ def test_gradients_are_those_of_the_float_formulation(execution, free):
     assert_same_bits(got[1], (of_b * towards_b).reshape(4, 8, 6).sum(1).astype(np.float32))
 
 
+@pytest.mark.slow
 def test_training_through_integers():
     """What a quantized layer does: forward in integers, backward through fake_quant, of the weight and its scale."""
     rng = np.random.default_rng(12)

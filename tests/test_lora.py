@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from exact import assert_same_bits
 from lanes import cases
 
@@ -76,6 +77,7 @@ def test_no_float_copy_of_the_base_is_kept_for_the_backward_pass(name):
             np.testing.assert_allclose(got[path], expected[path], atol=1e-5, err_msg=path)
 
 
+@pytest.mark.slow
 def test_no_float_copy_of_the_base_is_in_the_memory_of_a_step():
     def temporary(layers):
         (x, base, factors), (q, frozen) = made(layers), quantized("4 bits")

@@ -120,6 +120,7 @@ def test_the_gradient_of_a_scale(mode, spec):
             fit_qparams(x, spec, method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["64 bits", pytest.param("leaks", marks=pytest.mark.slow)])
 def test_a_cache_at_traced_positions(mode):
     cache, new = zeros((4, 6), QuantSpec(granularity=PerChannel(0))), jnp.ones((1, 6), F)

@@ -12,7 +12,7 @@ import pytest
 from exact import assert_same_bits
 from jax import lax
 from jax.extend.core import Literal, Primitive
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import (
     PerBlock,
@@ -202,6 +202,7 @@ REORDERED = {
 }  # fmt: skip
 
 
+@by_default("a transpose")
 @cases("name", REORDERED, ["a matrix", "a transpose"])
 def test_a_reshape_that_reads_its_axes_in_another_order(name):
     shape, f, spec, with_inputs = REORDERED[name]
@@ -214,6 +215,7 @@ def test_a_reshape_that_reads_its_axes_in_another_order(name):
     np.testing.assert_allclose(q({"w": w}, x), want, atol=0.02 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.slow
 def test_members_of_a_vmapped_convolution():
     """Whose batching rule groups features by such a reshape."""
     numbers = ("NHWC", "HWIO", "NHWC")

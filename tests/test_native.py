@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from exact import assert_same_bits
 from jax import lax
-from lanes import cases, in_turn
+from lanes import by_default, cases, in_turn
 
 import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, PerTensor, QuantSpec, Rule, float8_spec, quantize, quantize_fn
@@ -59,6 +59,7 @@ def magnitudes(q):
     return jnp.abs(jq.dequantize(q))
 
 
+@by_default("a matmul-('float8_e4m3fn', 'float8_e4m3fn')")
 @cases(("op", "formats"), itertools.product(OPS, FORMATS), in_turn([("a matmul",), ("a convolution",)], FORMATS))
 def test_the_value_is_the_exact_one_up_to_the_rounding_of_a_sum(op, formats):
     """Within (n + 3) eps sum |a b|: the bound of n float32 added in any order, and the products with the scales."""
@@ -92,6 +93,7 @@ def test_e5m2_with_itself_which_has_no_exact_product():
     assert (jnp.abs(got - want) <= 2 * 387 * EPS * (magnitudes(a) @ magnitudes(b))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_integers_stay_exact():
     a, b = (
@@ -154,6 +156,7 @@ def contracted(a, b, numbers):
         return np.asarray(lax.dot_general(jnp.asarray(a), jnp.asarray(b), numbers))
 
 
+@pytest.mark.slow
 @cases(("dot", "blocks"), CASES, FEW)
 def test_blocks_are_within_the_bound(dot, blocks):
     a, b, numbers = in_blocks(dot, blocks, normal)
@@ -171,6 +174,7 @@ def test_sums_of_blocks_that_are_exact_have_the_bits_of_the_exact_product(dot, b
     assert_same_bits(jq.dot_general(a, b, numbers, execution="native"), jq.dot_general(a, b, numbers))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(lax, "scaled_dot"), reason="this JAX has no lax.scaled_dot")
 @pytest.mark.bits
 @cases(("dot", "blocks"), CASES, FEW)
@@ -185,6 +189,7 @@ def test_what_a_gpu_is_given_has_the_same_value(dot, blocks, monkeypatch):
         assert_same_bits(*pair)
 
 
+@pytest.mark.slow
 @cases(("blocks",), [("mxfp8",), ("mxfp4",), ("nvfp4",)], [("mxfp4",)])
 def test_a_program_for_a_gpu_has_the_scaled_dot_of_xla(blocks):
     """From JAX 0.12 on: 0.10 fails to compile it for mxfp4. For a CPU and a TPU it is a product of bfloat16."""
@@ -313,6 +318,7 @@ def test_a_nan_is_in_what_it_enters(model, at):
     assert any(v.any() for v in native) or (model, at) == ("experts", "a")  # of an expert without a row
 
 
+@pytest.mark.slow
 @cases(("rule",), [(rule,) for rule in BLOCK_RULES], [("nvfp4",)])
 def test_a_nan_in_a_block_is_in_its_row(rule):
     f, params, x = WIDE["MLP"]

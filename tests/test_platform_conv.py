@@ -13,7 +13,7 @@ from exact import assert_same_bits
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import QuantSpec, Rule, activation_spec, conv_general_dilated, quantize, quantize_fn, weight_spec
 from jaxquant._platform import _gpu
@@ -114,6 +114,7 @@ def test_a_site_has_the_bits_that_it_has_elsewhere(name, execution, of_gpus):
     jax.tree.map(assert_same_bits, run(), want)
 
 
+@by_default("symmetric-int8-cuda", "affine-int8-rocm")
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
 @pytest.mark.parametrize(("name", "execution"), SITES)
 def test_gpus_get_no_convolution_of_integers(name, execution, platform):
@@ -135,6 +136,7 @@ def test_gpus_get_no_convolution_of_integers(name, execution, platform):
     assert {in_int8, wanted} <= trained <= {in_int8, in_int32, in_float32, ("convolution", "f32", "f32", "f32")}
 
 
+@by_default("groups")
 @pytest.mark.parametrize(
     ("kernel", "options", "axes"),
     [((3, 3, 2, 6), {"feature_group_count": 2}, P("data", None, None, None)), ((3, 3, 4, 6), {}, P(None, "data"))],
@@ -155,6 +157,7 @@ def test_an_explicit_mesh_takes_what_it_takes_of_the_convolution(kernel, options
     assert "data" in got.sharding.spec
 
 
+@pytest.mark.slow
 def test_an_exported_program_of_symbolic_images_has_the_bits_of_the_function(of_gpus):
     pytest.importorskip("flatbuffers", reason="jax needs it to write a program")
     kernel = quantize(PARAMS["w"], weight_spec(8, channel_axis=-1))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from lanes import by_default
 
 from jaxquant._platform._dots import _dot_of_two_rows, integer_dot
 
@@ -28,6 +29,7 @@ def integers(shape):
     return jax.device_put(np.random.default_rng(shape).integers(-127, 128, shape).astype(np.int8))
 
 
+@by_default("a row-False", "scores-False", "values-True")
 @pytest.mark.parametrize("with_sums", [False, True])
 @pytest.mark.parametrize("case", ONE_ROW)
 def test_one_row_has_the_bits_of_the_plain_product(case, with_sums):

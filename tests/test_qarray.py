@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import (
     PerBlock,
@@ -247,6 +247,7 @@ def test_an_iteration_ends_and_an_index_is_checked():
         quantized(PerTensor(), ())[0]
 
 
+@by_default("granularity3")
 @pytest.mark.parametrize("granularity", [PerTensor(), PerChannel((0, 2)), PerChannel(1), PerBlock(0, 2)])
 def test_indices_pick_parts_along_the_first_axis(granularity):
     """Eagerly and compiled: the beams of a cache."""

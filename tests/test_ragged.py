@@ -170,6 +170,7 @@ def test_an_int8_gradient_is_integer_arithmetic():
     assert_same_bits(q({"w": W}, X, sizes), by_hand(X, W, sizes, whole, whole))
 
 
+@pytest.mark.slow
 def test_axes_in_any_order():
     """Examples, other rows, features, rows in groups, other rows; features, outputs, examples, groups."""
     numbers = lax.RaggedDotDimensionNumbers((((2,), (0,)), ((0,), (2,))), (3,), (3,))
@@ -195,6 +196,7 @@ def test_axes_in_any_order():
     assert_same_bits(dw, F(towards_w) * (g_scale.item() * x_scale.squeeze()))
 
 
+@pytest.mark.slow
 def test_a_weight_only_site_is_the_ragged_dot_of_its_real_values():
     blocks, scale, _ = levels(W.reshape(4, 4, 8, 16), Grid(4), (2,))
     of_blocks, of_float = (blocks * scale).astype(F).reshape(W.shape), dequantize(quantize(W, float8_spec()))
@@ -218,6 +220,7 @@ def test_frozen_experts_give_the_same_bits():
     assert frozen["w"].values.dtype == jnp.int8
 
 
+@pytest.mark.slow
 def test_inside_vmap_scan_and_a_batch_of_matrices():
     of = rules(weight_spec(8), TOKENS)
     sizes, x, w = np.stack([SIZES["uneven"], SIZES["some in none"]]), np.stack([X, X[::-1]]), np.stack([W, W[::-1]])
@@ -250,6 +253,7 @@ def test_a_ragged_contraction_is_no_site():
         quantize_fn(f, rules(weight_spec(8), None)).plan({"w": G}, X, SIZES["even"])
 
 
+@pytest.mark.slow
 def test_of_a_symbolic_number_of_rows_and_of_nothing():
     q, sizes = quantize_fn(experts, rules(weight_spec(8), activation_spec(8))), SIZES["uneven"]
     (rows,) = jax.export.symbolic_shape("rows")
@@ -273,6 +277,7 @@ def test_groups_that_share_scales():
     assert_same_bits(q({"w": W}, X, sizes), acc.astype(F) * (x_scale * w_scale[0]))
 
 
+@pytest.mark.slow
 def test_rows_of_one_value():
     """Nothing is contracted: each has a scale of its own."""
     numbers = lax.RaggedDotDimensionNumbers((((), ()), ((), ())), (0,), (0,))

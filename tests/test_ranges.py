@@ -17,7 +17,7 @@ from exact import assert_same_bits, x64
 from inputs import cast, hard_ranges, hard_values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases, in_turn
+from lanes import by_default, cases, in_turn
 
 from jaxquant import (
     Histogram,
@@ -193,6 +193,11 @@ METHODS = "minmax", "percentile"
 ALL_METHODS = *METHODS, "mse", "lsq"
 
 
+@by_default(
+    "PerChannel(-1)-percentile-QuantSpec(bits=8, signed=False)",
+    "PerBlock(axis=1, size=8)-minmax-QuantSpec(bits=8, signed=False)",
+    "PerChannel(0)-minmax-QuantSpec(bits=8, symmetric=False)",
+)
 @cases(
     ("granularity", "method", "spec"),
     itertools.product(GRANULARITIES, METHODS, THREE),
@@ -346,6 +351,7 @@ def test_shard_map_gives_the_qparams_of_the_shard(spec, method):
     same(got, want) if exact else np.testing.assert_allclose(got, want, 1e-5)
 
 
+@by_default("bfloat16-minmax")
 @cases(
     ("dtype", "method"),
     itertools.product(["float16", "bfloat16", "float32", "float64"], ["minmax", "percentile", "mse", "lsq"]),
@@ -401,6 +407,7 @@ def of_nothing(spec, shape):
     return [np.full(shape, v) for v in (F(1), F(0 if spec.symmetric else spec.qmin))]
 
 
+@by_default("minmax-QuantSpec(bits=8)", "percentile-QuantSpec(bits=8, symmetric=False)")
 @cases(
     ("method", "spec"),
     itertools.product(ALL_METHODS, THREE),
@@ -414,6 +421,7 @@ def test_data_without_a_range(spec, method):
 EMPTY = {(0, 3): (1, 3), (3, 0): (1, 0), (0,): ()}
 
 
+@by_default("(0, 3)-lsq-QuantSpec(bits=8, symmetric=False)", "(0,)-mse-QuantSpec(bits=8)")
 @cases(
     ("shape", "method", "spec"),
     itertools.product(EMPTY, ALL_METHODS, THREE),
@@ -443,6 +451,12 @@ def test_a_scalar_is_the_end_of_its_range(spec, method):
 TINY_AND_HUGE = TINY, 1e-36, 1e18, 1e37, 3.4028235e38
 
 
+@by_default(
+    "QuantSpec(bits=8)-minmax",
+    "QuantSpec(bits=8)-lsq",
+    "QuantSpec(bits=8, symmetric=False)-minmax",
+    "QuantSpec(bits=8, symmetric=False)-percentile",
+)
 @cases(
     ("spec", "method"),
     itertools.product(TWO, ALL_METHODS),
@@ -521,6 +535,7 @@ def check_search(columns, spec, bits, widest):
     assert worse == {}
 
 
+@pytest.mark.slow
 @cases("spec", TWO, TWO[:1])
 def test_mse_leaves_out_what_is_far_from_many_values(spec):
     """No worse than the grid that fits the others."""
@@ -542,6 +557,7 @@ def test_mse_leaves_out_what_is_far_from_many_values(spec):
         assert not (spec.symmetric and zero_point.any())
 
 
+@by_default("spec0-6")
 @pytest.mark.parametrize(("spec", "bits"), [(TWO[0], 6), (TWO[1], 5)])
 def test_mse_leaves_no_better_grid_beside(spec, bits):
     """None that is better by 1 %, whose scale is at most a quarter larger and, if affine, the zero point 2 away."""
@@ -554,6 +570,7 @@ def test_mse_leaves_no_better_grid_beside(spec, bits):
         assert squared_error(v, s, z, narrower) <= 1.01 * beside.min()
 
 
+@pytest.mark.slow
 def test_mse_cuts_off_more_on_one_side_than_on_the_other():
     rng, spec = np.random.default_rng(0), activation_spec(5)
     uniform, positive = rng.uniform(-1, 1, 4096), rng.exponential(size=4096)
@@ -703,6 +720,7 @@ def seen(granularity):
 some_granularities = cases("granularity", GRANULARITIES, list(GRANULARITIES)[::2])
 
 
+@by_default("PerBlock(axis=1, size=8)")
 @some_granularities
 def test_calibrated_ranges_are_those_of_numpy(granularity):
     shape = GRANULARITIES[granularity]

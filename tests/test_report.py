@@ -384,6 +384,7 @@ def test_channels_that_become_zero_by_one_scale_are_counted():
     assert report(finer, params, x)["w"].dead == 0
 
 
+@pytest.mark.slow
 def test_rows_that_a_mask_leaves_out_have_no_errors():
     params, x = {"w": jnp.ones((4, 2))}, jnp.linspace(-1.0, 1.0, 24).reshape(6, 4).at[5].set(100.0)
     q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", weight_spec(8), activation_spec(8))])

@@ -12,7 +12,7 @@ import pytest
 from exact import assert_same_bits, x64
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import (
     PerBlock,
@@ -75,6 +75,7 @@ def test_hadamard_is_the_matrix_of_sylvester(shape, axes):
     np.testing.assert_allclose(hadamard(hadamard(x, axes), axes), x, atol=1e-5)
 
 
+@by_default("float16")
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_hadamard_has_the_same_bits_everywhere(dtype):
@@ -107,6 +108,7 @@ FLOAT16_RULES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @cases("f, rule", list(itertools.product(FLOAT16, FLOAT16_RULES)), [("x @ w", "weights alone")])
 def test_rotated_float16_is_as_wide_as_float32(f, rule):
@@ -351,6 +353,7 @@ def rounded(q, params, x, qparams, axes):
     return hadamard(dequantize(integers), axes)
 
 
+@pytest.mark.slow
 def test_scales_are_of_the_rotated_weight():
     """Of min-max, and of the search by the layer's error: as for the function with the rotation written down."""
     params, x = {"w": normal(1, 24, 5) * np.linspace(0.1, 3, 24, dtype=F)[:, None]}, with_outliers(2, 50, 24)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exact import assert_same_bits
-from lanes import cases, in_turn
+from lanes import by_default, cases, in_turn
 from test_formats import ALONG, DTYPES, cast, drawn, dtype_of, rounded
 
 import jaxquant as jq
@@ -145,6 +145,7 @@ def test_scales_of_half_precision_end_where_the_dtype_does(dtype):
 EVERY = list(itertools.product(SPECS, ROUNDINGS))
 
 
+@by_default("nvfp4-half_even")
 @bits
 @cases(("name", "rounding"), EVERY, [*EVERY[::46], ("nvfp4", "half_even")])
 def test_fake_quant_is_quantize_and_dequantize(name, rounding):
@@ -162,6 +163,7 @@ def test_fake_quant_is_quantize_and_dequantize(name, rounding):
     assert_same_bits(jq.fake_quant(x, spec, key=key), fake, dtype)
 
 
+@by_default("nvfp4")
 @bits
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4 float16"])
 def test_scales_where_an_optimizer_left_them(name):
@@ -190,6 +192,7 @@ def test_a_sum_behind_two_scales_is_not_contracted():
     assert_same_bits(got, np.asarray(jq.fake_quant(x, nvfp4_spec(-1))) + bias)
 
 
+@by_default("nvfp4")
 @bits
 @cases(("name",), SPECS, ["mxfp4 floor", "nvfp4"])
 def test_gradients_pass_straight_through_the_scale(name):
@@ -277,6 +280,7 @@ PAIRS = [("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4"), ("mxfp6", "
 PAIRS = in_turn(PAIRS, ["int8", "float32"])
 
 
+@by_default("mxfp8-mxfp4-int8")
 @bits
 @cases(("of_a", "of_b", "execution"), PAIRS, PAIRS[2:4])
 def test_blocks_are_exact_and_added_in_order(of_a, of_b, execution, compared):
@@ -294,6 +298,7 @@ def test_blocks_are_exact_and_added_in_order(of_a, of_b, execution, compared):
     assert_same_bits(y, total)
 
 
+@by_default("nvfp4-320-int8")
 @bits
 @cases(
     ("of_b", "length", "execution"),

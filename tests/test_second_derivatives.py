@@ -4,6 +4,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from lanes import cases
 
@@ -40,6 +41,7 @@ def twice(f):
     return jax.jit(jax.grad(lambda w, x: squares(jax.grad(lambda w, x: squares(f(w, x)), (0, 1))(w, x)), (0, 1)))
 
 
+@pytest.mark.slow
 @cases("name", list(STEPS), ["vars"])
 def test_through_a_scan(name):
     step = lambda h, w: jnp.tanh(STEPS[name](h, w))

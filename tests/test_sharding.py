@@ -391,6 +391,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.slow
 @cases(
     ("op", "gradient"),
     [(op, g) for op in OPS for g in GRADIENTS if (op, g) != ("conv", "blocks")],

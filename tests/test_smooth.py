@@ -442,6 +442,7 @@ def test_outliers_are_no_matter():
     assert error(q, gained, params, smoothed(gained, params, x, alpha=0.5), x) < plain / 10
 
 
+@pytest.mark.slow
 def test_weights_alone():
     """As in AWQ: rows that meet large inputs are rounded more finely."""
     params, x = outliers()

@@ -15,7 +15,7 @@ import pytest
 from exact import x64
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import (
     Gram,
@@ -116,6 +116,7 @@ def published_columns(name, w, x, qparams):
     return levels, found, no_worse(w, h, found, nearest), nearest
 
 
+@by_default("groups of 8-0-32")
 @cases(
     "name,seed,k",
     [(name, seed, 32) for name in SPECS for seed in range(4)] + [("4 bits", 0, 300)],
@@ -338,6 +339,7 @@ def test_ranges_of_a_scale_of_the_tensor_leave_its_largest_block():
     assert cost(qparams["w"]) < 0.95 * cost(None)
 
 
+@pytest.mark.slow
 def test_ranges_keep_the_other_entries():
     f = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]
     params, x = {"a": normal(1, 8, 8), "b": normal(2, 8, 8)}, normal(3, 20, 8)
@@ -371,6 +373,7 @@ def test_low_rank_is_the_best_product_of_its_rank(is_solved):
         np.testing.assert_allclose(rest, np.square(values[rank:]).sum(), rtol=1e-4, atol=1e-6 * np.square(values).sum())
 
 
+@pytest.mark.slow
 def test_low_rank_of_matrices_in_a_scan():
     w, x = normal(1, 3, 12, 12), dependent(2, 40, 12)
     f = lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0]
@@ -507,6 +510,7 @@ def test_one_compile_for_weights_of_one_form():
     assert _gptq._solved._cache_size() == before + 1
 
 
+@pytest.mark.slow
 def test_solvers_under_jit():
     q, params, x, grams, qparams = of_bad_input()
     for solver in (solve.gptq, solve.adaround):
@@ -539,6 +543,7 @@ def test_a_jitted_call_may_take_the_memory_of_its_params(solver):
     jax.tree.map(np.testing.assert_array_equal, solved, call(LAYERED, grams))
 
 
+@by_default("True")
 @pytest.mark.parametrize("freeze", [False, True])
 def test_weights_that_are_solved_in_calls_of_their_own_are_freed_one_by_one(freeze):
     q, x, grams, qparams = layered()
@@ -602,6 +607,7 @@ def test_weights_on_a_mesh_with_explicit_axes_are_solved_where_they_are(split):
     np.testing.assert_allclose(np.asarray(a) @ np.asarray(b), one @ other, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_turns_of_a_scan_are_solved_one_by_one():
     f, w, x, _ = PLACES["a scan"]
     q = quantize_fn(f, [("w", W3)])
@@ -653,6 +659,7 @@ LAYER_SOLVERS = {
 }
 
 
+@by_default("smooth", "ranges")
 @pytest.mark.parametrize("name", LAYER_SOLVERS)
 def test_equal_layers_are_compiled_once(name):
     """A solver compiles for thirty layers of one shape what it compiles for two."""

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import Rule, activation_spec, quantize_fn, solve, weight_spec
 from jaxquant.solve import _folds, _low_rank, _smooth
@@ -112,6 +112,8 @@ def gathered(text):
     return [shape for shape in found if math.prod(map(int, shape.split(","))) >= WIDTH * SYMBOLS]
 
 
+@pytest.mark.slow
+@by_default("rotate-rows, then columns")
 @cases(
     ("name", "by_columns"),
     itertools.product(["smooth", "equalize", "low_rank", "bias_correct", "rotate"], SPLITS),

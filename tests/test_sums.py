@@ -14,7 +14,7 @@ from exact import assert_same_bits
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import (
     PerBlock,
@@ -124,6 +124,7 @@ def reads_sums(call, tree):
     return got, not np.array_equal(np.float32(other), np.float32(got))
 
 
+@by_default("an MLP")
 @cases("name", [*KEPT, *DROPPED], SOME)
 def test_sums_come_with_a_weight_and_are_dropped_for_other_values(name):
     f, params = (KEPT | DROPPED)[name]
@@ -206,6 +207,7 @@ MOVED = {
 }
 
 
+@by_default("transposed", "reshaped across", "other values")
 @pytest.mark.parametrize("name", MOVED)
 def test_a_qarray_that_moves_keeps_its_sums_or_drops_them(name):
     params, move, numbers, kept = MOVED[name]

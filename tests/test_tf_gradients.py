@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import tf
 
@@ -43,6 +43,7 @@ def cotangents(op, inputs, g):
     return jax.tree.map(np.asarray, run(inputs, g))
 
 
+@by_default("vars", "per channel", "pass through")
 @every_op
 def test_the_gradient_is_one_inside_with_both_ends_and_zero_outside(name):
     _, dx = cotangents(OPS[name], (POINTS,), np.ones_like(POINTS))

@@ -15,7 +15,7 @@ from exact import assert_same_bits
 from inputs import cast, hard_ranges, hard_values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import tf
 
@@ -162,11 +162,13 @@ TRACED = [name for name, op in OPS.items() if not op.attributes]  # their range
 every_op = lambda *default: cases("name", OPS, default)
 
 
+@by_default("per channel 4 narrow")
 @every_op("args", "per channel 4 narrow", "integers, scaled, half even")
 def test_jit(name):
     same(jitted(name, all_values(OPS[name])), expected(name))
 
 
+@pytest.mark.slow
 @every_op("V4 given, axis")
 def test_checkpoint(name):
     op = OPS[name]
@@ -206,6 +208,7 @@ def test_closure_constant_ranges(name):
     same(with_constants(f, [a for a, _ in some]), [want for _, want in some])
 
 
+@pytest.mark.slow
 @every_op("vars")
 def test_closure_constant_everything(name):
     f = all_values(OPS[name])
@@ -214,6 +217,7 @@ def test_closure_constant_everything(name):
     same(got, [want for _, want in some])
 
 
+@by_default("integers, scaled, half even-float32")
 @cases(
     ("name", "dtype"),
     itertools.product(OPS, ["float32", "bfloat16", "float16"]),
@@ -234,6 +238,7 @@ def test_neighbours_in_one_jit(name, dtype):
     same(got, want)
 
 
+@pytest.mark.slow
 @every_op("per channel 4 narrow")
 def test_gradients_beside_half_precision_neighbours(name):
     op, rng = OPS[name], np.random.default_rng(6)
@@ -246,6 +251,7 @@ def test_gradients_beside_half_precision_neighbours(name):
     same(jax.jit(lambda u, v, g: f(u * v, low, high, g)[1])(u, v, g), want)
 
 
+@by_default("V4 given, axis-Auto")
 @cases(
     ("name", "kind"),
     itertools.product(OPS, KINDS),
@@ -264,6 +270,7 @@ def test_sharded_jit(name, kind):
     same(got, expected(name))
 
 
+@pytest.mark.slow
 @cases(
     ("name", "what", "kind"),
     itertools.product([name for name, op in OPS.items() if op.per_channel], ["x", "ranges", "both"], KINDS),

@@ -14,6 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from exact import assert_same_bits, x64
+from lanes import by_default
 
 from jaxquant import tf
 
@@ -76,6 +77,7 @@ def test_fake_quant_with_min_max_vars_gradient_page():
     assert (got.backprop_wrt_min.item(), got.backprop_wrt_max.item()) == (1.0, 16.0)
 
 
+@by_default("shape3")
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 2, 3), (2, 2, 3)])
 def test_fake_quant_with_min_max_vars_per_channel_page(shape):
     """One of the shapes [d], [b, d], [b, h, w, d] (TensorFlow 2.21: any rank from 1); min and max of shape [d]."""

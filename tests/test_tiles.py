@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import (
     PerBlock,
@@ -81,6 +81,7 @@ def loops(program):
     return len(re.findall(r" while\(", program.as_text()))
 
 
+@pytest.mark.slow
 @cases("use, spec", EVERY, [("layers in a scan", "affine")])
 def test_the_bits_are_those_of_the_whole_product(use, spec):
     f, w, x = USES[use]
@@ -91,6 +92,7 @@ def test_the_bits_are_those_of_the_whole_product(use, spec):
     assert loops(program) == 1 + ("scan" in use)
 
 
+@by_default("1-affine")
 @pytest.mark.parametrize("spec", SPECS)
 @cases("columns", [0, 1], [1])
 def test_dot_general_by_hand(columns, spec):
@@ -109,6 +111,7 @@ def test_dot_general_by_hand(columns, spec):
     )
 
 
+@pytest.mark.slow
 def test_scores_of_a_cache():
     keys = quantize(normal(2, 1024, 4, 64), QuantSpec(granularity=PerChannel((0, 1, 2))))
     query, numbers = normal(2, 4, 64), (((2,), (3,)), ((0, 1), (0, 2)))
@@ -125,6 +128,7 @@ def test_no_float_weight_is_written():
     assert "f32[512,2048]" not in text
 
 
+@pytest.mark.slow
 def test_in_a_batch():
     f, w, x = USES["a matrix"]
     q, frozen = served(f, SPECS["4 bits"], w, x)
@@ -141,6 +145,7 @@ def test_gradients_are_those_of_the_whole_product():
     np.testing.assert_allclose(second(frozen), second(w), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_on_devices():
     f, w, x = USES["a matrix"]
     q, frozen = served(f, SPECS["8 bits"], w, x)

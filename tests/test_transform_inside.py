@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 from sites import (
     ACTIVATION,
     PARAMS,
@@ -159,6 +159,7 @@ def without_a_construct(plain, outputs):
 COTANGENTS = {False: G, True: normal(4, 2, 4, 6)}
 
 
+@by_default("scan over layers")
 @bits
 @cases("name", INSIDE, ["scan over layers", "cond, in both"])  # of one program without them
 def test_values_and_gradients_are_those_of_the_program_without_the_construct(name):
@@ -328,6 +329,7 @@ def test_a_site_in_a_function_with_a_derivative_of_its_own_needs_a_word(kind):
         quantize_fn(f, RULES).plan(PARAMS, X)
 
 
+@pytest.mark.slow
 @bits
 @cases("kind", KINDS, ["custom_jvp"])
 def test_a_derivative_of_its_own_is_kept_or_inlined_as_the_rule_says(kind):

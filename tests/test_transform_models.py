@@ -17,7 +17,7 @@ from hand_written import CHANNEL, WHOLE, Grid
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import cases
+from lanes import by_default, cases
 
 from jaxquant import PerToken, QArray, Rule, activation_spec, quantize_fn, weight_spec
 
@@ -369,6 +369,7 @@ def on_models(default):
     return pytest.mark.parametrize("case", marked, indirect=True)
 
 
+@by_default("mlp", "transformer, per token, attention too")
 @on_models([*PLAIN])
 def test_the_plan_has_the_sites_of_the_model(case):
     plan = case.q.plan(case.model.params, *case.model.args)
@@ -376,6 +377,7 @@ def test_the_plan_has_the_sites_of_the_model(case):
     assert sorted(site.name for site in plan if not site.spec) == sorted(case.model.in_float)
 
 
+@by_default("mlp")
 @on_models(CORE)
 def test_the_results_are_those_of_the_model_by_hand(case):
     (y, *statistics), (want, *others) = case.results[0], case.expected[0]
@@ -390,6 +392,7 @@ def test_the_gradients_are_those_of_the_model_by_hand(case):
     close(case.results[1], case.expected[1])
 
 
+@pytest.mark.slow
 @on_models(["mlp"])
 def test_without_jit_the_results_are_the_same(case):
     same(case.q(case.model.params, *case.model.args), case.results[0])
@@ -442,6 +445,7 @@ def with_gradients(q, hand=lambda w, x: MATMUL(x, w), args=(KERNEL, X), g=G):
 FIRST = "float", "quantized"
 
 
+@pytest.mark.slow
 @cases(("name", "first"), itertools.product(DOTS, FIRST), [("inner jit", "quantized")])
 def test_neither_model_changes_the_other_whichever_runs_first(name, first):
     f = DOTS[name]
@@ -454,6 +458,7 @@ def test_neither_model_changes_the_other_whichever_runs_first(name, first):
             assert_same_bits(run(w, x), want, kind)
 
 
+@pytest.mark.slow
 def test_a_batch_of_the_shape_of_the_kernel():
     x, w, g = (normal(seed, 6, 6) for seed in (23, 24, 25))
     q = quantize_fn(lambda w, x: x @ w, BOTH_OPERANDS)
@@ -474,6 +479,7 @@ def test_the_gradient_of_a_convolution():
     close(gradients, expected)
 
 
+@pytest.mark.slow
 def test_a_data_parallel_gradient_in_shard_map():
     """Each shard has the range of its own rows."""
     q = quantize_fn(lambda w, x: x @ w, BOTH_OPERANDS)
@@ -509,6 +515,7 @@ def test_a_data_parallel_gradient_on_a_mesh(kind):
     close(gradients, jax.jit(lambda w, x: gradients_of(lambda w, x: MATMUL(x, w), w, x))(KERNEL, X))
 
 
+@pytest.mark.slow
 @cases("dtype", ["float16", "bfloat16"], ["bfloat16"])
 def test_half_precision_weights_below_one(dtype):
     x, w, g = (v.astype(jnp.dtype(dtype)) for v in (X, KERNEL / 16, G))
@@ -520,6 +527,7 @@ def test_half_precision_weights_below_one(dtype):
         assert np.abs(got - want).max() <= jnp.finfo(dtype).eps * np.abs(want).max()
 
 
+@pytest.mark.slow
 @cases("bits", [2, 3, 4], [2])
 def test_few_bits(bits):
     grids = Grid(bits, affine=True, whole=True), Grid(bits)
@@ -554,6 +562,7 @@ def test_nan_stays_in_its_rows(granularity):
 # What else a function and its params may hold.
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_function_closes_over():
     """What a kernel makes of it is data for the next kernel."""
     params = {"in": normal(28, 12, 6), "out": normal(29, 6, 3)}

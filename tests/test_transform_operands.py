@@ -210,6 +210,7 @@ def products():
     return {name: (got[name], want) for name, want in (wanted | others).items()}
 
 
+@pytest.mark.slow
 def test_a_parameter_is_quantized_along_the_axes_of_its_spec():
     assert products().keys() == ON_PARAMETER.keys()
     for name, (got, want) in products().items():

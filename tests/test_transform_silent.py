@@ -460,6 +460,7 @@ def test_a_plan_and_the_first_call_share_a_trace():
 INPUTS = {"8 bits": A8, "tokens": activation_spec(8, granularity=PerToken()), "float8": float8_spec()}
 
 
+@pytest.mark.slow
 @cases("inputs, execution", [*((name, "auto") for name in INPUTS), ("float8", "native")], [("tokens", "auto")])
 def test_a_row_with_an_infinity_gives_nan_as_a_row_with_a_nan_does(inputs, execution):
     """As the largest level it would hide an overflow of float16 from a loss scaler. Other rows stay as they are."""

@@ -13,7 +13,7 @@ import pytest
 from exact import assert_same_bits, differing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lanes import cases
+from lanes import by_default, cases
 
 import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, QParams, QuantSpec, Rule, activation_spec, weight_spec
@@ -337,6 +337,7 @@ def same_tree(got, want):
         assert_same_bits(a, b, f"leaf {i}")
 
 
+@by_default("affine, unsigned, half up, blocks-False")
 @cases(
     ("name", "given_qparams"),
     itertools.product(SPECS, [False, True]),
@@ -428,6 +429,7 @@ def cotangents(params):
     return jax.tree.map(lambda v: rng.integers(-8, 9, v.shape).astype(v.dtype), params)
 
 
+@by_default("affine, unsigned, half up, blocks")
 @cases("name", [*CORE, "affine, f16"], CORE[1:])
 def test_gradients_are_those_of_the_op_leaf_by_leaf(name):
     params, rules, qparams, spec = case(name)
@@ -624,6 +626,7 @@ def test_equal_rules_share_one_trace():
     assert len(traces) == 2
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_has_noise_of_its_own_for_each_leaf():
     stochastic = weight_spec(4, channel_axis=-1, rounding="stochastic")
     params = {"a": W, "b": W, "c": W}

@@ -6,19 +6,24 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.numpy as jnp
+from jax import Array
 
+from .. import _checks as checks
 from .._affine import is_quantized_with, quantize
 from .._integer._operands import with_own_sums
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._qarray import Frozen, QArray, changed, check_dtypes, check_sums, packed_dtype
 from .._qparams import QParams
 from .._sharding import is_inside_shard_map
+from .._spec import QuantSpec
 from .._writing import refuse_not_finite
-from ._entries import Entries, Entry, check_reads
+from ._entries import Entries, check_reads
+from ._layout import Layout
 
 
 def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QParams | None], key: Any) -> Any:
@@ -26,30 +31,38 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
     entry = entries.of.get(path)
     if entry is None or is_qarray(leaf):
         return leaf
-    spec = entry.spec
+    known = qparams.get(path)
     with named_in_errors(path, rule=entry.rule):
         check_reads(entry, "frozen")
-        refuse_not_finite(leaf)
-        own = entries.noise_key(key, path) if spec.rounding == "stochastic" and key is not None else None
-        q = changed(quantize(entry.rotated(leaf), spec, qparams.get(path), key=own), dtype=leaf.dtype)
-    return laid_out(q, entry, entries, qparams)
-
-
-def laid_out(q: QArray, entry: Entry, entries: Entries, qparams: Mapping[str, QParams | None]) -> QArray:
-    """Integers of a parameter, rounded to nearest or given by a solver, as they lie in memory when they are served."""
-    packed = None if entry.is_multiplied else packed_dtype(entry.spec)
+        own = entries.noise_key(key, path) if entry.spec.rounding == "stochastic" and key is not None else None
+        packed = None if entry.is_multiplied else packed_dtype(entry.spec)
+        summed = None if entry.summed is None else tuple(sorted(entry.summed))
+        form = _Form(entry.spec, entry.layout, packed, entry.order, summed)
+        q, total = _quantized(checks.float_array("x", leaf), known, own, form)
+        refuse_not_finite(leaf, total)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
-    from_qparams, (block, along) = qparams.get(entry.key) is not None, entry.rotation
-    frozen = Frozen(q.shape, from_qparams, has_static_inputs, entry.rule.activation, block, along)
-    if packed or entry.order != q.order:
-        q = _laid_out(q, packed, entry.order)
-    q = changed(q, frozen=frozen)
-    return q if entry.summed is None else with_own_sums(q, tuple(sorted(entry.summed)))
+    block, along = entry.rotation
+    frozen = Frozen(q.shape, known is not None, has_static_inputs, entry.rule.activation, block, along)
+    return changed(q, frozen=frozen)
 
 
-@functools.partial(jax.jit, static_argnames=("packed", "order"))
-def _laid_out(q: QArray, packed: Any, order: tuple[int, ...] | None) -> QArray:
-    return dataclasses.replace(q, values=q.values.astype(packed or q.values.dtype), order=order)
+class _Form(NamedTuple):
+    """How the integers of a parameter are made and lie; static. `packed` is the dtype of several in a byte."""
+
+    spec: QuantSpec
+    layout: Layout | None
+    packed: Any
+    order: tuple[int, ...] | None
+    summed: tuple[int, ...] | None
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _quantized(leaf: Array, qparams: QParams | None, key: Any, form: _Form) -> tuple[QArray, Array]:
+    """A parameter in integers, and its sum, which is finite only where all its values are."""
+    q = quantize(leaf if form.layout is None else form.layout.rotated(leaf), form.spec, qparams, key=key)
+    values = q.values.astype(form.packed or q.values.dtype)
+    q = dataclasses.replace(q, values=values, order=form.order, dtype=leaf.dtype)
+    return q if form.summed is None else with_own_sums(q, form.summed), jnp.sum(leaf)
 
 
 def refuse_changed(params: Any) -> None:
