@@ -301,7 +301,7 @@ WRITES = {
 }
 
 
-@by_default("shifted")
+@by_default("shifted", "an example each")
 @cases("name", WRITES, ["an example each", "shifted", "in a loop"])
 def test_ways_to_write(name):
     f = functools.partial(attention, write=WRITES[name])

@@ -127,7 +127,6 @@ def routed(p, x, sizes):
     return lax.ragged_dot(x, p["w"], sizes)
 
 
-@pytest.mark.slow
 @cases("solver", ["gptq", "adaround", "ranges", "low_rank", "smooth"], ["gptq", "smooth"])
 def test_an_expert_without_tokens_is_rounded_to_nearest(solver):
     params, x, sizes = {"w": normal(0, 3, 16, 8)}, normal(1, 20, 16), jnp.int32([12, 0, 8])
@@ -246,7 +245,6 @@ def test_a_function_that_takes_up_no_factor_is_named():
         solve.smooth(params, q, q.observe(params, x, gram=True), x, unfolded="error")
 
 
-@pytest.mark.slow
 def test_gains_of_one_plus_weight_are_rotated_away():
     def f(p, t):
         layer = lambda h, p: (

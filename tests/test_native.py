@@ -174,7 +174,6 @@ def test_sums_of_blocks_that_are_exact_have_the_bits_of_the_exact_product(dot, b
     assert_same_bits(jq.dot_general(a, b, numbers, execution="native"), jq.dot_general(a, b, numbers))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(lax, "scaled_dot"), reason="this JAX has no lax.scaled_dot")
 @pytest.mark.bits
 @cases(("dot", "blocks"), CASES, FEW)

@@ -626,7 +626,6 @@ def test_equal_rules_share_one_trace():
     assert len(traces) == 2
 
 
-@pytest.mark.slow
 def test_stochastic_rounding_has_noise_of_its_own_for_each_leaf():
     stochastic = weight_spec(4, channel_axis=-1, rounding="stochastic")
     params = {"a": W, "b": W, "c": W}
