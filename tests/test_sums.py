@@ -207,7 +207,7 @@ MOVED = {
 }
 
 
-@by_default("transposed", "reshaped across", "other values")
+@by_default("along the other axis", "reshaped across", "other values")
 @pytest.mark.parametrize("name", MOVED)
 def test_a_qarray_that_moves_keeps_its_sums_or_drops_them(name):
     params, move, numbers, kept = MOVED[name]
