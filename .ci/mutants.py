@@ -276,11 +276,12 @@ if __name__ == "__main__":
         sys.path.insert(0, "tests")
         pathlib.Path(".mutants.json").write_text(json.dumps(reach(["jaxquant", "tests"])))
     of_test, tests_of = json.loads(pathlib.Path(".mutants.json").read_text())
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(".pytest_cache/xla")
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": os.path.abspath(".pytest_cache/xla")}
+    os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(root, f"{folder}/project", ignore=shutil.ignore_patterns(".*cache", ".venv", "output"))
         os.chdir(f"{folder}/project")
         sys.path[:0] = [os.getcwd(), os.path.abspath("tests")]
         sys.dont_write_bytecode = True  # a file may change twice in a second
-        importlib.import_module("conftest")  # with what it says of jax
+        importlib.import_module("jax")  # but no backend, whose threads a fork would lose
         run(of_test, tests_of, options, log)

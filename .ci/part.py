@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin that takes a part of the tests, by a hash of their names: PART=0/3, 1/3 or 2/3."""
+"""A pytest plugin that takes a part of the tests, by a hash of their names: PART=0/6, 1/6, ... or 5/6."""
 
 import hashlib
 import os
