@@ -170,7 +170,6 @@ def test_an_int8_gradient_is_integer_arithmetic():
     assert_same_bits(q({"w": W}, X, sizes), by_hand(X, W, sizes, whole, whole))
 
 
-@pytest.mark.slow
 def test_axes_in_any_order():
     """Examples, other rows, features, rows in groups, other rows; features, outputs, examples, groups."""
     numbers = lax.RaggedDotDimensionNumbers((((2,), (0,)), ((0,), (2,))), (3,), (3,))
@@ -253,7 +252,6 @@ def test_a_ragged_contraction_is_no_site():
         quantize_fn(f, rules(weight_spec(8), None)).plan({"w": G}, X, SIZES["even"])
 
 
-@pytest.mark.slow
 def test_of_a_symbolic_number_of_rows_and_of_nothing():
     q, sizes = quantize_fn(experts, rules(weight_spec(8), activation_spec(8))), SIZES["uneven"]
     (rows,) = jax.export.symbolic_shape("rows")

@@ -570,7 +570,6 @@ def test_mse_leaves_no_better_grid_beside(spec, bits):
         assert squared_error(v, s, z, narrower) <= 1.01 * beside.min()
 
 
-@pytest.mark.slow
 def test_mse_cuts_off_more_on_one_side_than_on_the_other():
     rng, spec = np.random.default_rng(0), activation_spec(5)
     uniform, positive = rng.uniform(-1, 1, 4096), rng.exponential(size=4096)
