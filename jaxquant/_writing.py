@@ -16,7 +16,7 @@ from ._spec import QuantSpec
 
 
 def refuse_not_finite(leaf: Array, total: Array | None = None) -> None:
-    """Raises for a parameter with NaN or infinities, whose sum may be known."""
+    """Raises for a parameter with NaN or infinities; `total` is its sum, if that is already computed."""
     total = jnp.sum(leaf) if total is None else total  # traced under jit, though the leaf be known
     if isinstance(total, jax.core.Tracer) or np.isfinite(np.asarray(total, np.float64)):
         return

@@ -19,6 +19,7 @@ from jaxquant import (
     conv_general_dilated,
     dequantize,
     dot_general,
+    quantize,
 )
 from jaxquant._spec import qparams_shape
 
@@ -276,3 +277,19 @@ def test_used_as_an_array_it_says_what_to_do(use):
     q = quantized(PerTensor())
     with pytest.raises(TypeError, match=r"A QArray is integers.*q\(frozen, \.\.\.\).*dequantize\(v\).*dot_general"):
         use(q, np.ones((8, 3), np.float32))
+
+
+def test_four_bits_are_ordered_in_a_program():
+    """XLA:CPU of jaxlib 0.7 copies them wrongly between two layouts."""
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+    specs = QuantSpec(bits=4), QuantSpec(bits=4, signed=False, symmetric=False), QuantSpec(format="float4_e2m1fn")
+
+    def ordered(x):
+        each = [quantize(x, spec) for spec in specs]
+        dtypes = jnp.int4, jnp.uint4, each[2].values.dtype
+        return [
+            dataclasses.replace(q, values=q.values.astype(d), order=(-1, -2)) for q, d in zip(each, dtypes, strict=True)
+        ]
+
+    for q, spec in zip(jax.jit(ordered)(x), specs, strict=True):
+        np.testing.assert_array_equal(dequantize(q), dequantize(quantize(x, spec)))
