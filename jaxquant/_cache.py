@@ -12,6 +12,7 @@ from . import _checks as checks
 from ._affine import fake_quant, quantize, real_values
 from ._granularity import granularity_of
 from ._groups import Windows, windows_of_groups, with_part
+from ._platform._cpu import transposed
 from ._qarray import (
     QArray,
     Scales,
@@ -159,7 +160,7 @@ def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray
         places = windows_of_groups(groups_of(cache), cache.shape, windows)
         cache = _with_scales(cache, q, part, lambda v, new: _written(v, new, places))
     there = permutation(cache.order, cache.ndim)
-    values = lax.transpose(q.values, there).astype(cache.stored.dtype)
+    values = transposed(q.values, there).astype(cache.stored.dtype)
     as_stored = {there.index(axis): window for axis, window in windows.items()}
     return changed(cache, stored=_written(cache.stored, values, as_stored))
 

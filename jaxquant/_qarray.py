@@ -19,6 +19,7 @@ from . import _checks as checks
 from . import _groups as grouping
 from . import _numerics as num
 from ._granularity import PerChannel, PerTensor, granularity_of
+from ._platform._cpu import transposed
 from ._sharding import is_inside_shard_map
 from ._spec import QuantSpec, spec_from_json, spec_to_json
 
@@ -110,7 +111,7 @@ class QArray(checks.NotAnArray):
         self, values: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any,
         order: tuple[int, ...] | None = None, tensor_scale: Any = None, frozen: Frozen | None = None,
     ):  # fmt: skip
-        stored = _laid(values, order) if order else values
+        stored = _transposed(values, lambda ndim: permutation(order, ndim)) if order else values
         arrays = {"stored": stored, "scale": scale, "zero_point": zero_point, "tensor_scale": tensor_scale}
         vars(self).update(arrays, spec=spec, dtype=dtype, order=order, frozen=frozen, sums=None, summed=None)
 
@@ -145,7 +146,7 @@ class QArray(checks.NotAnArray):
     def T(self) -> "QArray":
         """The QArray with its axes in the opposite order."""
         order = tuple(reversed(range(self.ndim)))
-        return self._moved(lax.transpose(self.values, order), lambda v: lax.transpose(v, order))
+        return self._moved(transposed(self.values, order), lambda v: lax.transpose(v, order))
 
     def reshape(self, *shape: Any) -> "QArray":
         """The QArray in another shape, given as for an array; one size may be -1."""
@@ -373,20 +374,7 @@ def _transposed(v: Any, axes: Callable[[int], tuple[int, ...]]) -> Any:
     """An array, or the shape of one; what else is a leaf, as it is."""
     if isinstance(v, jax.ShapeDtypeStruct):
         return v.update(shape=tuple(v.shape[i] for i in axes(v.ndim)), sharding=None)
-    return lax.transpose(v, axes(v.ndim)) if checks.is_array(v) else v
-
-
-# XLA:CPU of jaxlib 0.7 copies 4-bit arrays wrongly from one layout to another, as it does before it returns some.
-_WIDE = {"int4": "int8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3fn"}
-
-
-def _laid(values: Any, order: tuple[int, ...]) -> Any:
-    """The values with their last axes in `order`; 4-bit values are transposed in 8 bits."""
-    wide = _WIDE.get(str(getattr(values, "dtype", "")))
-    transposed = lambda v: _transposed(v, lambda ndim: permutation(order, ndim))
-    if wide is None or not checks.is_array(values):
-        return transposed(values)
-    return lax.optimization_barrier(transposed(values.astype(wide))).astype(values.dtype)
+    return transposed(v, axes(v.ndim)) if checks.is_array(v) else v
 
 
 def frozen_to_json(frozen: Frozen) -> dict[str, Any]:
