@@ -1,9 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values where a quantizer goes wrong: ties and their neighbours, the ends of the range, specials, random bits."""
+"""Values where a quantizer goes wrong: ties and their neighbours, the ends of the range, specials; and random ones."""
 
+import jax
 import numpy as np
 
 SPECIALS = np.array([0, -0.0, np.nan, np.inf, -np.inf, 1e-40, -1e-40, 3e38, -3e38, 0.49999997, -0.49999997], np.float32)
+
+
+def normal(seed, *shape, scale=1):
+    """A float32 array of random numbers, made by NumPy: no program is compiled for it."""
+    return jax.device_put((np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32))
+
+
+def dead(v, *channels):
+    """`v` with zeros at some places along its first axis."""
+    is_dead = np.isin(np.arange(len(v)), channels).reshape(-1, *[1] * (v.ndim - 1))
+    return jax.device_put(np.where(is_dead, np.zeros((), v.dtype), v))
 
 
 def hard_values(rng, n, low, high, steps):

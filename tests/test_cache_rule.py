@@ -40,7 +40,10 @@ TOKENS = PerChannel((0, 1, 2))
 KEYS, VALUES = QuantSpec(granularity=TOKENS), QuantSpec(bits=4, granularity=TOKENS)
 RULES = [Rule("cache/k", activation=KEYS, kind="cache"), Rule("cache/v", activation=VALUES, kind="cache")]
 X = np.random.default_rng(0).normal(size=(BATCH, LENGTH, 8)).astype(np.float32)
-PARAMS = {n: jax.random.normal(jax.random.key(i), (8, HEADS, FEATURES)) for i, n in enumerate("qkv")}
+PARAMS = {
+    n: jax.device_put(np.random.default_rng(i).normal(size=(8, HEADS, FEATURES)).astype(np.float32))
+    for i, n in enumerate("qkv")
+}
 
 
 def empty():

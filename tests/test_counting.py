@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inputs import normal
 from jax import lax
 from lanes import cases
 
@@ -12,10 +13,6 @@ from jaxquant import QuantSpec, Rule, activation_spec, fake_quant, quantize_fn, 
 
 F = np.float32
 W4, W8, A8 = weight_spec(4), weight_spec(8), activation_spec(8)
-
-
-def normal(seed, *shape):
-    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(F))
 
 
 def off(q, f, params, others, x):
@@ -31,8 +28,8 @@ def two_layers(p, x):
 
 
 UNEVEN = {
-    "w1": normal(0, 32, 32) / 6, "b": normal(1, 32) / 3,
-    "w2": normal(2, 32, 16) / 6 * jnp.exp(1.5 * normal(3, 32))[:, None],
+    "w1": normal(0, 32, 32, scale=1 / 6), "b": normal(1, 32, scale=1 / 3),
+    "w2": normal(2, 32, 16, scale=np.exp(1.5 * np.asarray(normal(3, 32, 1))) / 6),
 }  # fmt: skip
 WIDE = normal(4, 256, 32)
 

@@ -18,6 +18,7 @@ from benchmarks import exactness
 from jaxquant import QuantSpec, Range, qparams_from_range
 from jaxquant import _numerics as num
 from jaxquant._platform import _division as division
+from jaxquant._platform import _primitive
 
 pytestmark = pytest.mark.bits
 
@@ -46,6 +47,7 @@ def elsewhere(monkeypatch):
     def patched(units):
         monkeypatch.setattr(division, "_nearly", off_by(units))
         monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
+        monkeypatch.setattr(_primitive, "is_explicit", lambda _: True)  # where a primitive is lax.platform_dependent
         jax.clear_caches()
 
     yield patched

@@ -3,6 +3,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxquant import PerBlock, PerChannel, PerTensor, QuantSpec
@@ -17,7 +18,7 @@ from jaxquant._transform._axes import on_operand, on_parameter
 def spec_of(shape, make, granularity):
     """On a parameter of which an operand is made."""
     jaxpr, _ = traced(
-        lambda args: [jnp.tensordot(jnp.ones(4), make(args[0], args[1]), 0)], [jnp.ones(shape), jnp.int32(0)]
+        lambda args: [jnp.tensordot(jnp.ones(4), make(args[0], args[1]), 0)], [np.ones(shape, np.float32), np.int32(0)]
     )
     walk = Walk(CALLS)
     walk.program(jaxpr, [parameter("w", len(shape)), DATA])

@@ -16,7 +16,7 @@ from jaxquant._jaxpr._flat import Flat
 from jaxquant._jaxpr._moves import MOVES
 from jaxquant._jaxpr._program import known_params, params_of, programs
 
-X, INDICES, B = jnp.ones((4, 6)), jnp.zeros((4, 6), jnp.int32), jnp.ones((4, 6), bool)
+X, INDICES, B = (jax.device_put(np.full((4, 6), *of)) for of in ((1, np.float32), (0, np.int32), (True, bool)))
 SUMS = "add", "sub", "mul", "div", "max", "min", "pow", "eq", "ne", "lt", "le", "gt", "ge"
 OF_ONE = "neg", "abs", "sign", "is_finite", "exp", "log", "logistic", "rsqrt", "sqrt", "tanh", "square", "cumsum"
 OF_ONE = *OF_ONE, "cummax", "cummin", "log1p"

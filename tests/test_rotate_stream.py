@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inputs import dead
 from jax import lax
 from lanes import cases
 
@@ -24,7 +25,7 @@ def normal(seed, *shape):
 
 
 def gain(seed, *shape):
-    return 1 + 0.3 * jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(F))
+    return jax.device_put(1 + F(0.3) * np.random.default_rng(seed).normal(size=shape).astype(F))
 
 
 def over(v, x):
@@ -93,7 +94,7 @@ def of_layers(*lead, width=K):
 
 def around(width=K):
     return {
-        "embed": normal(11, 20, width), "positions": normal(12, 8, width), "norm": gain(13, width).at[2].set(0),
+        "embed": normal(11, 20, width), "positions": normal(12, 8, width), "norm": dead(gain(13, width), 2),
         "head": normal(14, width, 20),
     }  # fmt: skip
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import uses
+from inputs import dead, normal
 from jax import lax
 from lanes import cases
 
@@ -15,10 +16,6 @@ from jaxquant.solve._smooth import _Taken
 F = np.float32
 W4, W8, A8 = weight_spec(4), weight_spec(8), activation_spec(8)
 RULES = [Rule("**", W8, A8, optional=True)]
-
-
-def normal(seed, *shape):
-    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(F))
 
 
 def over(v, x):
@@ -195,7 +192,7 @@ def changed(before, after):
 def same_function(f, params, new, *args):
     f = jax.jit(f)
     want, got = f(params, *args), f(new, *args)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(np.abs(want).max()))
 
 
 def error(q, f, params, new, x, **kwargs):
@@ -285,7 +282,7 @@ def test_heads_that_share_a_value_share_its_factor():
 
 
 def test_the_moments_of_what_was_divided():
-    s, ids = jnp.array([2.0, 0.5]), np.array([0, 1, -1, 0])
+    s, ids = jax.device_put(np.array([2, 0.5], F)), np.array([0, 1, -1, 0])
     of = lambda x: Gram(x.T @ x, jnp.float32(len(x)), x.sum(0))
     x = normal(1, 6, 4)
     got = _Taken(x, of(x), ids).divided(s)
@@ -293,7 +290,7 @@ def test_the_moments_of_what_was_divided():
 
 
 def test_channels_that_are_0_stay():
-    params = {"gain": jnp.ones(8).at[2].set(0), "w": normal(1, 8, 5).at[5].set(0)}
+    params = {"gain": dead(np.ones(8, F), 2), "w": dead(normal(1, 8, 5), 5)}
     f = lambda p, x: (x * over(p["gain"], x)) @ p["w"]
     new = smoothed(f, params, X, alpha=0.5)
     ratio = np.asarray(new["w"] / params["w"])[:, 0]
@@ -425,8 +422,8 @@ def test_refuses_what_is_integers_already():
 
 def outliers(seed=0):
     """Inputs of which two channels are 30 times as large, after a norm."""
-    gain = jnp.ones(32).at[jnp.array([3, 17])].set(30.0)
-    return {"gain": gain, "w": normal(seed + 1, 32, 24)}, normal(seed, 64, 32)
+    gain = np.where(np.isin(np.arange(32), (3, 17)), F(30), F(1))
+    return {"gain": jax.device_put(gain), "w": normal(seed + 1, 32, 24)}, normal(seed, 64, 32)
 
 
 def gained(p, x):
@@ -557,10 +554,11 @@ def three(p, x):
     return h @ p["c"]["kernel"]
 
 
+factors = lambda *args: np.exp(np.asarray(normal(*args)))
 THREE = {
-    "a": {"kernel": normal(1, 8, 16) * jnp.exp(normal(2, 1, 16)), "bias": normal(3, 16)},
-    "b": {"kernel": normal(4, 16, 12) * jnp.exp(normal(5, 16, 1)), "bias": normal(6, 12)},
-    "c": {"kernel": normal(7, 12, 5) * jnp.exp(normal(8, 12, 1))},
+    "a": {"kernel": normal(1, 8, 16, scale=factors(2, 1, 16)), "bias": normal(3, 16)},
+    "b": {"kernel": normal(4, 16, 12, scale=factors(5, 16, 1)), "bias": normal(6, 12)},
+    "c": {"kernel": normal(7, 12, 5, scale=factors(8, 12, 1))},
 }
 PER_TENSOR = [Rule("**/kernel", QuantSpec(), QuantSpec())]
 

@@ -54,7 +54,7 @@ LAYER = {
 PARAMS = {
     "embed": normal(4, SYMBOLS, WIDTH), "layers": LAYER, "gain": 1 + normal(5, WIDTH), "head": normal(6, WIDTH, SYMBOLS)
 }  # fmt: skip
-PARAMS = jax.tree.map(jnp.asarray, PARAMS)
+PARAMS = jax.device_put(PARAMS)
 # As models of language are split: what a layer makes by columns, what it takes by rows; and the other way round.
 SPLITS = {"columns, then rows": ("up", "head"), "rows, then columns": ("down", "embed")}
 TOKENS = np.random.default_rng(7).integers(0, SYMBOLS, (8, 16))

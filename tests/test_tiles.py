@@ -28,7 +28,7 @@ pytestmark = pytest.mark.bits
 
 
 def normal(*shape, dtype=jnp.float32, seed=0):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
+    return jax.device_put(np.random.default_rng([seed, *shape]).normal(size=shape).astype(dtype))
 
 
 def plain(w, x):

@@ -26,9 +26,9 @@ from jaxquant import (
 
 W8, A8 = weight_spec(8), activation_spec(8)
 KEY = jax.random.key(0)
-TABLE = jnp.ones((5, 5))
+TABLE = jax.device_put(np.ones((5, 5), np.float32))
 shaped = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
-zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
+zeros = functools.partial(jax.tree.map, lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)))
 NHWC = ("NHWC", "HWIO", "NHWC")
 conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
 

@@ -13,7 +13,7 @@ import pytest
 import jaxquant as jq
 from jaxquant import PerBlock, QParams, QuantSpec, Rule, activation_spec, weight_spec
 
-W = jnp.linspace(-1, 1, 24).reshape(4, 6)
+W = jax.device_put(np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6))
 S, CHANNELS, STOCHASTIC = QuantSpec(), weight_spec(channel_axis=-1), QuantSpec(rounding="stochastic")
 KEY = jax.random.key(0)
 PLAIN = QParams(jnp.float32(0.1), jnp.float32(0))
@@ -118,10 +118,10 @@ def test_of_two_earlier_rules_the_one_that_took_the_parameter_is_named():
 
 # Leaves that cannot be quantized, and what the message calls them. A traced one is still a tracer of the dtype.
 NO_PARAMETERS = [
-    (jnp.arange(3), "int32"),
+    (jax.device_put(np.arange(3, dtype=np.int32)), "int32"),
     (np.ones(3, bool), "bool"),
     (np.ones(3, complex), "complex128"),
-    (jnp.ones(3, jnp.float8_e4m3fn), "float8"),
+    (jax.device_put(np.ones(3, jnp.float8_e4m3fn)), "float8"),
     (True, "bool"),
     (3, "int"),
     (0.5, "float"),

@@ -15,10 +15,7 @@ from jax import Array, lax
 
 from .. import _numerics as num
 from .._sharding import is_split
-
-
-def _same(*values: Any) -> Any:
-    return values
+from ._primitive import elementwise
 
 
 def unknown(*values: Array) -> tuple[Array, ...]:
@@ -28,7 +25,10 @@ def unknown(*values: Array) -> tuple[Array, ...]:
     reciprocal. On TPUs and GPUs it leaves the division; there a barrier would keep the quantizer out of the epilogue of
     the product before it.
     """
-    return lax.platform_dependent(*values, cpu=_barrier, default=_same)
+    return tuple(map(_unknown, values))
+
+
+_unknown = elementwise("unknown", lax.optimization_barrier, lambda v: v)
 
 
 def written(v: Array) -> Array:

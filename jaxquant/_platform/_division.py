@@ -17,6 +17,7 @@ from jax import Array, lax
 from .. import _numerics as num
 from .._sharding import is_explicit
 from ._cpu import unknown
+from ._primitive import elementwise
 
 
 def divide(a: Array, b: Array | float) -> Array:
@@ -27,24 +28,19 @@ def divide(a: Array, b: Array | float) -> Array:
     return _divide(a, np.asarray(b, a.dtype) if isinstance(b, float | int) else b.astype(a.dtype))
 
 
-@functools.partial(jax.jit, inline=True)  # traced once for all of a shape, as what is below
 def _divide(a: Array, b: Any) -> Array:
-    if a.dtype != jnp.float32:
-        return undisturbed(a, b)
-    return lax.platform_dependent(a, b, cpu=undisturbed, default=_corrected_once)
+    return _quotient(a, b) if a.dtype == jnp.float32 else undisturbed(a, b)
 
 
-@functools.partial(jax.jit, static_argnames="with_signed_zero", inline=True)
 def divide_to_level(x: Array, step: Array, with_signed_zero: bool) -> Array:
     """`x / step`, for rounding to the nearest: exact where it lies next to a number of up to 12 bits, as ties are.
 
     Elsewhere off the CPU it may be a unit off, numbers beyond 2 ** 24 are only large, and -0 is 0 unless signs
     are asked for. `step` is a normal number.
     """
-    exact = lambda x, step: undisturbed(unknown(x)[0], step)
     if x.dtype != jnp.float32:
-        return exact(x, step)
-    return lax.platform_dependent(x, step, cpu=exact, default=functools.partial(_next_to_short, with_signed_zero))
+        return _of_unknown(x, step)
+    return _to_level(x, step, with_signed_zero=with_signed_zero)
 
 
 def undisturbed(a: Array, b: Array | float) -> Array:
@@ -150,3 +146,16 @@ def _inverse_above(v: Array) -> Array:
     # The highest bit of the lowest 32 of the product, which is a power of two and little more or less.
     is_below = _digits(_bits(nearest)) * _digits(_bits(v)) < 0
     return num.select(v == v, _float(_bits(nearest) + _counted(is_below)), jnp.nan)
+
+
+def _of_unknown(x: Array, step: Array, with_signed_zero: bool = True) -> Array:
+    return undisturbed(unknown(x)[0], step)
+
+
+_quotient = elementwise("exact_quotient", undisturbed, _corrected_once)
+_to_level = elementwise(
+    "quotient_to_level",
+    _of_unknown,
+    lambda x, step, with_signed_zero: _next_to_short(with_signed_zero, x, step),
+    ("with_signed_zero",),
+)
