@@ -5,17 +5,16 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, qarray_of
 from ._grid import frame_of, grid_of
-from ._platform._cpu import Reduction, if_finite, nan_where
+from ._platform._cpu import computed_apart, nan_where
 from ._qarray import QArray
 from ._qparams import QParams
 from ._ranges._range import finite_or, grid_of_range, range_of
-from ._sharding import is_explicit, vary_together, varying_axes
+from ._sharding import vary_together
 from ._spec import QuantSpec
 
 
@@ -43,35 +42,26 @@ def quantize_straight_through(
     if contracted is None:
         values = finite_or(values, np.nan)
 
-    def quantized(grid, masks):
-        flags = None if contracted is None else nan_flags(values, contracted, masks and masks.nan)
-        return levels_of(values, grid, noise), flags
-
-    def of_range(x_min, x_max, masks):
-        grid = grid_of_range(x_min, x_max, frame)
-        return *quantized(grid.effective(), masks), grid.trained
-
-    # Quantized on both sides of a CPU's condition, so that the integers stand alone: else it would compute anew for
-    # them what the values are made of, the scaled product before them, and from them what the backward pass reads.
+    # The integers stand alone on a CPU: else it would compute anew for them what the values are made of, the scaled
+    # product before them, and from them what the backward pass reads.
+    levels = lambda values, grid, noise: levels_of(values, grid.effective(), noise)
     if qparams is None:
-        integers, flags, trained = range_of(values, spec, of_range)
+        x_min, x_max, flags = range_of(values, spec, contracted=contracted)
+
+        def fitted(values, x_min, x_max, noise):
+            grid = grid_of_range(x_min, x_max, frame)
+            return grid.trained, levels(values, grid, noise)
+
+        trained, integers = computed_apart(fitted, values, x_min, x_max, noise)
         grid = grid_of(trained, frame)
         effective = grid.effective()
     else:
         grid = as_trained(grid_of(qparams, frame))
         effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
-        integers, flags = if_finite(values, functools.partial(quantized, effective))
+        flags = None if contracted is None else nan_where(values, contracted)
+        integers = computed_apart(levels_of, values, effective, noise)
     real = _straight_through(*vary_together(x, grid.trained, frame, noise))
     return real, qarray_of(integers, effective, x.dtype), flags
-
-
-def nan_flags(values: Array, contracted: tuple[int, ...], find_nan: Reduction | None = nan_where) -> Array:
-    """NaN where the values along the contracted axes, of size 1 here, are not finite; 0 elsewhere, or if all are."""
-    if find_nan is None and not is_explicit(values) and not varying_axes(values):
-        shape = [1 if i in contracted else n for i, n in enumerate(values.shape)]
-        return jnp.zeros(shape, jnp.float32)
-    flags = (find_nan or nan_where)(values, contracted)
-    return flags if find_nan else jnp.zeros_like(flags)  # of the type that the other branch has
 
 
 @jax.custom_vjp

@@ -5,6 +5,8 @@ Each function is the plain program elsewhere, by `lax.platform_dependent`: so is
 platforms, or compiled for one that is not there. All of them give the same bits on every platform.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from .. import _numerics as num
-from .._sharding import is_split
+from .._groups import reduce_groups
+from .._sharding import is_explicit, is_split, vary_together
 from ._primitive import elementwise
 
 
@@ -56,50 +60,138 @@ def _barrier(*values: Any) -> Any:
     return lax.optimization_barrier(values)
 
 
-Reduction = Callable[[Array, tuple[int, ...]], Array]  # of a value and axes
+def extremes(
+    x: Array, groups: tuple[int, ...], of_magnitude: bool, nothing: float = 0, contracted: Sequence[int] | None = None
+) -> tuple[Array | None, Array, Array | None]:
+    """The lowest and the highest of the finite values of each group, in the shape `groups`; and NaN flags.
 
+    Of magnitudes there is no lowest. `nothing` is the lowest of no values, and its negative the highest: of the range
+    that is empty if that is infinite, and contains 0 if it is 0. Flags are of `nan_where`, along the contracted axes.
 
-class Masks(NamedTuple):
-    """The reductions of a platform where values may not be finite.
+    XLA:CPU reduces a plain array at the speed of memory, and what else it computes first through a copy, several times
+    slower. A reduction of several values at once takes what is computed into its loop: one pass for all.
 
-    Attributes:
-      nan: as `nan_where`.
-      maximum: of the finite values, -inf where there is none; without the axes.
+    What is on a mesh with explicit axes takes the plain program: JAX does not know what becomes of their shardings.
     """
-
-    nan: Reduction
-    maximum: Reduction
-
-
-def if_finite(x: Array, then: Callable[[Masks | None], Any]) -> Any:
-    """`then(None)` where all of `x` is known to be finite, `then(masks)` where not.
-
-    XLA:CPU reduces what it reads, or its absolute value, at the speed of memory, and what else it computes first
-    several times slower, through a copy of the array. So `then` is there on both sides of a condition, whether all is
-    finite and its sum does not overflow; and its result stands alone, as in `computed_once`. On TPUs and GPUs masks
-    cost nothing, and a condition keeps what is beside it apart, or waits for the host.
-
-    By the sum, because a maximum need not tell: over devices, and on XLA:CPU since jax 0.10 in large arrays, it forgets
-    a NaN and what it saw before it.
-
-    What is split over explicit axes takes the plain program: vmap makes a select of a condition, which JAX splits
-    otherwise than what it selects, and raises.
-    """
-    plain, masks = lambda _: then(Masks(_nan_by_maximum, _maximum)), Masks(_any_nan, _maximum_by_bits)
-    if is_split(x):
-        return plain(x)
-    by_condition = lambda x: lax.cond(jnp.abs(jnp.sum(x)) < jnp.inf, lambda: then(None), lambda: then(masks))
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    return lax.platform_dependent(x, cpu=by_condition, default=plain)
+    of = {"groups": groups, "of_magnitude": of_magnitude, "nothing": nothing, "contracted": contracted}
+    plain = functools.partial(_in_passes, **of)
+    return plain(x) if is_explicit(x) else lax.platform_dependent(
+        x, cpu=functools.partial(_in_one_pass, **of), default=plain
+    )  # fmt: skip
 
 
-def nan_where(x: Array, axes: tuple[int, ...]) -> Array:
+def _in_passes(
+    x: Array, groups: tuple[int, ...], of_magnitude: bool, nothing: float, contracted: Sequence[int] | None
+) -> tuple[Array | None, Array, Array | None]:
+    # The lowest by a maximum, too: over devices it travels with the other end.
+    largest = lambda x, axes: lax.reduce_max(num.select(lax.abs(x) < np.inf, x, -np.inf), axes)
+    highest = lambda x: lax.max(reduce_groups(largest, x, groups), np.asarray(-nothing, x.dtype))
+    flags = None if contracted is None else _nan_by_maximum(x, tuple(contracted))
+    return (None, highest(lax.abs(x)), flags) if of_magnitude else (-highest(-x), highest(x), flags)
+
+
+def _in_one_pass(
+    x: Array, groups: tuple[int, ...], of_magnitude: bool, nothing: float, contracted: Sequence[int] | None
+) -> tuple[Array | None, Array, Array | None]:
+    # By the largest number instead of infinity, of which the masks take ten times as long.
+    end = np.asarray(min(nothing, float(jnp.finfo(x.dtype).max)), x.dtype)
+    is_finite = lax.abs(x) < np.inf
+    highest = num.select(is_finite, x, -end)
+    lowest = num.select(is_finite, x, end) if end else highest
+    if of_magnitude and contracted is not None:
+        parts = [_Part(lax.abs(highest), end, lax.max)]
+    else:  # of a single value, too: XLA:CPU copies what it computes for a plain reduction
+        parts = [_Part(lowest, end, lax.min), _Part(highest, -end, lax.max)]
+    # The axes of x, of which those in blocks are split in two: (block, element).
+    sizes, of_ends, of_flags = [], [], []
+    for i, (g, n) in enumerate(zip((1,) * (x.ndim - len(groups)) + tuple(groups), x.shape, strict=True)):
+        axes = [len(sizes) + j for j in range(1 if g in (1, n) else 2)]
+        sizes += [n] if len(axes) == 1 else [g, n // g]
+        of_ends += axes[-1:] if g != n or n == 1 else []
+        of_flags += axes if contracted is not None and i in contracted else []
+    first = [axis for axis in of_ends if axis in of_flags]
+    if contracted is not None:
+        parts.append(_Part(lax.bitwise_not(is_finite), np.False_, lax.bitwise_or))
+    else:  # rows before what is left of them, which is the quicker way
+        first = of_ends[-1:] if of_ends[-1:] == [len(sizes) - 1] else of_ends
+    parts = _reduced([part._replace(values=lax.reshape(part.values, sizes)) for part in parts], first)
+    rest = lambda axes: [axis for axis in axes if axis not in first]
+    ends = _reduced(parts if contracted is None else parts[:-1], rest(of_ends))
+    *low, high = (lax.reshape(part.values, groups) for part in ends)
+    low = low[0] if low else None
+    if of_magnitude and low is not None:
+        low, high = None, lax.max(-low, high)
+    elif end:
+        is_empty = low > high
+        low, high = num.select(is_empty, nothing, low), num.select(is_empty, -nothing, high)
+    if contracted is None:
+        return low, high, None
+    (found,) = _reduced(parts[-1:], rest(of_flags))
+    found = lax.reshape(found.values, [1 if i in contracted else n for i, n in enumerate(x.shape)])
+    return low, high, num.select(found, np.float32(np.nan), np.float32(0))
+
+
+class _Part(NamedTuple):
+    """Of a reduction of several arrays, all of one shape: an array, what it starts from, and what joins two values."""
+
+    values: Array
+    start: Any
+    join: Callable[[Array, Array], Array]
+
+
+_LARGE, _PIECE = 2**15, 16  # values that are in no cache, and rows
+
+
+def _reduced(parts: Sequence[_Part], axes: Sequence[int]) -> list[_Part]:
+    """All parts reduced in one pass, with size 1 along the axes.
+
+    Leading axes of large arrays in pieces, of which LLVM unrolls the rows: along a whole column it would go through
+    memory in strides.
+    """
+    if not axes:
+        return list(parts)
+    shape, values = parts[0].values.shape, [part.values for part in parts]
+    reduced, ends = axes, (axes[0], axes[-1] + 1)
+    before, rows, columns = (shape[i:j] for i, j in ((0, ends[0]), ends, (ends[1], None)))
+    is_known = all(isinstance(n, int) for n in shape)  # else the sizes are those of an exported program
+    if len(axes) == len(rows) and is_known and math.prod(columns) > 1 and math.prod(shape) > _LARGE:
+        values = [lax.reshape(v, (*before, math.prod(rows), *columns)) for v in values]
+        while (n := values[0].shape[ends[0]]) > _PIECE:
+            values = _of_pieces(parts, values, ends[0], n)
+        axes = ends[:1]
+    new = [1 if i in reduced else n for i, n in enumerate(shape)]
+    return [
+        part._replace(values=lax.reshape(v, new)) for part, v in zip(parts, _at_once(parts, values, axes), strict=True)
+    ]
+
+
+def _of_pieces(parts: Sequence[_Part], values: Sequence[Array], axis: int, n: int) -> list[Array]:
+    """The results of pieces along an axis, one after the other."""
+    whole, shape = n - n % _PIECE, values[0].shape
+    sizes = (*shape[:axis], whole // _PIECE, _PIECE, *shape[axis + 1 :])
+    pieces = [lax.reshape(lax.slice_in_dim(v, 0, whole, axis=axis), sizes) for v in values]
+    found = _at_once(parts, pieces, [axis + 1])
+    if whole == n:
+        return found
+    rest = [lax.expand_dims(lax.slice_in_dim(v, whole, n, axis=axis), [axis]) for v in values]
+    return [lax.concatenate(both, axis) for both in zip(found, _at_once(parts, rest, [axis + 1]), strict=True)]
+
+
+def _at_once(parts: Sequence[_Part], values: Sequence[Array], axes: Sequence[int]) -> list[Array]:
+    join = lambda a, b: tuple(part.join(v, w) for part, v, w in zip(parts, a, b, strict=True))
+    values = vary_together(*values, *(jnp.asarray(part.start) for part in parts))
+    return list(lax.reduce(tuple(values[: len(parts)]), tuple(values[len(parts) :]), join, tuple(axes)))
+
+
+def nan_where(x: Array, axes: Sequence[int]) -> Array:
     """NaN where the values along axes, of size 1 here, hold a NaN or an infinity, 0 elsewhere; float32.
 
     An infinity has no level either: as the largest one it would hide an overflow from whoever looks at the result.
     `any` is a pass of its own on a TPU, where a maximum of floats is part of the product before it, and over devices
     travels with the maximum that a range is. That takes XLA:CPU up to seven times as long to run.
     """
+    axes = tuple(axes)
     return lax.platform_dependent(x, cpu=lambda x: _any_nan(x, axes), default=lambda x: _nan_by_maximum(x, axes))
 
 
@@ -113,35 +205,28 @@ def _nan_by_maximum(x: Array, axes: tuple[int, ...]) -> Array:
     return lax.expand_dims(num.select(found > 0, np.float32(np.nan), np.float32(0)), axes)
 
 
-def _maximum(x: Array, axes: tuple[int, ...]) -> Array:
-    return lax.reduce_max(num.select(jnp.abs(x) < jnp.inf, x, -jnp.inf), axes)
+def computed_apart(f: Callable, x: Array, *others: Any) -> Any:
+    """`f(x, *others)`, whose results are arrays in memory of their own, computed once.
 
-
-def _maximum_by_bits(x: Array, axes: tuple[int, ...]) -> Array:
-    """The same of integers in the order of the floats, which XLA:CPU reduces without a copy of the array.
-
-    The copy is allocated in each call, also where all is finite, and so large that no memory of it is used again.
+    XLA:CPU fuses into a pass what is cheap to compute again, for every element that reads it: the arithmetic of a
+    channel, divisions and all, or from codes all that their values are made of. Of a call that it does not inline it
+    reads the results. What is split over explicit axes takes the plain program.
     """
-    dtype = np.dtype(f"int{jnp.finfo(x.dtype).bits}")
-    size = np.asarray(np.iinfo(dtype).max, dtype)
-    turned = lambda bits: bits ^ (lax.shift_right_arithmetic(bits, np.asarray(dtype.itemsize * 8 - 1, dtype)) & size)
-    least = np.asarray(~np.asarray(-np.inf, x.dtype).view(dtype) | ~size, dtype)  # -inf, turned
-    ordered = num.select(jnp.abs(x) < jnp.inf, turned(lax.bitcast_convert_type(x, dtype)), least)
-    return lax.bitcast_convert_type(turned(lax.max(lax.reduce_max(ordered, axes), least)), x.dtype)
+    if is_split(x):
+        return f(x, *others)
+    leaves, structure = jax.tree.flatten(others)
+    of_leaves = lambda x, *leaves: f(x, *jax.tree.unflatten(structure, leaves))
+
+    def apart(*args: Array) -> Any:
+        with set_xla_metadata(inlineable="false"):
+            return jax.jit(of_leaves)(*args)
+
+    return lax.platform_dependent(x, *leaves, cpu=apart, default=of_leaves)
 
 
 def computed_once(f: Callable, x: Array, *others: Array) -> Any:
-    """`f(x, *others)` of one number each a channel, computed once for each channel.
-
-    XLA:CPU fuses the arithmetic of a channel into the element-wise pass that uses it, and so does it again for every
-    element: divisions and all, twice the time of the pass. The result of a conditional stands alone. The branches
-    are the same; the condition is a sum, of which XLA:CPU makes fewer kernels than of `any`. A scalar needs none, and
-    what is split over explicit axes has none, as in `if_finite`.
-    """
-    if not jnp.ndim(x) or is_split(x):
-        return f(x, *others)
-    branched = lambda x, *others: lax.cond(jnp.sum(x) < 0, f, f, x, *others)
-    return lax.platform_dependent(x, *others, cpu=branched, default=f)
+    """`computed_apart` of one number each a channel; a scalar needs none."""
+    return computed_apart(f, x, *others) if jnp.ndim(x) else f(x, *others)
 
 
 def read_once(v: Array) -> Array:

@@ -16,6 +16,7 @@ from .. import _checks as checks
 from .. import _numerics as num
 from .._grid import Frame, Grid, frame_of
 from .._groups import broadcast_groups, reduce_groups
+from .._platform._cpu import computed_once
 from .._platform._division import divide
 from .._qparams import QParams
 from .._scale_formats import TINY
@@ -24,9 +25,9 @@ from ._range import LARGEST, finite_or, grid_of_range, no_nonfinite, range_of, r
 
 
 def _minmax(x: Array, frame: Frame, _: float = 100.0) -> QParams:
-    fitted = lambda x_min, x_max, _: grid_of_range(x_min, x_max, frame)[:2]
-    scale, zero_point = range_of(x, frame.spec, fitted)
-    return Grid(scale, zero_point, frame).qparams
+    x_min, x_max, _ = range_of(x, frame.spec)
+    fitted = lambda x_max, x_min: grid_of_range(x_min, x_max, frame)[:2]
+    return Grid(*computed_once(fitted, x_max, x_min), frame).qparams
 
 
 def _mean(x: Array, shape: tuple[int, ...]) -> Array:
@@ -159,7 +160,7 @@ def _mse(x: Array, frame: Frame, _: float) -> QParams:
     shifts, near = [0.0], np.linspace(0.9, 1.1, 33)
     if not spec.symmetric:
         # Of the values, not of the grid of min-max, which ends at 0 where they end within half a step of it.
-        low, high = range_of(v, spec, lambda x_min, x_max, _: (jnp.minimum(x_min, 0), jnp.maximum(x_max, 0)))
+        low, high = range_of(v, spec)[:2]
 
         def of_ends(ends):
             ratio = jnp.maximum((high * ends[1] - low * ends[0]) / (qmax - qmin), TINY)

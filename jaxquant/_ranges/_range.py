@@ -16,8 +16,7 @@ from jax import Array, lax
 from .. import _checks as checks
 from .. import _numerics as num
 from .._grid import Frame, Grid, frame_of
-from .._groups import reduce_groups
-from .._platform._cpu import Masks, if_finite, unknown
+from .._platform._cpu import extremes, unknown
 from .._platform._division import divide
 from .._qparams import QParams
 from .._scale_formats import quotient
@@ -65,45 +64,16 @@ def finite_or(x: Array, otherwise: float) -> Array:
     return num.select(jnp.abs(x) < jnp.inf, x, otherwise)
 
 
-def range_of(x: Array, spec: QuantSpec, then: Callable) -> Any:
-    """`then(x_min, x_max, masks)` of the finite values of each group, of as few reductions as the spec needs.
+def range_of(
+    x: Array, spec: QuantSpec, nothing: float = 0, contracted: Sequence[int] | None = None
+) -> tuple[Array | None, Array, Array | None]:
+    """The lowest and the highest of the finite values of each group, in float32, and NaN flags, as `extremes` has them.
 
-    Of a signed symmetric spec `x_max` is the largest absolute value, and `x_min` is None.
-
-    The values are masked where some may have to be: not, on some platforms, if all are finite, and `masks` is None, as
-    in `if_finite`. What `then` makes of them stands alone there.
+    Of a signed symmetric spec the highest is the largest absolute value, and there is no lowest.
     """
-    shape = qparams_shape(spec, x.shape)
-    x = num.upcast(x, num.compute_dtype(x.dtype))
-    ends = (_lowest, _highest)
-    if spec.symmetric and spec.signed:
-        ends = (_largest_in_blocks if spec.granularity.sizes else _largest,)
-    extremes = lambda masks: [reduce_groups(functools.partial(end, masks), x, shape) for end in ends]
-    plain = extremes(None)
-
-    def of(masks):
-        ends = [_to_float32(end) for end in (extremes(masks) if masks else plain)]
-        return then(None, ends[0], masks) if len(ends) == 1 else then(*ends, masks)
-
-    return if_finite(x, of)
-
-
-def _lowest(masks: Masks | None, x: Array, axes: tuple[int, ...]) -> Array:
-    # Masked by a maximum too: over devices it travels with the other end's.
-    return -masks.maximum(-x, axes) if masks else lax.reduce_min(x, axes)
-
-
-def _highest(masks: Masks | None, x: Array, axes: tuple[int, ...]) -> Array:
-    return masks.maximum(x, axes) if masks else lax.reduce_max(x, axes)
-
-
-def _largest(masks: Masks | None, x: Array, axes: tuple[int, ...]) -> Array:
-    return _highest(masks, jnp.abs(x), axes)
-
-
-def _largest_in_blocks(masks: Masks | None, x: Array, axes: tuple[int, ...]) -> Array:
-    # XLA:CPU copies an absolute value before it reduces it in blocks, ten times the time of both reductions.
-    return _largest(masks, x, axes) if masks else lax.abs(lax.max(lax.reduce_max(x, axes), -lax.reduce_min(x, axes)))
+    of_magnitude = spec.symmetric and spec.signed
+    *ends, flags = extremes(x, qparams_shape(spec, x.shape), of_magnitude, nothing, contracted)
+    return *(None if end is None else _to_float32(end) for end in ends), flags
 
 
 def _to_float32(end: Array) -> Array:
@@ -116,7 +86,7 @@ def _to_float32(end: Array) -> Array:
 @functools.partial(jax.jit, static_argnames="spec")
 def _observe(x: Array, spec: QuantSpec) -> Range:
     both_ends = QuantSpec(symmetric=False, granularity=spec.granularity)
-    return range_of(x, both_ends, lambda x_min, x_max, _: Range(x_min, x_max))
+    return Range(*range_of(x, both_ends, nothing=np.inf)[:2])
 
 
 def observe(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:

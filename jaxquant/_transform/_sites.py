@@ -37,12 +37,12 @@ from .._jaxpr._quantized_param import (
     with_fitting_spec,
 )
 from .._paths import named_in_errors
-from .._platform._cpu import written
+from .._platform._cpu import nan_where, written
 from .._qarray import QArray, Scales, changed, scales_of
 from .._qparams import QParams
 from .._sharding import axes_of, replicated, vary_together
 from .._spec import QuantSpec, qparams_shape
-from .._straight_through import nan_flags, quantize_straight_through, with_gradient_of
+from .._straight_through import quantize_straight_through, with_gradient_of
 from ._caches import Cache
 from ._choices import Choice, Decision
 from ._decide import Decisions
@@ -537,7 +537,7 @@ def _of_weight(parameter: QuantizedParam) -> tuple[Array, QArray, Array | None]:
 def _of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array, QArray, Array]:
     """The same of a value that is quantized where it is named, which may hold a NaN."""
     assert value.real is not None
-    return value.real, qarray(value), nan_flags(lax.stop_gradient(value.real), contracted)
+    return value.real, qarray(value), nan_where(lax.stop_gradient(value.real), contracted)
 
 
 _contracted = jax.jit(contract, static_argnums=0)  # traced, and differentiated, once for each shape
