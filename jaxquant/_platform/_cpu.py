@@ -119,12 +119,13 @@ def _in_one_pass(
     rest = lambda axes: [axis for axis in axes if axis not in first]
     ends = _reduced(parts if contracted is None else parts[:-1], rest(of_ends))
     *low, high = (lax.reshape(part.values, groups) for part in ends)
-    low = low[0] if low else None
-    if of_magnitude and low is not None:
-        low, high = None, lax.max(-low, high)
-    elif end:
-        is_empty = low > high
-        low, high = num.select(is_empty, nothing, low), num.select(is_empty, -nothing, high)
+    if of_magnitude:
+        low, high = None, lax.max(-low[0], high) if low else high
+    else:
+        low = low[0]
+        if end:
+            is_empty = low > high
+            low, high = num.select(is_empty, nothing, low), num.select(is_empty, -nothing, high)
     if contracted is None:
         return low, high, None
     (found,) = _reduced(parts[-1:], rest(of_flags))
@@ -224,7 +225,7 @@ def computed_apart(f: Callable, x: Array, *others: Any) -> Any:
     return lax.platform_dependent(x, *leaves, cpu=apart, default=of_leaves)
 
 
-def computed_once(f: Callable, x: Array, *others: Array) -> Any:
+def computed_once(f: Callable, x: Array, *others: Any) -> Any:
     """`computed_apart` of one number each a channel; a scalar needs none."""
     return computed_apart(f, x, *others) if jnp.ndim(x) else f(x, *others)
 

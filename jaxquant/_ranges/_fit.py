@@ -25,9 +25,10 @@ from ._range import LARGEST, finite_or, grid_of_range, no_nonfinite, range_of, r
 
 
 def _minmax(x: Array, frame: Frame, _: float = 100.0) -> QParams:
-    x_min, x_max, _ = range_of(x, frame.spec)
+    x_min, x_max = range_of(x, frame.spec)[:2]
     fitted = lambda x_max, x_min: grid_of_range(x_min, x_max, frame)[:2]
-    return Grid(*computed_once(fitted, x_max, x_min), frame).qparams
+    scale, zero_point = computed_once(fitted, x_max, x_min)
+    return Grid(scale, zero_point, frame).qparams
 
 
 def _mean(x: Array, shape: tuple[int, ...]) -> Array:

@@ -72,8 +72,8 @@ def range_of(
     Of a signed symmetric spec the highest is the largest absolute value, and there is no lowest.
     """
     of_magnitude = spec.symmetric and spec.signed
-    *ends, flags = extremes(x, qparams_shape(spec, x.shape), of_magnitude, nothing, contracted)
-    return *(None if end is None else _to_float32(end) for end in ends), flags
+    x_min, x_max, flags = extremes(x, qparams_shape(spec, x.shape), of_magnitude, nothing, contracted)
+    return None if x_min is None else _to_float32(x_min), _to_float32(x_max), flags
 
 
 def _to_float32(end: Array) -> Array:
