@@ -177,3 +177,11 @@ def test_every_exact_case_has_the_bits_of_the_cpu(elsewhere, family):
         for name, value in jax.jit(case.f)(*case.inputs).items()
     }
     assert differ == dict.fromkeys(differ, 0)
+
+
+def test_without_jit_it_is_the_same():
+    x, step = np.float32([0.3, -1.7, 2.5, np.inf]), np.float32([3])
+    want = x / step
+    with jax.disable_jit():
+        for of in (division.divide, lambda x, step: division.divide_to_level(x, step, True)):
+            np.testing.assert_array_equal(np.asarray(of(x, step)).view(np.int32), want.view(np.int32))

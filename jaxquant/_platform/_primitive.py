@@ -31,7 +31,6 @@ def elementwise(name: str, cpu: Callable, default: Callable, static: tuple[str, 
     Gradient: of `cpu` or `default`, as `lax.platform_dependent` has it.
     """
     primitive = Primitive(name)
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
     primitive.def_abstract_eval(lambda x, *_, **__: x.update(weak_type=False))
     mlir.register_lowering(primitive, mlir.lower_fun(default, multiple_results=False))
     mlir.register_lowering(primitive, mlir.lower_fun(cpu, multiple_results=False), platform="cpu")
@@ -60,6 +59,7 @@ def elementwise(name: str, cpu: Callable, default: Callable, static: tuple[str, 
         others = (v if axis is None else ranked(v) for v, axis in zip(first[1:], axes[1:], strict=True))
         return primitive.bind(x, *others, **params), 0
 
+    primitive.def_impl(jax.jit(on_each, static_argnames=static))  # not bind, which jax.disable_jit leads back here
     ad.primitive_jvps[primitive] = of_tangents
     batching.primitive_batchers[primitive] = of_batch
 
