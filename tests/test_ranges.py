@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from exact import assert_same_bits, x64
-from inputs import cast, hard_ranges, hard_values
+from inputs import SPECIALS, cast, hard_ranges, hard_values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import by_default, cases, in_turn
@@ -38,6 +38,7 @@ from jaxquant import (
     qparams_from_range,
     range_from_histogram,
 )
+from jaxquant._platform._cpu import _in_one_pass
 from jaxquant._tally import merge_tallies, tally
 
 pytestmark = pytest.mark.bits
@@ -865,3 +866,46 @@ def test_a_tally_counts_on():
     assert int(many.clipped) / int(many.size) == int(t.clipped) / int(t.size)
     assert ((many.levels > 0) == (t.levels > 0)).all()
     np.testing.assert_allclose(many.noise / many.signal, t.noise / t.signal, rtol=1e-5)
+
+
+# In one pass, as on a CPU
+
+SHAPES = {  # of values and groups, and the contracted axes
+    "columns of an odd number of rows": ((1003, 40), (1, 40), (0,)),
+    "rows": ((40, 103), (40, 1), (1,)),
+    "a tensor": ((7, 10, 17), (), (2,)),
+    "blocks of 48 rows": ((96, 384), (2, 384), (0,)),
+    "blocks of 8 columns": ((5, 24), (5, 3), (1,)),
+    "the middle of three axes": ((3, 350, 40), (3, 1, 40), (1,)),
+    "what is contracted is another axis": ((6, 10), (1, 10), (1,)),
+    "one value each": ((4, 5), (4, 5), (0,)),
+    "nothing": ((0, 3), (1, 3), (0,)),
+}
+WAYS = (False, 0, True), (False, np.inf, False), (True, 0, False), (True, 0, True)  # magnitudes, of nothing, with flags
+
+
+def by_numpy(x, groups, of_magnitude, nothing, contracted):
+    parts = [n for g, size in zip((1,) * (x.ndim - len(groups)) + groups, x.shape, strict=True) for n in (g, size // g)]
+    x = np.abs(x) if of_magnitude else x
+    end = lambda reduce, of: reduce(np.where(np.isfinite(x), x, of).reshape(parts), tuple(range(1, 2 * x.ndim, 2)))
+    low, high = (end(f, F(of)) for f, of in ((functools.partial(np.min, initial=nothing), nothing),
+                                            (functools.partial(np.max, initial=-nothing), -nothing)))  # fmt: skip
+    found = None if contracted is None else ~np.isfinite(x).all(contracted, keepdims=True)
+    flags = None if found is None else np.where(found, F(np.nan), F(0))
+    return None if of_magnitude else low.reshape(groups), high.reshape(groups), flags
+
+
+def test_one_pass_has_the_ends_and_flags_of_numpy():
+    rng, arrays, specials = np.random.default_rng(0), {}, SPECIALS[np.abs(SPECIALS) != F(1e-40)]
+    for name, (shape, *_) in SHAPES.items():
+        x = (rng.normal(size=shape) + 3).astype(F)  # above 0, where an end of 0 would be wrong
+        x = np.where(rng.random(shape) < 0.01, rng.choice(specials, shape), x)
+        arrays[name] = np.where(np.arange(shape[-1]) == 1, F(np.nan), x)
+
+    def every(form, arrays):
+        of = lambda name, groups, axes: [form(arrays[name], groups, *way, axes if f else None) for *way, f in WAYS]
+        return {name: of(name, *rest) for name, (_, *rest) in SHAPES.items()}
+
+    got = jax.jit(functools.partial(every, _in_one_pass))(arrays)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(every(by_numpy, arrays)), strict=True):
+        assert_same_bits(np.asarray(one) + 0, other.astype(F) + 0)  # a zero may have either sign

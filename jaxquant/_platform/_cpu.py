@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What XLA:CPU wants of element-wise arithmetic and of ranges, where other platforms take the plain program.
 
-Each function is the plain program elsewhere, by `lax.platform_dependent`: so is a program that is exported for several
-platforms, or compiled for one that is not there. All of them give the same bits on every platform.
+Each function is the plain program elsewhere, by `lax.platform_dependent` or as a primitive: so is a program that is
+exported for several platforms, or compiled for one that is not there. All give the same bits on every platform.
 """
 
 import functools
@@ -110,6 +110,8 @@ def _in_one_pass(
         sizes += [n] if len(axes) == 1 else [g, n // g]
         of_ends += axes[-1:] if g != n or n == 1 else []
         of_flags += axes if contracted is not None and i in contracted else []
+    if not of_ends:  # then nothing below joins the values with what they start from
+        parts = [part._replace(values=part.join(part.values, part.start)) for part in parts]
     first = [axis for axis in of_ends if axis in of_flags]
     if contracted is not None:
         parts.append(_Part(lax.bitwise_not(is_finite), np.False_, lax.bitwise_or))
@@ -180,7 +182,8 @@ def _of_pieces(parts: Sequence[_Part], values: Sequence[Array], axis: int, n: in
 
 
 def _at_once(parts: Sequence[_Part], values: Sequence[Array], axes: Sequence[int]) -> list[Array]:
-    join = lambda a, b: tuple(part.join(v, w) for part, v, w in zip(parts, a, b, strict=True))
+    joins = [part.join for part in parts]  # what JAX keeps of the reduction must hold no value
+    join = lambda a, b: tuple(f(v, w) for f, v, w in zip(joins, a, b, strict=True))
     values = vary_together(*values, *(jnp.asarray(part.start) for part in parts))
     return list(lax.reduce(tuple(values[: len(parts)]), tuple(values[len(parts) :]), join, tuple(axes)))
 
