@@ -44,13 +44,12 @@ def quantize_straight_through(
 
     # The integers stand alone on a CPU: else it would compute anew for them what the values are made of, the scaled
     # product before them, and from them what the backward pass reads.
-    levels = lambda values, grid, noise: levels_of(values, grid.effective(), noise)
     if qparams is None:
         x_min, x_max, flags = range_of(values, spec, contracted=contracted)
 
         def fitted(values, x_min, x_max, noise):
             grid = grid_of_range(x_min, x_max, frame)
-            return grid.trained, levels(values, grid, noise)
+            return grid.trained, levels_of(values, grid.effective(), noise)
 
         trained, integers = computed_apart(fitted, values, x_min, x_max, noise)
         grid = grid_of(trained, frame)

@@ -41,7 +41,7 @@ def written(v: Array) -> Array:
     Of a constant XLA:CPU chooses another layout, and of a transpose that it sees another kernel; each sums in another
     order. What is trained, served and closed over has one form so.
     """
-    return lax.platform_dependent(v, cpu=lambda v: _barrier(v)[0], default=lambda v: v)
+    return lax.platform_dependent(v, cpu=lax.optimization_barrier, default=lambda v: v)
 
 
 # For a transpose that a program returns: XLA:CPU copies 4 bits wrongly between two layouts in jaxlib 0.7.2 and 0.8.0.
@@ -56,17 +56,14 @@ def transposed(v: Array, axes: Sequence[int]) -> Array:
     return lax.optimization_barrier(lax.transpose(v.astype(wide), axes)).astype(v.dtype)
 
 
-def _barrier(*values: Any) -> Any:
-    return lax.optimization_barrier(values)
-
-
 def extremes(
     x: Array, groups: tuple[int, ...], of_magnitude: bool, nothing: float = 0, contracted: Sequence[int] | None = None
 ) -> tuple[Array | None, Array, Array | None]:
     """The lowest and the highest of the finite values of each group, in the shape `groups`; and NaN flags.
 
-    Of magnitudes there is no lowest. `nothing` is the lowest of no values, and its negative the highest: of the range
-    that is empty if that is infinite, and contains 0 if it is 0. Flags are of `nan_where`, along the contracted axes.
+    For magnitudes the lowest is None, and for no contracted axes so are the flags, which are as `nan_where` gives them.
+    The reduction starts from the range (nothing, -nothing): 0 makes every range contain 0, and infinity is the empty
+    range, which remains where no value is finite.
 
     XLA:CPU reduces a plain array at the speed of memory, and what else it computes first through a copy, several times
     slower. A reduction of several values at once takes what is computed into its loop: one pass for all.
@@ -212,9 +209,9 @@ def _nan_by_maximum(x: Array, axes: tuple[int, ...]) -> Array:
 def computed_apart(f: Callable, x: Array, *others: Any) -> Any:
     """`f(x, *others)`, whose results are arrays in memory of their own, computed once.
 
-    XLA:CPU fuses into a pass what is cheap to compute again, for every element that reads it: the arithmetic of a
-    channel, divisions and all, or from codes all that their values are made of. Of a call that it does not inline it
-    reads the results. What is split over explicit axes takes the plain program.
+    XLA:CPU fuses cheap arithmetic into every pass that reads its result, and computes it again for each element: the
+    arithmetic of a channel with its divisions, or the values that integers were rounded from. A call that is not
+    inlined is a wall between fusions. What is split over explicit axes takes the plain program.
     """
     if is_split(x):
         return f(x, *others)
