@@ -24,6 +24,7 @@ from ._spec import QuantSpec, qparams_shape
 from ._table import as_html, as_text
 from ._tally import Tally, merge_tallies, sqnr, tally, to_nearest
 from ._transform._entries import Entry
+from ._transform._layout import Layout
 from ._transform._plan import Site, in_words
 from ._transform._quantize_fn import QuantizedFunction
 
@@ -309,9 +310,14 @@ def _layer_errors(
         if not is_qarray(leaves[path]):
             leaf = entries.of[path].rotated(leaves[path])
             rounded = fake_quant(leaf, to_nearest(entries.of[path].spec), (qparams or {}).get(path))
-            of = lambda v, layout=layout, path=path: squared_errors(layout.matrices(v), grams[path].products).sum()
-            found[path] = float(relative(of(leaf - rounded), of(leaf)))
+            found[path] = float(_layer_error(leaf, rounded, grams[path].products, layout))
     return found
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _layer_error(leaf: Array, rounded: Array, products: Array, layout: Layout) -> Array:
+    of = lambda v: squared_errors(layout.matrices(v), products).sum()
+    return relative(of(leaf - rounded), of(leaf))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "contracted"))

@@ -12,6 +12,14 @@ def normal(seed, *shape, scale=1):
     return jax.device_put((np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32))
 
 
+def ones(shape, dtype=np.float32):
+    return jax.device_put(np.ones(shape, dtype))
+
+
+def zeros(shape, dtype=np.float32):
+    return jax.device_put(np.zeros(shape, dtype))
+
+
 def dead(v, *channels):
     """`v` with zeros at some places along its first axis."""
     is_dead = np.isin(np.arange(len(v)), channels).reshape(-1, *[1] * (v.ndim - 1))

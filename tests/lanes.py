@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 
-def cases(names, every, default):
-    """Parametrizes a test by every case; those that are not among the default ones are slow."""
+def cases(names, every, default=()):
+    """Parametrizes a test by every case; those that are not among the default ones, or all, are slow."""
     every, default = list(every), list(default)
     strange = [case for case in default if case not in every]
     assert not strange, f"not among the cases: {strange}"

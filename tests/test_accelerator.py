@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inputs import ones
 
 from benchmarks import accelerator, exactness
 
@@ -21,9 +22,8 @@ def test_without_an_accelerator_it_says_so_and_writes_nothing(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "family", [f if f == QUICK else pytest.param(f, marks=pytest.mark.slow) for f in exactness.FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", exactness.FAMILIES)
 def test_the_cpu_gives_the_recorded_bits(family, tmp_path, compared):
     exactness.record(tmp_path / "bits.npz", family)
     got, want = exactness.recorded(tmp_path / "bits.npz"), exactness.recorded()
@@ -115,7 +115,7 @@ def test_a_run_that_fails_is_a_cell_and_stops_no_other():
     def broken():
         raise RuntimeError("not on this device")
 
-    times = accelerator.Times({"x + 1": lambda: accelerator.calls(lambda x: x + 1, 4, jnp.ones(8)), "b": broken}, 4, 3)
+    times = accelerator.Times({"x + 1": lambda: accelerator.calls(lambda x: x + 1, 4, ones(8)), "b": broken}, 4, 3)
     assert times.median("x + 1") > 0
     assert times.cell("b", lambda second: second) == "RuntimeError: not on this device"
     assert times.ratio("b", "x + 1") == times.ratio("x + 1", "b") == ""
@@ -123,7 +123,7 @@ def test_a_run_that_fails_is_a_cell_and_stops_no_other():
 
 def test_calls_are_all_made():
     """The value of the last call: the first number of x is what the loop wrote, and each call read its own number."""
-    carry = accelerator.calls(lambda x, v, w: x + v + w, 3, jnp.ones((2, 2)), (jnp.float32(10),), (jnp.float32(100),))()
+    carry = accelerator.calls(lambda x, v, w: x + v + w, 3, ones((2, 2)), (jnp.float32(10),), (jnp.float32(100),))()
     np.testing.assert_array_equal(carry[1], [[112, 111], [111, 111]])
 
 

@@ -210,7 +210,7 @@ OPTIONS = [
 ]
 
 
-@cases("options", OPTIONS, [OPTIONS[4]])
+@cases("options", OPTIONS)
 def test_traced_bits_are_the_static_spec_of_those_bits(options):
     rng, traces = np.random.default_rng(2), []
     widest = QuantSpec(bits=16, **options)
@@ -271,6 +271,7 @@ def test_stochastic_rounding_is_the_oracle_with_the_noise_of_the_key(spec, dtype
     assert differ == 0
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_unbiased():
     fractions = np.array([2.0**-10, 0.01, 0.25, 0.5, 0.9, 0.999], np.float32)
     x = np.concatenate([fractions, 3 + fractions, -fractions, -3 - fractions])
@@ -359,7 +360,7 @@ def test_relu_in_integers(granularity, signed):
     assert_same_bits(dequantize(rectified), np.maximum(back, 0))
 
 
-@cases("symmetric", [True, False], [False])
+@cases("symmetric", [True, False])
 def test_a_stack_is_scanned_and_vmapped(symmetric):
     spec = QuantSpec(bits=4, symmetric=symmetric, granularity=PerChannel((0, -1)))
     x = np.random.default_rng(8).normal(size=(3, 5, 4)).astype(F)
@@ -386,7 +387,6 @@ def check_packed(values, bits):
 @cases(
     ("shape", "bits", "dtype"),
     itertools.product(SHAPES, (2, 3, 4), (np.int8, np.uint8)),
-    itertools.product([(), (0,), (7,), (3, 5, 7)], [3], [np.int8]),
 )
 def test_pack_round_trip(shape, bits, dtype):
     lowest = -(2 ** (bits - 1)) if dtype is np.int8 else 0

@@ -303,8 +303,7 @@ def test_dequantize_trains_the_scale():
     assert [v.dtype for v in (dq.values, dq.zero_point)] == [jax.dtypes.float0] * 2
 
 
-@by_default("1.5-True")
-@cases(("start", "symmetric"), itertools.product([0.2, 1.5], [True, False]), [(0.2, False), (1.5, True)])
+@cases(("start", "symmetric"), itertools.product([0.2, 1.5], [True, False]))
 def test_learned_qparams_descend(symmetric, start):
     """From a scale too small and one too large, at 3 bits, towards the least error on a Gaussian off centre."""
     spec = QuantSpec(bits=3, symmetric=symmetric)
@@ -357,6 +356,7 @@ def test_nan_gives_no_gradient_also_where_the_cotangent_is_nan():
     assert dzero_point.item() == 0
 
 
+@pytest.mark.slow
 def test_a_gradient_is_sharded_as_its_argument_on_an_explicit_mesh():
     """One of an array made before the mesh is wherever the other argument is."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))

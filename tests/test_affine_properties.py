@@ -69,6 +69,7 @@ def ends(spec, bits, zero_point):
     return narrower.qmin, narrower.qmax, zero
 
 
+@pytest.mark.slow
 @every_spec
 @on_a_grid
 def test_idempotent(spec, x, scale, zero_point, bits):
@@ -180,6 +181,7 @@ def test_a_dequantized_array_quantizes_to_the_same_values(x, scale, zero_point):
 over_channels = jax.jit(jax.vmap(lambda x, *a: fake(x, SPECS[1], *a), (1, 0, None, None), 1))
 
 
+@pytest.mark.slow
 @given(x=squares, scale=scale_rows, zero_point=zero_points, bits=widths, order=st.permutations(range(8)))
 def test_channels_are_separate(x, scale, zero_point, bits, order):
     zero = np.full((1, 8), zero_point)
@@ -239,6 +241,7 @@ def test_scale_gradient_is_the_identity(x, factor):
     assert_same_bits(scaled(x, factor), x)
 
 
+@pytest.mark.slow
 @given(x=moderate, scale=scales, seed=st.integers(0, 2**31 - 1))
 def test_stochastic_rounding_takes_one_of_the_two_levels_beside(x, scale, seed):
     spec = activation_spec(16, rounding="stochastic")
@@ -280,6 +283,7 @@ def test_a_merged_range_is_the_smallest_that_contains_both(pairs):
     assert (high == np.maximum(a.x_max, b.x_max)).all()
 
 
+@pytest.mark.slow
 @given(x=moderate, y=moderate, decay=st.floats(0, 1, width=32))
 def test_an_average_lies_between_both(x, y, decay):
     """But for the three roundings of the sum of two products with weights that add up to 1 but for a rounding."""
@@ -296,6 +300,7 @@ def counts_of(x, y, both):
     return jq.merge_histograms(count(x), count(y)).counts, count(both).counts
 
 
+@pytest.mark.slow
 @given(x=values, y=values, order=st.permutations(range(N)))
 def test_merged_histograms_are_that_of_all_values_in_any_order(x, y, order):
     merged, whole = map(np.asarray, counts_of(x, y, np.concatenate([y, x[order]])))
@@ -332,7 +337,7 @@ def ranges_of(x, spec):
     return percentile(), percentile(percentile=100), jq.fit_qparams(x, spec)
 
 
-@cases("spec", [QuantSpec(), activation_spec()], [activation_spec()])
+@cases("spec", [QuantSpec(), activation_spec()])
 @given(x=values)
 def test_a_percentile_lies_inside_of_the_whole_range(spec, x):
     x[0] = 1.0
@@ -370,6 +375,7 @@ pairs = given(a=codes, b=codes, a_scale=scales, b_scale=scales, zero=st.integers
 centred = lambda q: np.asarray(q.values, np.int64) - int(q.zero_point)
 
 
+@pytest.mark.slow
 @pairs
 def test_a_dot_is_the_scaled_integer_product_in_both_executions(a, b, a_scale, b_scale, zero):
     a, b = arrays_of(a, b, a_scale, b_scale, zero)
@@ -398,6 +404,7 @@ def test_a_dot_is_additive_in_the_integers(a, b, a_scale, b_scale, zero):
     assert_same_bits(sum(parts), dot(a, b, execution="int8"))
 
 
+@pytest.mark.slow
 @pairs
 def test_a_convolution_is_the_scaled_integer_sum_in_both_executions(a, b, a_scale, b_scale, zero):
     x, _ = arrays_of(a, b, a_scale, b_scale, zero, (2, 4, 8))

@@ -155,7 +155,7 @@ def test_routes(name, route):
     check(name, list(run(SPECS[name].all_values, name)), sets)
 
 
-@cases("name", SPECS, [CHANNEL])
+@cases("name", SPECS)
 def test_checkpoint(name):
     remat = jax.checkpoint(SPECS[name].call)
 
@@ -197,9 +197,6 @@ def test_per_channel_is_vmap_of_per_tensor_and_a_loop(name):
 @cases(
     ("name", "dtype"),
     itertools.product(SPECS, ["float32", "bfloat16", "float16"]),
-    [
-        (CHANNEL, "bfloat16"),
-    ],
 )
 def test_neighbours_in_one_jit(name, dtype):
     """The user's own operations before and after are not merged into the arithmetic, nor into that of the gradient."""
@@ -232,11 +229,9 @@ def mesh(kind):
     return jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
-@by_default("4 bits, affine, half away-Explicit")
 @cases(
     ("name", "kind"),
     itertools.product(SPECS, KINDS),
-    [(CHANNEL, "Explicit"), ("from data", "Auto")],
 )
 def test_rows_sharded(name, kind):
     with_mesh = mesh(kind)
@@ -252,7 +247,6 @@ def test_rows_sharded(name, kind):
 @cases(
     ("name", "what", "kind"),
     itertools.product(["weights", "16 bits, affine, every element", CHANNEL], ["x", "qparams", "both"], KINDS),
-    [(CHANNEL, "qparams", "Explicit")],
 )
 def test_channels_sharded(name, what, kind):
     """Tensor parallel: the channels of x, of the qparams or of both are sharded."""

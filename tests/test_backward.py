@@ -541,6 +541,7 @@ def test_bfloat16_products_of_any_order_of_axes(order):
         assert np.abs(np.asarray(value) - want).max() < 4e-3 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_a_symbolic_number_of_rows():
     (rows,) = jax.export.symbolic_shape("rows", constraints=["rows <= 1000"])
     weight, activation = QuantSpec(granularity=PerChannel(None)), QuantSpec(granularity=PerToken())

@@ -211,6 +211,7 @@ def test_scans_in_a_scan_and_over_time():
     np.testing.assert_allclose(new["b"] - params["b"], added, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_unrolled_loop_has_one_bias_for_all_turns():
     f = lambda p, x: jnp.tanh(dense(p, jnp.tanh(dense(p, x))))
     rolled = lambda p, x: lax.scan(lambda h, _: (jnp.tanh(dense(p, h)), None), x, None, length=2)[0]
@@ -236,6 +237,7 @@ def test_the_function_is_closer(seed):
     assert error(new, other) < error(params, other)
 
 
+@pytest.mark.slow
 def test_what_is_solved_is_served():
     """With integers in place of the weights, too, and in one compiled program; a second call changes nothing."""
     q, qparams, _, _ = corrected(twice, TWICE)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from inputs import ones
 from lanes import by_default, cases
 
 from jaxquant import (
@@ -108,20 +109,20 @@ def full(spec, seed=0, shape=SHAPE):
 
 
 jitted = jax.jit(update_slice, donate_argnames="cache")
+copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def written_at(cache, new, index):
     """By a static index and, in a program that is compiled once for each shape, by a traced one."""
     got = update_slice(cache, new, index)
-    same(jitted(jax.tree.map(jnp.copy, cache), new, tuple(map(jnp.int32, index))), got)
+    same(jitted(copied(cache), new, tuple(map(jnp.int32, index))), got)
     return got
 
 
 # Written.
 
 
-@by_default("uint4 affine in blocks")
-@cases("name", SPECS, SOME)
+@cases("name", SPECS)
 def test_an_empty_cache_is_zeros(name):
     spec = SPECS[name]
     empty = zeros(SHAPE, spec, dtype=jnp.bfloat16)
@@ -175,7 +176,7 @@ def test_scales_that_a_part_cannot_change_stay(name):
     assert_same_bits(written_at(cache, random(*SHAPE), (0, 0, 0, 0)).scale, scale)
 
 
-@cases("order", [((-1, -2),), ((-2, -1, -3),)], [((-2, -1, -3),)])
+@cases("order", [((-1, -2),), ((-2, -1, -3),)])
 def test_a_cache_is_written_as_it_lies(order):
     cache = full(SPECS["int4"])
     got = written_at(
@@ -191,7 +192,7 @@ def test_a_traced_index_is_clamped():
     cache, new = full(SPECS["int8"]), random(B, 3, H, D, seed=1)
     for start, at in {20: 5, 6: 5, -1: 5, -4: 4, -30: 0}.items():
         same(
-            jitted(jax.tree.map(jnp.copy, cache), new, (0, jnp.int32(start), 0, 0)),
+            jitted(copied(cache), new, (0, jnp.int32(start), 0, 0)),
             update_slice(cache, new, (0, at, 0, 0)),
         )
         got = dynamic_slice(cache, (jnp.int8(5), jnp.int32(start), 0, 0), (B, 3, H, D))
@@ -205,7 +206,7 @@ def test_a_traced_index_is_clamped():
         )
 
 
-@cases("name", ["int8", "int4", "float8"], ["int4"])
+@cases("name", ["int8", "int4", "float8"])
 def test_a_scan_over_tokens_is_one_at_a_time(name):
     """And quantizing them all at once; with an example at a position of its own under vmap, too."""
     spec, x = SPECS[name], jax.device_put(random(*SHAPE))
@@ -224,7 +225,7 @@ def test_a_scan_over_tokens_is_one_at_a_time(name):
 
 
 def test_stochastic_rounding_wants_a_key():
-    spec, new = QuantSpec(granularity=TOKEN, rounding="stochastic"), jnp.ones((B, 1, H, D))
+    spec, new = QuantSpec(granularity=TOKEN, rounding="stochastic"), ones((B, 1, H, D))
     key, empty = jax.random.key(0), zeros(SHAPE, QuantSpec(granularity=TOKEN))
     empty = dataclasses.replace(empty, spec=spec)
     got = update_slice(empty, new / 3, (0, 2, 0, 0), key=key)
@@ -242,7 +243,7 @@ def test_stochastic_rounding_wants_a_key():
 
 
 @pytest.mark.bits
-@cases("name", ["int8", "int4", "float8", "int4 in blocks"], ["int4 in blocks"])
+@cases("name", ["int8", "int4", "float8", "int4 in blocks"])
 def test_a_donated_cache_is_written_in_place(name):
     shape, traces = (2, 512, 4, 16), []
     cache = zeros(shape, SPECS[name])
@@ -312,8 +313,7 @@ ON_MESHES = [
 ]
 
 
-@by_default("each at its own-int4", "read-int4")
-@cases(("what", "name"), ON_MESHES, [(what, "int4") for what in ON_A_MESH])
+@cases(("what", "name"), ON_MESHES)
 def test_heads_on_explicit_axes(what, name):
     """The same bits, and each array stays as it was split."""
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -346,8 +346,7 @@ PARTS = {
 }
 
 
-@by_default("uint4 affine in blocks")
-@cases("name", SPECS, SOME)
+@cases("name", SPECS)
 def test_an_index_is_that_of_the_real_values(name):
     q = full(SPECS[name])
     got = jax.jit(lambda q: {part: (p := f(q), dequantize(p)) for part, f in PARTS.items()})(q)
@@ -357,8 +356,7 @@ def test_an_index_is_that_of_the_real_values(name):
     same(PARTS["of each"](q), got["of each"][0])
 
 
-@by_default("uint4 affine in blocks")
-@cases("name", SPECS, SOME)
+@cases("name", SPECS)
 def test_a_traced_part_is_that_of_the_real_values(name):
     q = full(SPECS[name])
     window = jax.jit(lambda q, t: dynamic_slice(q, (0, t, 1, -2), (B, 4, 2, 2)))
@@ -414,8 +412,7 @@ def test_scores_are_those_of_integers(name, group):
     assert_same_bits(dot_general(query, k, SCORES, spec=ROWS), want)
 
 
-@by_default("4-int4")
-@cases(("bits", "name"), itertools.product([8, 4], TOKENS), [(8, "int8 affine"), (4, "int4")])
+@cases(("bits", "name"), itertools.product([8, 4], TOKENS))
 def test_probabilities_take_the_scale_of_a_token_first(name, bits):
     probs, v, spec = np.abs(random(B, H, 3, T, seed=1)), full(SPECS[name]), dataclasses.replace(ROWS, bits=bits)
     scaled = probs * np.moveaxis(np.asarray(v.scale)[..., 0], 1, 2)[:, :, None]
@@ -500,6 +497,7 @@ def test_gradients_are_those_of_the_float_attention():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
 
 
+@pytest.mark.slow
 def test_a_nan_is_in_the_results_that_it_enters():
     probs, v = np.abs(random(B, H, 3, T, seed=1)), full(SPECS["int8"])
     probs[1, 2, 1, 4] = np.nan

@@ -85,6 +85,7 @@ def test_quotients_are_those_of_ieee_division(elsewhere, units):
     check(division.divide, *pairs.T)
 
 
+@pytest.mark.slow
 def test_quotients_have_their_gradient_and_float64_its_division(elsewhere):
     elsewhere(3)
     a, b = np.float32([3, -5]), np.float32([7, 0.3])

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inputs import ones
 
 from jaxquant import PerBlock, PerChannel, PerTensor, QuantSpec
 from jaxquant._jaxpr._calls import CALLS
@@ -105,7 +106,7 @@ def test_axes_counted_on_the_operand_and_back_share_the_same_values(move):
 
 
 def walked(f, *shapes):
-    jaxpr, _ = traced(lambda args: jax.tree.leaves(f(*args)), [jnp.ones(shape) for shape in shapes])
+    jaxpr, _ = traced(lambda args: jax.tree.leaves(f(*args)), [ones(shape) for shape in shapes])
     walk = Walk(CALLS)
     args = [parameter("w", len(shapes[0])), *(DATA._replace(value=i) for i in range(1, len(shapes)))]
     walk.read(walk.program(jaxpr, args), "the result")

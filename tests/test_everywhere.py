@@ -107,6 +107,7 @@ def test_a_plan_says_static_dynamic_or_frozen_and_counts_the_spec_on_the_paramet
     assert states == {"w": "frozen", "w:input": "dynamic"}
 
 
+@pytest.mark.slow
 def test_none_makes_an_entry_dynamic():
     q, s = trained()
     assert_same_bits(q(P2, X, qparams=dict.fromkeys(s)), q(P2, X))
@@ -257,7 +258,7 @@ def test_an_index_out_of_range_gives_what_the_float_gather_gives():
     assert [bool(np.isnan(y).any()) for y in want] == [True, False, False]
 
 
-@cases("granularity", [PerChannel(None), QuantSpec().granularity, PerBlock(None, 4)], [PerChannel(None)])
+@cases("granularity", [PerChannel(None), QuantSpec().granularity, PerBlock(None, 4)])
 def test_a_dot_of_gathered_parameters_is_a_site(granularity):
     """Experts that data choose: the scale of each is gathered with it."""
     params, spec = {"w": normal(1, 4, 8, 5)}, QuantSpec(granularity=granularity)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from inputs import normal, zeros
 
 from jaxquant import (
     PerBlock,
@@ -30,8 +31,8 @@ from jaxquant._granularity import Granularity
 from jaxquant._ranges._fit import METHODS
 from jaxquant._scale_formats import SCALE_FORMATS, Rounded
 
-X = jax.random.normal(jax.random.key(0), (6, 16))
-W = jax.random.normal(jax.random.key(1), (16, 8))
+X = normal(0, 6, 16)
+W = normal(1, 16, 8)
 MATMUL = (((1,), (0,)), ((), ()))
 
 
@@ -150,7 +151,7 @@ def test_a_scale_format_quantizes(scales):
     q, fitted = quantize(X, own), fit_qparams(X, own, "mse")
     assert q.scale.dtype == scales
     assert_same_bits(q.scale, fit_qparams(X, own).scale.astype(scales))
-    as_floats = QParams(q.scale.astype(jnp.float32), jnp.zeros(q.scale.shape))
+    as_floats = QParams(q.scale.astype(jnp.float32), zeros(q.scale.shape))
     assert_same_bits(fake_quant(X, own), fake_quant(X, plain, as_floats))
     assert_same_bits(dequantize(q), fake_quant(X, own))
     error = lambda y: ((y - X) ** 2).sum()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from inputs import ones
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
@@ -188,4 +189,4 @@ def test_an_execution_that_another_op_has_is_refused_by_name(monkeypatch):
     )
     q = quantize_fn(conv, RULES, execution="of_dots")
     with pytest.raises(ValueError, match=r"`execution` must be one of auto, int8, float32, native, got 'of_dots'"):
-        q({"w": jnp.ones((3, 4, 4))}, jnp.ones((2, 5, 4)))
+        q({"w": ones((3, 4, 4))}, ones((2, 5, 4)))

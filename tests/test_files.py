@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from exact import x64
+from inputs import ones
 
 import jaxquant
 from jaxquant import (
@@ -574,7 +575,7 @@ def test_packed_files_are_a_half_and_a_quarter(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_what_is_observed_and_histories_come_back_as_they_were(tmp_path, suffix):
-    params, x = {"w": jnp.ones((8, 4))}, jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
+    params, x = {"w": ones((8, 4))}, jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
     rule = jaxquant.Rule("w", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=4)
     q = jaxquant.quantize_fn(lambda p, x: x @ p["w"], [rule])
     trained, histories = jaxquant.split_histories(q.init_qparams(params, x))
@@ -586,9 +587,7 @@ def test_what_is_observed_and_histories_come_back_as_they_were(tmp_path, suffix)
     save(path, tree)
     for back in (load(path), load(path, like=jax.eval_shape(lambda: tree))):
         assert jax.tree.structure(back) == jax.tree.structure(tree)
-        assert all(
-            (np.asarray(a) == b).all() for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(tree), strict=True)
-        )
+        jax.tree.map(np.testing.assert_array_equal, back, tree)
     jaxquant.solve.gptq(params, q, back["grams"], x, qparams=back["trained"])
     jaxquant.delayed_qparams(back["histories"])
     jaxquant.merge_histograms(back["histograms"], tree["histograms"])

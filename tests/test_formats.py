@@ -65,9 +65,8 @@ def cast(x, name):
     return np.clip(x.astype(F), levels[0], levels[-1]).astype(dtype_of(name)).astype(F)
 
 
-@by_default("float6_e3m2fn")
 @bits
-@cases(("name",), FLOATS, SOME)
+@cases(("name",), FLOATS)
 def test_the_gradient_to_a_scale_is_rounded_once(name):
     """A scale for each value, against fractions: the level minus x / scale, or the last level where that is beyond."""
     spec, rng = QuantSpec(format=name, granularity=PerChannel(-1)), np.random.default_rng(9)
@@ -238,7 +237,7 @@ def test_the_gradient_is_cut_where_the_rounded_value_is_beyond_the_grid(name):
     assert np.asarray(fitted(beyond))[0, :2].tolist() == [1, 0]
 
 
-@cases(("name",), FLOATS, SOME[1:2])
+@cases(("name",), FLOATS)
 def test_fits_of_a_float(name):
     x, spec = data("float32")[1:], QuantSpec(format=name, granularity=PerChannel(-1))
     errors = {}
@@ -323,7 +322,7 @@ def test_a_product_is_the_exact_sum_rounded_once(a, b, length, execution, compar
 
 
 @bits
-@cases("execution", ["int8", "float32"], ["int8"])
+@cases("execution", ["int8", "float32"])
 def test_a_sharded_sum_has_the_same_bits(execution):
     rng, mesh = np.random.default_rng(0), jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     a, b = drawn(rng, (5, 64), float8_spec()), drawn(rng, (3, 64), float8_spec(), -1)
@@ -332,6 +331,7 @@ def test_a_sharded_sum_has_the_same_bits(execution):
     assert_same_bits(np.asarray(y) + F(0), exact_product(a, b))
 
 
+@pytest.mark.slow
 @bits
 def test_sums_of_digits_are_rounded_once():
     rng = np.random.default_rng(0)
@@ -366,9 +366,8 @@ CONVOLVED = [
 ]
 
 
-@by_default("QuantSpec(bits=8, symmetric=False)-float8_e5m2-float32")
 @bits
-@cases(("of_x", "of_w", "execution"), CONVOLVED, [CONVOLVED[0], CONVOLVED[3]])
+@cases(("of_x", "of_w", "execution"), CONVOLVED)
 def test_a_convolution_is_its_patches_times_its_kernel(of_x, of_w, execution):
     rng = np.random.default_rng(0)
     rows = drawn(rng, (2 * 6 * 5, 3), of_x)
@@ -469,6 +468,7 @@ def test_what_is_trained_is_served(name, tmp_path):
     assert all(row.sqnr > 10 and 0 < row.used_levels <= row.levels for row in found)
 
 
+@pytest.mark.slow
 def test_other_transforms_take_floats():
     params = {"w": data("float32")[1:]}
     rules = [("w", float8_spec(granularity=PerChannel(-1)))]
@@ -523,9 +523,8 @@ LONGEST = [
 ]
 
 
-@by_default("QuantSpec(bits=8, narrow_range=False)-QuantSpec(format='float8_e4m3fn')-131071")
 @bits
-@cases(("of_a", "of_b", "length"), LONGEST, [LONGEST[0], LONGEST[4]])
+@cases(("of_a", "of_b", "length"), LONGEST)
 def test_the_longest_sum_of_the_largest_is_exact(of_a, of_b, length):
     dot, rows = lambda a, b: jq.dot_general(a, b, ALONG), lambda n: [largest(spec, n) for spec in (of_a, of_b)]
     (a, x), (b, w) = rows(length)
@@ -534,6 +533,7 @@ def test_the_longest_sum_of_the_largest_is_exact(of_a, of_b, length):
         jax.eval_shape(dot, *(q for q, _ in rows(length + 1)))
 
 
+@pytest.mark.slow
 @bits
 def test_a_chunk_in_float32_holds_the_largest_digits():
     """Their products are of 2 ** 14, and one is odd, which only a sum below 2 ** 24 keeps."""
@@ -572,6 +572,7 @@ def test_bad_input(call, error, match):
         call()
 
 
+@pytest.mark.slow
 def test_a_convolution_of_float8_in_groups_of_examples():
     x, w = (jq.quantize(normal_of(seed, *shape), float8_spec()) for seed, shape in ((0, (4, 2, 5)), (1, (4, 2, 3))))
     got = jq.conv_general_dilated(x, w, (1,), "SAME", batch_group_count=2)

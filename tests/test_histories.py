@@ -369,6 +369,7 @@ def test_every_op_has_histories(op, execution):
     assert np.abs(got).max() > 0
 
 
+@pytest.mark.slow
 def test_a_branch_not_taken_keeps_its_history():
     w, x = normal(WIDTH, WIDTH), normal(ROWS, WIDTH)
     f = lambda p, x, take: lax.cond(take, lambda x: x @ p["w"], lambda x: x, x)
@@ -398,6 +399,7 @@ def test_what_is_larger_than_the_history_is_clipped_and_what_is_not_finite_is_le
     assert np.isnan(got).any()
 
 
+@pytest.mark.slow
 def test_a_bin_holds_its_largest_magnitude():
     values = F([1e-45, 1e-38, 2**-126, 1, 3.4e38, 0.999999, *np.exp(rng.uniform(-87, 88, 2000))])
     w = np.eye(1, dtype=F)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from exact import differing
 from jax import lax
-from lanes import by_default
 
 pytestmark = pytest.mark.bits
 
@@ -103,7 +102,7 @@ PROGRAMS = {
 }
 
 
-@by_default("rounding", "reductions", "convolution", "casts", "loops")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_has_the_bits_of_xla(name):
     f, *args = PROGRAMS[name]

@@ -89,21 +89,9 @@ def matmul64(a, b):
 
 
 OF_B = "symmetric", "unsigned affine", "4 bits"
-MATMULS = [  # with and without each zero point in int8, and both widths of a chunk in float32
-    ("symmetric", "4 bits", "int8"),
-    ("affine", "symmetric", "int8"),
-    ("unsigned symmetric", "symmetric", "float32"),
-    ("unsigned affine", "unsigned affine", "int8"),
-    ("wide", "unsigned affine", "int8"),
-    ("4 bits", "unsigned affine", "float32"),
-    ("3 bits affine", "4 bits", "float32"),
-]
 
 
-@by_default(
-    "unsigned symmetric-symmetric-float32", "unsigned affine-unsigned affine-int8", "3 bits affine-4 bits-float32"
-)
-@cases(("of_a", "of_b", "execution"), itertools.product(TYPES, OF_B, EXECUTIONS), MATMULS)
+@cases(("of_a", "of_b", "execution"), itertools.product(TYPES, OF_B, EXECUTIONS))
 def test_matmul(of_a, of_b, execution, compared):
     rng = np.random.default_rng([0, *of_a.encode(), *of_b.encode()])
     for extreme in (False, True):
@@ -153,14 +141,12 @@ def test_a_matmul_of_unsigned_16_bits():
     assert_same_bits(dot_general(a, b, MATMUL), matmul64(a, b))
 
 
-@by_default("1041-affine-float32", "16384-affine-int8")
 @cases(
     ("length", "of_a", "execution"),
     [
         *itertools.product([1, 519, 1041, 4100], ["symmetric", "affine"], EXECUTIONS),
         *((16384, of_a, "int8") for of_a in ("symmetric", "affine")),
     ],
-    [(1, "affine", "float32"), (1041, "affine", "float32"), (4100, "symmetric", "float32"), (16384, "affine", "int8")],
 )
 def test_every_length(length, of_a, execution, compared):
     """Past 518 and 1040 products one float32 sum would round."""
@@ -589,6 +575,7 @@ def test_sharded(kind, axis_type, columns):
     assert got.sharding.spec[-1 if columns else 0] == "data"
 
 
+@pytest.mark.slow
 def test_transposed_and_in_an_outer_product_on_an_explicit_mesh():
     rng, on, affine = np.random.default_rng(13), mesh("Explicit"), TYPES["affine"]
     a, b, v = array(rng, (6, 8), affine), array(rng, (6, 5), affine), array(rng, (8,), affine)
@@ -603,6 +590,7 @@ def test_transposed_and_in_an_outer_product_on_an_explicit_mesh():
     assert [y.sharding.spec[0] for y in got] == ["data", "data"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["symmetric", "affine"])
 def test_rows_are_split_along_any_axis_of_an_explicit_mesh(kind):
     rng, on = np.random.default_rng(17), mesh("Explicit")
@@ -624,6 +612,7 @@ def test_flags_of_nan_on_an_explicit_mesh(qparams):
     assert_same_bits(got, np.where(np.isnan(x).any(1, keepdims=True), np.float32(np.nan), np.float32(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dot", "conv"])
 def test_shard_map(kind):
     f, stacked, b, want = operands(kind)

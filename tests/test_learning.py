@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from exact import assert_same_bits, differing
-from lanes import by_default
 
 from jaxquant import (
     Range,
@@ -266,7 +265,7 @@ def test_every_width_fills_its_levels(n):
         assert max(counts) > {8: 15, 4: 3, 2: 2}[bits]
 
 
-@by_default("12")
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [6, 12])
 def test_qparams_are_refitted_where_the_width_changes(n):
     (refit, bits), (states, losses) = at_step(n), history(18, four_bits_from=6, two_bits_from=12)

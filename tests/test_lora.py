@@ -58,7 +58,7 @@ def value_and_gradients(f, *args):
     return y, *pull(jnp.ones_like(y))
 
 
-@cases("name", RULES, ["4 bits"])
+@cases("name", RULES)
 def test_no_float_copy_of_the_base_is_kept_for_the_backward_pass(name):
     """And the scales of the integers have a gradient."""
     (x, base, factors), (q, frozen) = made(3), quantized(name)

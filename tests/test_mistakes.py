@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from exact import assert_same_bits
 from hand_written import Grid, levels
+from inputs import ones
 from jax import lax
 
 import jaxquant
@@ -217,6 +218,7 @@ def kept(served):
     refused(["bits=4", "bits=8"], quantize_fn(model, NARROW), PARAMS, X, qparams=of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_files_keep_it(tmp_path, suffix):
     tree = {"params": frozen(), "qparams": qparams()}
@@ -233,6 +235,7 @@ def test_files_keep_it(tmp_path, suffix):
     assert all(type(v) is Log2QParams for v in again.values())
 
 
+@pytest.mark.slow
 def test_transforms_and_programs_keep_it():
     tree = {"params": frozen(), "qparams": qparams()}
     kept(jax.jit(lambda t: t)(tree))
@@ -449,7 +452,7 @@ def test_one_scale_serves_ops_that_sum_along_other_axes(f, shape, spec):
 
 
 def test_the_cast_that_an_error_names_works():
-    cast = jax.tree.map(lambda v: v.astype(jnp.bfloat16), frozen())
+    cast = jax.jit(lambda tree: jax.tree.map(lambda v: v.astype(jnp.bfloat16), tree))(frozen())
     with pytest.raises(TypeError, match="Leave QArrays out of a cast") as error:
         Q(cast, X, qparams=inputs_alone(qparams()))
     recipe = re.search(r"jax\.tree\.map\(.*QArray\)\)", str(error.value))[0].replace("...", "jnp.bfloat16")
@@ -471,7 +474,7 @@ def test_a_model_in_place_of_its_apply_is_refused():
         """As a module of flax linen."""
 
         def init(self, key, x):
-            return {"w": jnp.ones((8, 3))}
+            return {"w": ones((8, 3))}
 
         def apply(self, params, x):
             return x @ params["w"]

@@ -36,7 +36,7 @@ def test_one_row_has_the_bits_of_the_plain_product(case, with_sums):
     *shapes, numbers = ONE_ROW[case]
     x, w = map(integers, shapes)
     product, *sums = jax.jit(lambda x, w: _dot_of_two_rows(numbers, with_sums, x, w))(x, w)
-    wide = x.astype(jnp.int32), w.astype(jnp.int32)
+    wide = np.int32(x), np.int32(w)
     np.testing.assert_array_equal(product, lax.dot_general(*wide, numbers))
     for found in sums:
         want = lax.dot_general(jnp.ones_like(wide[0]), wide[1], numbers)
@@ -53,6 +53,7 @@ def test_a_tpu_gets_one_row_twice(case):
     assert is_twice == {"cpu": False, "cuda": False, "tpu": case in ONE_ROW}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_one_row_for_each_of_sharded_heads(kind):
     *shapes, numbers = ONE_ROW["scores"]

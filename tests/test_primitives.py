@@ -6,6 +6,7 @@ import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inputs import ones
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -103,7 +104,7 @@ def test_all_parameters_are_known(name):
 def test_a_parameter_that_no_table_reads_is_refused():
     """A move of a quantized weight, and what a factor would pass, by a product of another dtype."""
     gathered = lambda params, x: x @ lax.all_gather(params["w"], "d", axis_index_groups=[[0, 1], [2, 3]], tiled=True)
-    mesh, params = MESH(), {"w": jnp.ones((2, 3))}
+    mesh, params = MESH(), {"w": ones((2, 3))}
     f = jax.shard_map(gathered, mesh=mesh, in_specs=(P(), P()), out_specs=P("d"), check_vma=False)
     with pytest.raises(NotImplementedError, match=r"axis_index_groups=.* of the primitive 'all_gather'.*'w'"):
         quantize_fn(f, [("w", weight_spec(8))])(params, X[:, :4])
@@ -113,7 +114,7 @@ def test_a_parameter_that_no_table_reads_is_refused():
 def test_a_factor_passes_no_product_of_another_dtype():
     product = lambda a, b: jax.lax.mul_p.bind(a, jnp.broadcast_to(b, a.shape), out_dtype=jnp.dtype(jnp.float32))
     f = lambda params, x: product(x, params["g"]) @ params["w"]
-    params, x = {"g": jnp.ones(6), "w": jnp.ones((6, 3))}, X
+    params, x = {"g": ones(6), "w": ones((6, 3))}, X
     q = quantize_fn(f, [("w", weight_spec(8))])
     with pytest.raises(ValueError, match="mul"):
         solve.smooth(params, q, q.observe(params, x, gram=True), x, unfolded="error")

@@ -86,6 +86,7 @@ def test_a_move_of_the_integers_is_that_of_the_real_values(granularity, move):
     assert isinstance(got.spec.granularity, PerTensor) == (got.scale.ndim == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move", MOVES)
 def test_a_move_is_the_same_eagerly(move):
     q = quantized(PerChannel((0, -1)))
@@ -101,6 +102,7 @@ def as_arrays(q):
 ORDERS = (-1, -2), (-2, -1, -3), (-1, -3, -2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_an_order_in_memory_is_seen_by_none(order):
     q = quantized(PerChannel((0, -1)))
@@ -119,6 +121,7 @@ def test_an_order_in_memory_is_seen_by_none(order):
     jax.tree.map(assert_same_bits, dataclasses.replace(lying, order=None), q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signed", [True, False])
 def test_four_bits_in_memory_are_seen_by_none(signed):
     q = quantized(PerChannel((0, -1)), bits=4, signed=signed, symmetric=True)

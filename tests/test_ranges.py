@@ -129,6 +129,7 @@ def qparams_of_any_range():
     return jax.device_get(f({name: ranges(spec) for name, spec in SPECS.items()}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_qparams_of_any_range_are_finite_and_have_zero_on_the_grid(name):
     spec, (scale, zero_point) = SPECS[name], qparams_of_any_range()[name]
@@ -339,7 +340,6 @@ def test_sharded_qparams_are_those_of_the_whole(axis, granularity, method, kind)
 @cases(
     ("spec", "method"),
     itertools.product(TWO, ALL_METHODS),
-    [(TWO[0], "percentile"), (TWO[1], "minmax")],
 )
 def test_shard_map_gives_the_qparams_of_the_shard(spec, method):
     x = np.where(np.abs(data()) < 1e3, data(), F(np.nan))
@@ -558,7 +558,7 @@ def test_mse_leaves_out_what_is_far_from_many_values(spec):
         assert not (spec.symmetric and zero_point.any())
 
 
-@by_default("spec0-6")
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "bits"), [(TWO[0], 6), (TWO[1], 5)])
 def test_mse_leaves_no_better_grid_beside(spec, bits):
     """None that is better by 1 %, whose scale is at most a quarter larger and, if affine, the zero point 2 away."""
@@ -571,6 +571,7 @@ def test_mse_leaves_no_better_grid_beside(spec, bits):
         assert squared_error(v, s, z, narrower) <= 1.01 * beside.min()
 
 
+@pytest.mark.slow
 def test_mse_cuts_off_more_on_one_side_than_on_the_other():
     rng, spec = np.random.default_rng(0), activation_spec(5)
     uniform, positive = rng.uniform(-1, 1, 4096), rng.exponential(size=4096)
@@ -598,7 +599,7 @@ def test_mse_leaves_out_one_outlier_of_many_values():
     assert error.min() <= 1.01 * dense_search(x, spec)
 
 
-@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE), [(8, THREE[0]), (3, THREE[2])])
+@cases(("bits", "spec"), itertools.product([2, 3, 4, 8], THREE))
 def test_mse_is_within_1_percent_of_a_dense_search(spec, bits):
     columns = distributions(256)
     if not spec.signed:
@@ -778,7 +779,7 @@ def test_a_histogram_counts_signs_exponents_and_five_bits(granularity):
         assert_same_bits(got, counts_of(v))
 
 
-@cases("percentile", [50, 99.9, 100], [99.9])
+@cases("percentile", [50, 99.9, 100])
 def test_a_range_of_a_histogram_holds_the_percentile_and_little_more(percentile):
     columns = distributions(1000)
     columns |= {"zeros": np.zeros(1000), "one": np.full(1000, 7.0), "tiny": np.linspace(-1, 1, 1000) * 1e-30}
@@ -795,6 +796,7 @@ def test_a_range_of_a_histogram_holds_the_percentile_and_little_more(percentile)
     assert (beyond <= 0.032 * np.abs([low, high]) + 4e-40).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("left_out", "percentile"), [(500, [90.0]), (5, [])])
 def test_a_histogram_leaves_out_half_on_each_side_a_thousandth_by_default(left_out, percentile):
     h = Histogram(counts_of(np.repeat(F([-8, -4, 2, 4, 8]), [left_out, 1, 9999 - 2 * left_out, 1, left_out])))
@@ -827,6 +829,7 @@ def test_ranges_have_no_gradient_and_no_nan_in_it():
         assert jax.jit(jax.grad(f))(F([1.0, -2.0, np.nan])).tolist() == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_all_percent_of_a_histogram_are_all_of_more_values_than_float32_counts():
     counts = counts_of(F([1.0, 100.0]))
     counts[np.argmax(counts)] = 2**24 + 1
@@ -860,6 +863,7 @@ def test_a_histogram_keeps_its_shares_however_often_it_is_doubled():
             merge_histograms(*wrong)
 
 
+@pytest.mark.slow
 def test_a_tally_counts_on():
     t = tally(jnp.linspace(-1.0, 1.0, 64), activation_spec(8))
     many = functools.reduce(lambda t, _: merge_tallies(t, t), range(32), t)
@@ -903,8 +907,10 @@ def test_one_pass_has_the_ends_and_flags_of_numpy():
         arrays[name] = np.where(np.arange(shape[-1]) == 1, F(np.nan), x)
 
     def every(form, arrays):
-        of = lambda name, groups, axes: [form(arrays[name], groups, *way, axes if f else None) for *way, f in WAYS]
-        return {name: of(name, *rest) for name, (_, *rest) in SHAPES.items()}
+        of = lambda name, groups, axes, ways: [
+            form(arrays[name], groups, *way, axes if f else None) for *way, f in ways
+        ]
+        return {name: of(name, *rest, WAYS[i % 2 :: 2]) for i, (name, (_, *rest)) in enumerate(SHAPES.items())}
 
     got = jax.jit(functools.partial(every, _in_one_pass))(arrays)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(every(by_numpy, arrays)), strict=True):

@@ -221,6 +221,7 @@ def test_per_token_and_stochastic_specs():
     assert costs["v"].change == report(quantize_fn(mlp, [nearest]), PARAMS, X, loss=loss)["v"].change
 
 
+@pytest.mark.slow
 def test_values_between_two_levels_are_rounded_as_the_rule_says():
     roundings, w = ("half_even", "half_away"), F([[0.5, 7], [0.5, -7]])
     rules = [(rounding, weight_spec(4, channel_axis=0, rounding=rounding)) for rounding in roundings]
@@ -373,6 +374,7 @@ def test_the_error_of_a_layer_is_that_of_its_results():
         report(Q, PARAMS, X, grams={"z": grams["v"]})
 
 
+@pytest.mark.slow
 def test_channels_that_become_zero_by_one_scale_are_counted():
     w = np.random.default_rng(0).normal(size=(64, 16)).astype(F) * np.where(np.arange(16) < 12, F(1e-3), F(1))
     params, x = {"w": jnp.asarray(w)}, jnp.ones((2, 64))

@@ -469,6 +469,7 @@ def test_refuses_what_is_integers_already():
     assert changed(frozen, new) == set()
 
 
+@pytest.mark.slow
 def test_a_gain_is_no_weight_that_is_rotated():
     """The gain is folded; what it is contracted with stays as it is, but for the factors."""
 

@@ -163,7 +163,7 @@ def test_fake_quant_is_quantize_and_dequantize(name, rounding):
     assert_same_bits(jq.fake_quant(x, spec, key=key), fake, dtype)
 
 
-@by_default("nvfp4")
+@pytest.mark.slow
 @bits
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4 float16"])
 def test_scales_where_an_optimizer_left_them(name):
@@ -192,9 +192,8 @@ def test_a_sum_behind_two_scales_is_not_contracted():
     assert_same_bits(got, np.asarray(jq.fake_quant(x, nvfp4_spec(-1))) + bias)
 
 
-@by_default("nvfp4")
 @bits
-@cases(("name",), SPECS, ["mxfp4 floor", "nvfp4"])
+@cases(("name",), SPECS)
 def test_gradients_pass_straight_through_the_scale(name):
     spec, x = SPECS[name], np.random.default_rng(2).normal(size=SHAPE).astype(F)
     qparams, total = jq.fit_qparams(x, spec), lambda x, *q: jq.fake_quant(x, spec, *q).sum()
@@ -280,9 +279,8 @@ PAIRS = [("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4"), ("mxfp6", "
 PAIRS = in_turn(PAIRS, ["int8", "float32"])
 
 
-@by_default("mxfp8-mxfp4-int8")
 @bits
-@cases(("of_a", "of_b", "execution"), PAIRS, PAIRS[2:4])
+@cases(("of_a", "of_b", "execution"), PAIRS)
 def test_blocks_are_exact_and_added_in_order(of_a, of_b, execution, compared):
     rng = np.random.default_rng(0)
     a, b = drawn(rng, (5, 128), SPECS[of_a]), drawn(rng, (6, 128), SPECS[of_b], -1)
@@ -374,7 +372,7 @@ def test_what_is_trained_is_served(name, tmp_path):
 
 
 @bits
-@cases(("name",), ["nvfp4", "mxfp6"], ["nvfp4"])
+@cases(("name",), ["nvfp4", "mxfp6"])
 def test_what_is_moved_keeps_its_values(name):
     x, spec = blocks(), SPECS[name]
     q, y = jq.quantize(x, spec), np.asarray(jq.fake_quant(x, spec))

@@ -9,6 +9,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from lanes import cases
 from uses import normal
@@ -179,6 +180,7 @@ def test_a_damaged_call_gives_what_was_trained_or_an_error_of_ours(name):
     }
 
 
+@pytest.mark.slow
 def test_ranges_of_inputs_may_be_new():
     """Inputs observed anew are a new calibration: the call is what the float parameters give with them."""
     q, params, x, qparams, frozen = served("language model")

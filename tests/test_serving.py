@@ -130,6 +130,7 @@ def test_frozen_is_what_quantize_params_makes_with_the_specs_of_the_plan(names):
     }
 
 
+@pytest.mark.slow
 def test_matrices_of_integer_products_lie_as_those_read_them():
     """Taken whole, or turn by turn of a scan; not where the order would be undone in each call."""
 

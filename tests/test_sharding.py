@@ -176,6 +176,7 @@ def test_sharded_params_give_the_bits_of_one_device_and_stay_sharded(layout, kin
     assert "f32[16,8]{1,0} all-gather" not in compiled.as_text()
 
 
+@pytest.mark.slow
 def test_blocks_that_lie_on_two_shards():
     rules, (params, *_) = [("w", QuantSpec(symmetric=False, granularity=PerBlock(0, 8)))], inputs(False)
     f = lambda p: (init_qparams(p, rules, "minmax"), fake_quant_params(p, rules), quantize_params(p, rules))
@@ -363,6 +364,7 @@ TILES = QuantSpec(bits=4, granularity=PerBlock((0, 1), (4, 6)))
 of_tiles = jax.jit(jax.grad(lambda x: (((y := fake_quant(x, TILES)) ** 2).sum(), y), has_aux=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [P("data", None), P(None, "model"), P("data", "model")], ids=str)
 def test_tiles_inside_the_shards_of_an_explicit_mesh(split):
     """JAX refuses to split two axes of a sharded array in one reshape."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import uses
-from inputs import dead, normal
+from inputs import dead, normal, ones
 from jax import lax
 from lanes import cases
 
@@ -251,7 +251,7 @@ def geometric(a, w, alpha):
     return s / np.exp(np.log(s).mean())
 
 
-@cases("alpha", [0, 0.3, 1], [0.3])
+@cases("alpha", [0, 0.3, 1])
 def test_the_factors(alpha):
     """As NumPy has them: of the inputs of q, k and v together, and of what the gain is divided by."""
     f, params, _ = MODELS["a norm, and q, k, v"]
@@ -281,6 +281,7 @@ def test_heads_that_share_a_value_share_its_factor():
     np.testing.assert_allclose(old["v"][0] / new["v"][0], geometric(1, rows, 0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_moments_of_what_was_divided():
     s, ids = jax.device_put(np.array([2, 0.5], F)), np.array([0, 1, -1, 0])
     of = lambda x: Gram(x.T @ x, jnp.float32(len(x)), x.sum(0))
@@ -449,7 +450,7 @@ def test_weights_alone():
     assert error(q, gained, params, new, x) < error(q, gained, params, params, x) / 1.5
 
 
-@cases("block", [None, 8], [8])
+@cases("block", [None, 8])
 def test_the_error_that_is_predicted_is_that_of_weights_alone(block):
     """Without quantized inputs the prediction is no model: it is the error on these batches."""
     params, x = outliers()
@@ -463,6 +464,7 @@ def test_the_error_that_is_predicted_is_that_of_weights_alone(block):
     np.testing.assert_allclose(after, error(q, gained, params, new, x), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_error_of_inputs_that_is_predicted():
     """Uniform noise of a step, for a range of 4 times the root mean square of the largest channel."""
     params, x = outliers()
@@ -491,7 +493,7 @@ def test_the_search_predicts_nothing_worse(rules):
 def test_no_change_is_among_what_is_tried():
     """With inputs and rows of equal sizes every alpha but one makes it worse."""
     signs = jnp.sign(normal(3, 8, 5))
-    params = {"gain": jnp.ones(8), "w": signs}  # on the grid as it is
+    params = {"gain": ones(8), "w": signs}  # on the grid as it is
     f = lambda p, x: (x * over(p["gain"], x)) @ p["w"]
     said = []
     new = smoothed(f, params, X, [("w", W4)], progress=lambda *v: said.append(v))
@@ -500,6 +502,7 @@ def test_no_change_is_among_what_is_tried():
     assert changed(params, smoothed(f, params, X, [("w", W4)], alpha=1)) == {"gain", "w"}
 
 
+@pytest.mark.slow
 def test_floats_of_inputs_make_an_error_that_no_factor_changes():
     params, x = outliers()
     said = {"float8": [], None: []}
@@ -577,6 +580,7 @@ def test_equalized_ranges():
     assert error(q, three, THREE, new, X) < error(q, three, THREE, THREE, X) / 1.5
 
 
+@pytest.mark.slow
 def test_one_equalization_is_the_root_of_the_ratio():
     f, params, _ = MODELS["a relu between, in nested dicts"]
     new = leaves(solve.equalize(params, quantize_fn(f, RULES), X, iterations=1))
@@ -596,6 +600,7 @@ def test_equalizes_values_and_convolutions():
     same_function(convolutional, CONVOLUTIONAL, new, IMAGES)
 
 
+@pytest.mark.slow
 def test_a_dead_channel_stays():
     params = {"a": normal(1, 8, 6).at[:, 2].set(0), "b": normal(2, 6, 5).at[4].set(0)}
     f = lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"]

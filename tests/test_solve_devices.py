@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inputs import ones
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from lanes import by_default, cases
@@ -137,8 +138,8 @@ def test_no_program_gathers_a_weight(by_columns):
         one = weight.turn(0) if weight.turns else weight
         programs = {
             "low_rank": _low_rank._factors.lower(one.lost(), one.gram, one.form, 4, 0.01),
-            "smooth": _smooth._error.lower(these, jnp.ones(ids.size), forms),
-            "largest": _folds._largest.lower(weight.leaf, (weight.leaf.ndim - 1,)),
+            "smooth": _smooth._error.lower(these, ones(ids.size), forms),
+            "largest": _folds._largest.lower([weight.leaf], [np.int32(-1 - ids[..., None])], -1, ids.size),
         }
         for name, lowered in programs.items():
             assert not gathered(lowered.compile().as_text()), (name, weight.path)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
+from inputs import zeros
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -207,7 +208,7 @@ MOVED = {
 }
 
 
-@by_default("along the other axis", "reshaped across", "other values")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOVED)
 def test_a_qarray_that_moves_keeps_its_sums_or_drops_them(name):
     params, move, numbers, kept = MOVED[name]
@@ -218,6 +219,7 @@ def test_a_qarray_that_moves_keeps_its_sums_or_drops_them(name):
     assert np.isfinite(y).all()
 
 
+@pytest.mark.slow
 def test_a_stack_is_scanned_and_mapped_with_its_sums():
     _, served = frozen(*KEPT["layers in a scan"])
     of_each = lambda v: dot_general(AFFINE, v, MATMUL)
@@ -228,6 +230,7 @@ def test_a_stack_is_scanned_and_mapped_with_its_sums():
     assert_same_bits(y, y_mapped)
 
 
+@pytest.mark.slow
 def test_a_kernel_in_hands():
     _, served = frozen(*KEPT["a convolution"])
     x = quantize(X[None], QuantSpec(symmetric=False))
@@ -246,7 +249,7 @@ SHAPES = "sums of shape"
         (lambda v: v.astype(jnp.float32), "sums of dtype int32"),
         (lambda v: v.T, SHAPES),
         (lambda v: v[:, :4], SHAPES),
-        (lambda v: jnp.zeros((8, 5), jnp.int32), SHAPES),
+        (lambda v: zeros((8, 5), jnp.int32), SHAPES),
         (lambda v: v[0], SHAPES),
     ],
 )
@@ -271,6 +274,7 @@ def test_values_that_were_cut_alone_raise():
 # Elsewhere
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
 def test_a_file_has_their_axes_and_makes_them_again(suffix, tmp_path):
     path = tmp_path / f"model.{suffix}"
@@ -316,7 +320,6 @@ def layouts(served, spec):
 @cases(
     ("is_whole", "split", "kind"),
     itertools.product([False, True], SPLIT, ["Auto", "Explicit"]),
-    [(False, "along what is summed", "Explicit")],
 )
 def test_a_sharded_weight(split, kind, is_whole):
     q, served = frozen(lambda p, x: x @ p["w"], SQUARE)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
-from lanes import by_default, cases
+from lanes import cases
 
 from jaxquant import tf
 
@@ -43,7 +43,7 @@ def cotangents(op, inputs, g):
     return jax.tree.map(np.asarray, run(inputs, g))
 
 
-@by_default("vars", "per channel", "pass through")
+@pytest.mark.slow
 @every_op
 def test_the_gradient_is_one_inside_with_both_ends_and_zero_outside(name):
     _, dx = cotangents(OPS[name], (POINTS,), np.ones_like(POINTS))
@@ -114,6 +114,7 @@ def test_second_derivatives_by_reverse_over_reverse(name):
     np.testing.assert_allclose(whole, np.diag(6 * y * mask), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_second_derivatives_to_the_range():
     """Of (sum f)^2: the sum's derivative to max is the number above the range, here 2."""
     f = lambda x, hi: tf.fake_quant_with_min_max_vars(x, LOW, hi, BITS)

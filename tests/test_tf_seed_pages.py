@@ -131,6 +131,7 @@ def test_quantize_and_dequantize_v2_raw_page_range_from_the_input():
     assert y.tolist()[2] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", oracle.FLOATS)
 def test_quantize_and_dequantize_v2_raw_page_float_types(dtype):
     with x64(dtype == "float64"):
@@ -154,6 +155,7 @@ def test_quantize_and_dequantize_v2_raw_page_narrow_range():
     assert adjusted_ends(-127.0, 127.0) == [-128.0, 127.0]
 
 
+@pytest.mark.slow
 def test_quantize_and_dequantize_v2_raw_page_axis():
     """Each slice has its own range. The raw op writes -1 for none; here None is none and -1 is the last axis."""
     x = jax.device_put(np.array([[1.0, 100.0], [-0.5, 30.0]], F))
@@ -225,6 +227,7 @@ def test_quantize_v2_page_min_combined_every_signed_type_is_moved():
         assert quantized([0.0], 0.0, 6.0, T).output[0] == low
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "bits"), [("qint8", 8), ("quint8", 8), ("qint16", 16), ("quint16", 16)])
 def test_quantize_v2_page_min_first(T, bits):
     """round(input * range_scale) - round(range_min * range_scale) + lowest, clipped to T."""
@@ -269,6 +272,7 @@ def test_quantize_v2_page_adjusts_a_range_without_width():
     assert (q.output_min, q.output_max) == (0.0, 6.0)
 
 
+@pytest.mark.slow
 def test_quantize_v2_page_the_way_back():
     x = np.linspace(-2, 3, 200).astype(F)
 
@@ -297,6 +301,7 @@ def after_trips(mode, trips, low=-1.0, high=1.0):
     return float((np.asarray(x) - start).mean() * 255 / (high - low))
 
 
+@pytest.mark.slow
 def test_quantize_v2_page_repeated_trips():
     """The page: MIN_COMBINED drifts and MIN_FIRST does not. In TensorFlow 2.21 MIN_COMBINED moves once and stays.
 

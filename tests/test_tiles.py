@@ -167,7 +167,7 @@ WHOLE = {
 }
 
 
-@cases("use", list(WHOLE), list(WHOLE)[::3])
+@cases("use", list(WHOLE))
 def test_others_stay_whole(use):
     f, w, x = WHOLE[use]
     q, frozen = served(f, SPECS["8 bits"], w, x)

@@ -183,6 +183,7 @@ def test_checkpoint_changes_nothing(rules):
         same(jax.jit(with_gradients(f))(PARAMS, X, G), with_gradients(q)(PARAMS, X, G))
 
 
+@pytest.mark.slow
 def test_scan_over_it_is_a_loop():
     square = {"first": normal(8, 6, 8), "second": normal(9, 8, 6)}
     q, x = quantize_fn(model, BOTH), X
@@ -233,6 +234,7 @@ def test_an_explicit_mesh_gives_the_bits_of_one_device():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_columns_on_an_explicit_mesh_stay_where_they_are():
     columns = NamedSharding(mesh("Explicit"), P(None, "data"))
     y = jax.jit(quantize_fn(layer, BOTH))({"first": jax.device_put(PARAMS["first"], columns)}, X)
@@ -240,6 +242,7 @@ def test_columns_on_an_explicit_mesh_stay_where_they_are():
     assert_same_bits(y, by_hand.exactly(X, PARAMS["first"]))
 
 
+@pytest.mark.slow
 def test_operands_on_several_devices_are_contracted_where_f_asks_for_the_sum():
     on = mesh("Explicit")
     q = quantize_fn(lambda w, x: jnp.dot(x, w, out_sharding=NamedSharding(on, P())), BOTH)
@@ -289,6 +292,7 @@ def test_an_exported_program_is_the_same_after_it_is_loaded(what):
     same(loaded.call(*args), f(*args))
 
 
+@pytest.mark.slow
 def test_donated_params_are_given_away_without_a_warning():
     q, g = quantize_fn(layer, BOTH), normal(4, 8, 8)
 
@@ -400,6 +404,7 @@ def test_effects_happen_once_and_in_order(capsys):
     assert capsys.readouterr().out.split() == ["step", "0", "step", "1", "step", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [slow(jax.grad), jax.jit, slow(lambda g: lambda s: jax.vmap(g)(s[None])[0])])
 def test_f_may_close_over_what_an_outer_transform_traces(around):
     outer = lambda f: lambda s: f(lambda p, x: x * s).sum()
@@ -408,6 +413,7 @@ def test_f_may_close_over_what_an_outer_transform_traces(around):
     np.testing.assert_allclose(around(q)(jnp.float32(1.5)), around(want)(jnp.float32(1.5)), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_gradient_is_that_of_the_straight_through_model():
     x, w = normal(0, 5, 8), normal(1, 8, 3)
     in_float = lambda w, x: fake_quant(x, activation_spec(8)) @ fake_quant(w, weight_spec(8, channel_axis=1))
@@ -422,6 +428,7 @@ def test_a_gradient_of_a_gradient_is_that_of_the_straight_through_model():
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_a_row_of_nan_that_is_masked_leaves_the_gradient_alone():
     x = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
     x[1, 2] = np.nan

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import x64
+from inputs import ones
 
 import jaxquant as jq
 from jaxquant import (
@@ -129,7 +130,7 @@ def test_a_plan_is_of_the_context_that_it_is_made_in():
     q, dtypes = jq.quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))]), []
     for enabled in (False, True, False, True):
         with x64(enabled):
-            dtypes.append(str(q.plan({"w": jnp.ones((4, 2), "float32")}, jnp.ones((3, 4), "float32"))["w:input"].dtype))
+            dtypes.append(str(q.plan({"w": ones((4, 2), "float32")}, ones((3, 4), "float32"))["w:input"].dtype))
     assert dtypes == ["float32", "float64"] * 2
     assert len(traced) == 2
 
@@ -590,7 +591,7 @@ STOCHASTIC = weight_spec(8, rounding="stochastic")
 def test_stochastic_rounding_needs_a_key(weight, activation, name):
     q = jq.quantize_fn(dot, [Rule("w", weight, activation)])
     texts = [f"At {name!r}, chosen by the rule 'w'", "`key`", "got None", "jax.random.key"]
-    args = {"w": jnp.ones((4, 5))}, jnp.ones((3, 4))
+    args = {"w": ones((4, 5))}, ones((3, 4))
     refused(ValueError, texts, q, *args)
     refused(ValueError, texts, functools.partial(jax.eval_shape, q), *args)
     assert q.plan(*args)[name].spec.rounding == "stochastic"  # the plan needs none
@@ -677,6 +678,7 @@ def test_functions_of_the_parameters_alone_match_by_size_and_dtype(field, matche
 # Names
 
 
+@pytest.mark.slow
 def test_a_parameter_named_like_the_second_use_of_another_has_a_name_of_its_own():
     f = lambda params, x: (x @ params["w"]) @ params["w"] + (2 * x) @ params["w#2"]
     params, x = {"w": jnp.eye(4), "w#2": jnp.ones((4, 4))}, jnp.ones((3, 4))
@@ -695,7 +697,7 @@ def test_a_parameter_named_like_the_history_of_a_gradient_is_refused():
     f = lambda params, x: (x @ params["w"]) @ params["w:gradient"]
     rules = [Rule("w", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=2), Rule("w:*", W8)]
     with pytest.raises(ValueError, match="'w:gradient' is the path of a parameter and the name of the history"):
-        jq.quantize_fn(f, rules).plan({"w": jnp.eye(4), "w:gradient": jnp.eye(4)}, jnp.ones((3, 4)))
+        jq.quantize_fn(f, rules).plan({"w": ones((4, 4)), "w:gradient": ones((4, 4))}, ones((3, 4)))
 
 
 @pytest.mark.parametrize("scope", ["transpose(heads)", "block(1)", "jvp(x)/vmap(y)"])
@@ -704,7 +706,7 @@ def test_a_scope_with_a_parenthesis_is_no_pass_of_a_gradient(scope):
         with jax.named_scope(scope):
             return x @ params["w"]
 
-    params, x = {"w": jnp.ones((4, 4))}, jnp.ones((3, 4))
+    params, x = {"w": ones((4, 4))}, ones((3, 4))
     site = jq.quantize_fn(f, [Rule("w", W8, scope=scope)]).plan(params, x)["w"]
     assert (site.kind, site.scope) == ("weight", scope)
     inside = jax.vmap(lambda x: f(params, x))

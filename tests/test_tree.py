@@ -390,6 +390,7 @@ def test_the_bits_are_the_same_on_every_road(name, given_qparams):
                 same_tree(tree, want[i])
 
 
+@pytest.mark.slow
 def test_a_stack_that_keeps_its_axis_is_the_vmap_of_its_layers():
     stack, layer = [("w", weight_spec(4, channel_axis=a)) for a in ((0, -1), -1)]
     params = {"w": np.stack([W, F(3) * W, -np.asarray(W)])}
@@ -414,6 +415,7 @@ def test_init_qparams_are_those_of_fit_qparams(method):
         same_tree(jax.jit(lambda p: jq.init_qparams(p, rules, method))(params), got)
 
 
+@pytest.mark.slow
 def test_init_qparams_fit_as_a_call_without_them_and_for_the_bits_of_a_schedule():
     params, rules, _, spec = case("channel")
     fitted = jq.init_qparams(params, rules)
@@ -429,8 +431,7 @@ def cotangents(params):
     return jax.tree.map(lambda v: rng.integers(-8, 9, v.shape).astype(v.dtype), params)
 
 
-@by_default("affine, unsigned, half up, blocks")
-@cases("name", [*CORE, "affine, f16"], CORE[1:])
+@cases("name", [*CORE, "affine, f16"])
 def test_gradients_are_those_of_the_op_leaf_by_leaf(name):
     params, rules, qparams, spec = case(name)
     g = cotangents(params)
@@ -463,8 +464,9 @@ def lsq_gradients(name, params, qparams, bits, lsq):
 )
 def test_the_lsq_gradient_is_the_plain_one_divided_by_the_root_of_n_times_qmax(name, bits):
     params, _, qparams, spec = case(name)
-    y, to_params, to_qparams = lsq_gradients(name, params, qparams, bits, True)
-    plain = lsq_gradients(name, params, qparams, bits, False)
+    gradients = jax.jit(functools.partial(lsq_gradients, name, bits=bits), static_argnames="lsq")
+    y, to_params, to_qparams = gradients(params, qparams, lsq=True)
+    plain = gradients(params, qparams, lsq=False)
     same_tree((y, to_params), plain[:2])  # only the qparams learn at another rate
     qmax = spec.qmax if bits is None else 2 ** (bits - spec.signed) - 1
     factor = np.float32(1) / np.sqrt(np.float32(LSQ[name] * qmax))
@@ -472,7 +474,7 @@ def test_the_lsq_gradient_is_the_plain_one_divided_by_the_root_of_n_times_qmax(n
     assert all(np.asarray(v.scale).any() for v in to_qparams.values())
 
 
-@cases("size", [5, 6, 7, 11], [11])
+@cases("size", [5, 6, 7, 11])
 def test_the_lsq_factor_of_traced_bits_has_the_same_bits_under_jit(size):
     w, qparams = np.arange(-size, size, 2, F) / F(7), {"w": jq.QParams(F(0.5), F(0))}
     values = lambda v, bits: jq.fake_quant_params({"w": w}, [("w", S)], v, bits=bits, lsq_gradient=True)["w"]

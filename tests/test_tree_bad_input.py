@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inputs import ones, zeros
 
 import jaxquant as jq
 from jaxquant import PerBlock, QParams, QuantSpec, Rule, activation_spec, weight_spec
@@ -198,8 +199,8 @@ MISFITS = [
             ({"layer/w": {"scale": 0.1}}, TypeError, [OF_RULE, "got dict"]),
             ({"layer/w": QParams("0.1", 0.0)}, TypeError, [OF_RULE, "`qparams.scale`", "got str"]),
             ({"layer/w": QParams(jnp.int32(1), 0.0)}, TypeError, [OF_RULE, "`qparams.scale`", "int32"]),
-            ({"layer/w": QParams(jnp.ones((1, 6)), 0.0)}, ValueError, [OF_RULE, "`qparams.scale`", "(1, 6)"]),
-            ({"layer/w": QParams(0.1, jnp.ones(6))}, ValueError, [OF_RULE, "`qparams.zero_point`", "(6,)"]),
+            ({"layer/w": QParams(ones((1, 6)), 0.0)}, ValueError, [OF_RULE, "`qparams.scale`", "(1, 6)"]),
+            ({"layer/w": QParams(0.1, ones(6))}, ValueError, [OF_RULE, "`qparams.zero_point`", "(6,)"]),
         ]
     ],
     *[(f, {"key": KEY}, ValueError, ["`key`", "no rule that rounds so", "Drop it"]) for f in takes_qparams],
@@ -212,7 +213,7 @@ MISFITS = [
             (1, ValueError, "got 1"),
             (4.0, TypeError, "got 4.0"),
             (True, TypeError, "got True"),
-            (jnp.ones(2, jnp.int32), ValueError, "(2,)"),
+            (ones(2, jnp.int32), ValueError, "(2,)"),
         ]
     ],
     (jq.fake_quant_params, {"lsq_gradient": True}, ValueError, ["`lsq_gradient`", "qparams=None", "init_qparams"]),
@@ -241,7 +242,7 @@ def test_qparams_of_a_stack_are_not_those_of_a_layer():
     [
         (None, ValueError, [OF_RULE, "`key` must be a PRNG key, got None", "jax.random.key"]),
         (7, TypeError, ["`key`", "got int"]),
-        (jnp.ones(2), TypeError, ["`key`", "float32"]),
+        (ones(2), TypeError, ["`key`", "float32"]),
         (jax.random.split(KEY), ValueError, ["`key`", "one PRNG key", "(2,)"]),
     ],
 )
@@ -289,7 +290,7 @@ def test_a_shape_is_a_parameter_for_the_plan_alone():
 def test_dequantize_params_names_the_qarray_whose_arrays_do_not_fit():
     params = jq.quantize_params(tree(W), [("*/w", CHANNELS)])
     q = params["layer"]["w"]
-    params["layer"]["w"] = dataclasses.replace(q, scale=jnp.ones((1, 5)))
+    params["layer"]["w"] = dataclasses.replace(q, scale=ones((1, 5)))
     with pytest.raises(ValueError, match=r"At 'layer/w': `q`.*\(1, 5\)"):
         jq.dequantize_params(params)
     with pytest.raises(ValueError, match=r"At 'layer/w': `q`.*\(1, 5\)"):
@@ -309,12 +310,12 @@ def test_an_error_keeps_the_one_that_caused_it():
 def written(how, w, qparams):
     """A parameter in integers, with qparams, by each function that makes them."""
     spec, params = weight_spec(8, channel_axis=-1), {"w": jnp.asarray(w, jnp.float32)}
-    q, x = jq.quantize_fn(lambda p, x: x @ p["w"], [("w", spec)]), jnp.ones((3, 2))
+    q, x = jq.quantize_fn(lambda p, x: x @ p["w"], [("w", spec)]), ones((3, 2))
     if how == "quantize_params":
         return jq.quantize_params(params, [("w", spec)], qparams)
     if how == "freeze":
         return q.freeze(params, x, qparams=qparams)
-    grams = q.observe({"w": jnp.ones((2, 2))}, x, gram=True)
+    grams = q.observe({"w": ones((2, 2))}, x, gram=True)
     return jq.solve.gptq(
         params, q, grams, x, qparams=qparams or q.init_qparams({"w": jnp.ones((2, 2))}, x), freeze=True
     )
@@ -326,7 +327,7 @@ WRITERS = "quantize_params", "freeze", "gptq"
 @pytest.mark.parametrize("how", WRITERS)
 @pytest.mark.parametrize("scale", [-0.01, 0.0, np.nan, np.inf])
 def test_scales_that_are_none_are_refused_by_each_writer(how, scale):
-    qparams = {"w": QParams(jnp.array([[0.01, scale]], jnp.float32), jnp.zeros((1, 2)))}
+    qparams = {"w": QParams(jnp.array([[0.01, scale]], jnp.float32), zeros((1, 2)))}
     with pytest.raises(ValueError, match=r"At 'w'.*1 of 2 scales are 0, negative or not finite"):
         written(how, np.ones((2, 2)), qparams)
 
@@ -338,7 +339,7 @@ def test_nan_is_refused_by_each_writer(how):
 
 
 def test_a_range_below_zero_is_refused_for_unsigned_integers():
-    spec, params, x = QuantSpec(signed=False), {"w": -jnp.ones((2, 3))}, jnp.ones((4, 2))
+    spec, params, x = QuantSpec(signed=False), {"w": -ones((2, 3))}, ones((4, 2))
     q = jq.quantize_fn(lambda p, x: x @ p["w"], [Rule("w", QuantSpec(), spec)])
     with pytest.raises(ValueError, match=r"At 'w:input'.*below 0, such as \[-3.0, -0.5\].*Make it signed"):
         q.init_qparams(params, x, ranges={"w:input": jq.Range(np.float32(-3), np.float32(-0.5))})

@@ -85,29 +85,28 @@ def _found(model: Model, program: Program) -> _Found:
     return found
 
 
-@functools.partial(jax.jit, static_argnames="shape")
-def _of_elements(mean: Array, channels: Array, shape: tuple[int, ...]) -> Array:
-    """What is added to each element of a bias of this shape."""
-    each = jnp.concatenate([jnp.zeros(1, mean.dtype), mean.reshape(-1)])[jnp.abs(channels)]
-    return jnp.broadcast_to(each * jnp.sign(channels).astype(mean.dtype), shape)
-
-
 def _corrected(found: _Found, leaves: Mapping[str, Any], errors: dict[str, _Error]) -> dict[str, Array]:
     """The biases with the means of the errors of all weights whose outputs they are added to."""
-    new: dict[str, Array] = {}
-    for path, own in found.biases.items():
-        for bias, channels in own.items():
-            added = _of_elements(errors[path].mean, np.int32(channels), leaves[bias].shape)
-            new[bias] = new[bias] + added if bias in new else added
-    wide = {path: array(leaves[path]).astype(num.compute_dtype(leaves[path].dtype)) for path in new}
-    return {
-        path: narrowed(path, wide[path] + v.astype(wide[path].dtype), leaves[path].dtype) for path, v in new.items()
-    }
+    biases = {bias: array(leaves[bias]) for own in found.biases.values() for bias in own}
+    channels = {path: {bias: np.int32(of) for bias, of in own.items()} for path, own in found.biases.items()}
+    new = _with_means(biases, {path: errors[path].mean for path in channels}, channels)
+    return {path: narrowed(path, v, leaves[path].dtype) for path, v in new.items()}
+
+
+@jax.jit
+def _with_means(biases: dict[str, Array], means: dict[str, Array], channels: dict[str, dict[str, Array]]) -> Any:
+    """Biases with what is added to each of their elements, by the number of its channel and its sign; widened."""
+    new = {path: bias.astype(num.compute_dtype(bias.dtype)) for path, bias in biases.items()}
+    for path, own in channels.items():
+        mean = jnp.concatenate([jnp.zeros(1, means[path].dtype), means[path].reshape(-1)])
+        for bias, numbers in own.items():
+            new[bias] += (mean[jnp.abs(numbers)] * jnp.sign(numbers).astype(mean.dtype)).astype(new[bias].dtype)
+    return new
 
 
 def _report(progress: Progress, path: str, why: str | None, error: _Error) -> None:
-    whole, of_mean, output = (v.sum() for v in error[1:])  # over the turns of scans
-    share = lambda v: float(relative(jnp.maximum(v, 0), output))
+    whole, of_mean, output = (np.asarray(v).sum() for v in error[1:])  # over the turns of scans
+    share = lambda v: float(relative(np.maximum(v, 0), output))
     progress(path, why, share(whole), share(whole - of_mean if why is None else whole))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranges of channels made equal across layers, where the function stays the same."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from .._jaxpr._factors import NoFactorsError
 from .._jaxpr._folding import Fold
 from .._paths import with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
-from ._folds import Operands, folded, in_words, is_whole, largest, of_channels, operands_of
+from ._folds import Operands, alike, folded, in_words, is_whole, largest, of_channels, operands_of
 from ._weights import array, changed_leaves, checked_function, shapes_of
 
 Progress = Callable[[str, float, float], None]  # (path, ratio of ranges before, after)
@@ -73,10 +74,20 @@ def _distance(ranges: tuple[Array, Array]) -> Array:
 
 
 @jax.jit
-def _factors(ranges: tuple[Array, Array], least: Array) -> Array:
+def _factors(ranges: tuple[Array, Array], biases: Array | np.ndarray, most: Array) -> Array:
+    """What makes both ranges of a channel equal, and no bias larger than `most`."""
     first, second = ranges
     is_known = (first > 0) & (second > 0)
+    least = biases / jnp.where(most > 0, most, 1)
     return jnp.where(is_known, jnp.maximum(jnp.sqrt(first / second), least), 1)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _most(leaves: list[Array], factors: list[np.ndarray], biases: Array | np.ndarray, count: int) -> Array:
+    """The largest channel that weights make of inputs with a mean square of 1, with its bias."""
+    of = lambda leaf, numbers: jnp.square(leaf.astype(jnp.float32)).sum(alike(numbers), keepdims=True)
+    channels = lambda leaf, numbers: of_channels(jax.ops.segment_sum, of(leaf, numbers), numbers, 1, count)
+    return (jnp.sqrt(functools.reduce(jnp.add, map(channels, leaves, factors))) + biases).max()
 
 
 class _Biases:
@@ -90,23 +101,12 @@ class _Biases:
         self.pair = pair
         self.paths = [path for path in pair.paths(1) if path not in operands.of]
         weights = [path for path in pair.paths(1) if path in operands.of]
-        squares = sum(_squares(array(leaves[path]), pair.factors[path], pair.size) for path in weights)
-        self.largest = (jnp.sqrt(squares) + self.of(leaves)).max()
+        own, factors = [array(leaves[path]) for path in weights], [np.int32(pair.factors[path]) for path in weights]
+        self.most = _most(own, factors, self.of(leaves), pair.size)
 
-    def of(self, leaves: Mapping[str, Any]) -> Array:
+    def of(self, leaves: Mapping[str, Any]) -> Array | np.ndarray:
         """The largest bias of each channel."""
-        return largest(leaves, self.pair, self.paths, 1) if self.paths else jnp.zeros(self.pair.size)
-
-    def least(self, leaves: Mapping[str, Any]) -> Array:
-        """The least factor of each channel."""
-        return self.of(leaves) / jnp.where(self.largest > 0, self.largest, 1)
-
-
-def _squares(leaf: Array, factors: np.ndarray, count: int) -> Array:
-    """The sum of the squares of what each factor divides."""
-    wide = leaf.astype(jnp.float32)
-    alike = tuple(axis for axis, n in enumerate(factors.shape) if n == 1)
-    return of_channels(jax.ops.segment_sum, jnp.square(wide).sum(alike, keepdims=True), factors, 1, count)
+        return largest(leaves, self.pair, self.paths, 1) if self.paths else np.zeros(self.pair.size, np.float32)
 
 
 def equalize(
@@ -177,9 +177,8 @@ def equalize(
         before = distances()
         for _ in range(iterations):
             for path, pair in pairs.items():
-                s = _factors(_ranges(operands, leaves, pair), biases[path].least(leaves))
-                for name, factors in pair.factors.items():
-                    leaves[name] = folded(operands.flat, name, leaves[name], factors, s)
+                s = _factors(_ranges(operands, leaves, pair), biases[path].of(leaves), biases[path].most)
+                leaves |= folded(operands.flat, leaves, pair.factors, s)
         if progress is not None:
             for path, after in distances().items():
                 if not isinstance(after, jax.core.Tracer):

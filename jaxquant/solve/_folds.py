@@ -100,45 +100,52 @@ def of_channels(reduce: Reduce, v: Array, factors: Array, sign: int, count: int)
 
 def largest(leaves: Mapping[str, Any], found: Fold, paths: list[str], sign: int) -> Array:
     """The largest magnitude of what each factor changes in some parameters; 0 if it changes nothing there."""
-
-    def of(path: str) -> Array:
-        factors = found.factors[path]
-        alike = tuple(axis for axis, n in enumerate(factors.shape) if n == 1)
-        return of_channels(jax.ops.segment_max, _largest(array(leaves[path]), alike), factors, sign, found.size)
-
-    return _highest([of(path) for path in paths])
+    own, factors = [array(leaves[path]) for path in paths], [np.int32(found.factors[path]) for path in paths]
+    return _largest(own, factors, sign, found.size)
 
 
-@jax.jit
-def _highest(of: list[Array]) -> Array:
-    highest = functools.reduce(jnp.maximum, [v.astype(jnp.float32) for v in of])
+@functools.partial(jax.jit, static_argnames=("sign", "count"))
+def _largest(leaves: list[Array], factors: list[Array], sign: int, count: int) -> Array:
+    def of(leaf: Array, factors: Array) -> Array:
+        # First on each device of its own part: flat, a parameter would be gathered.
+        each = jnp.abs(leaf).max(alike(factors), keepdims=True, initial=0)
+        return of_channels(jax.ops.segment_max, each, factors, sign, count).astype(jnp.float32)
+
+    highest = functools.reduce(jnp.maximum, map(of, leaves, factors))
     return jnp.where(highest > 0, highest, 0)  # of nothing: -inf
 
 
-@functools.partial(jax.jit, static_argnames="axes")
-def _largest(leaf: Array, axes: tuple[int, ...]) -> Array:
-    """The largest magnitude along some axes, on each device of its own part: flat, a parameter would be gathered."""
-    return jnp.abs(leaf).max(axes, keepdims=True, initial=0)
+def alike(factors: Array) -> tuple[int, ...]:
+    """The axes along which a parameter has one factor."""
+    return tuple(axis for axis, n in enumerate(factors.shape) if n == 1)
 
 
-def folded(flat: Flat, path: str, leaf: Any, factors: np.ndarray, s: Array) -> Array:
-    """A parameter with its elements divided, or multiplied, by the factors s, (count,).
+def folded(flat: Flat, leaves: Mapping[str, Any], factors: Mapping[str, np.ndarray], s: Array) -> dict[str, Array]:
+    """Parameters with their elements divided, or multiplied, by the factors s, (count,).
 
-    Or with the elements of the function that the program has of it, such as 1 + g.
+    Or with the elements of the function that the program has of one, such as 1 + g.
     """
-    leaf, function = array(leaf), flat.functions.get(path)
-    wide, numbers = leaf.astype(num.compute_dtype(leaf.dtype)), np.int32(factors)
-    if function is None:
-        new = _changed(wide, numbers, s)
-    else:
-        new = jnp.where(numbers == 0, wide, function.inverse(wide, _changed(function(wide), numbers, s)))
-    return narrowed(path, new, leaf.dtype)
+    own, numbers = {path: array(leaves[path]) for path in factors}, [np.int32(of) for of in factors.values()]
+    wide = [v.astype(num.compute_dtype(v.dtype)) for v in own.values()]
+    functions = [flat.functions.get(path) for path in factors]
+    inside = [v if function is None else function(v) for v, function in zip(wide, functions, strict=True)]
+    new = _changed(inside, numbers, s)
+    for i, function in enumerate(functions):
+        if function is not None:
+            new[i] = jnp.where(numbers[i] == 0, wide[i], function.inverse(wide[i], new[i]))
+    return {path: narrowed(path, v, own[path].dtype) for path, v in zip(own, new, strict=True)}
 
 
 @jax.jit
-def _changed(v: Array, factors: Array, s: Array) -> Array:
-    own = jnp.concatenate([jnp.ones(1, s.dtype), s])[jnp.abs(factors)].astype(v.dtype)
-    return jnp.where(factors > 0, v / own, v * own)
+def _changed(leaves: list[Array], factors: list[Array], s: Array) -> list[Array]:
+    """With the elements divided by the factors of their numbers, or multiplied for numbers below 0."""
+    s = jnp.concatenate([jnp.ones(1, s.dtype), s])
+
+    def changed(v: Array, numbers: Array) -> Array:
+        own = s[jnp.abs(numbers)].astype(v.dtype)
+        return jnp.where(numbers > 0, v / own, v * own)
+
+    return list(map(changed, leaves, factors))
 
 
 def narrowed(path: str, wide: Array, dtype: Any) -> Array:

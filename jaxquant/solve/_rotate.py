@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Channels rotated in the parameters that make and take them, where the function stays the same."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -78,9 +79,8 @@ class _Rotation:
                 own = leaf if function is None else function(leaf)
                 s = of_channels(jax.ops.segment_sum, own, fold.factors[gain.path], 1, fold.size)
                 ones = jnp.ones_like(leaf) if function is None else function.inverse(leaf, jnp.ones_like(leaf))
-                for path, factors in fold.factors.items():
-                    new = folded(flat, path, leaves[path], factors, s)
-                    leaves[path] = jnp.where(factors > 0, ones if path == gain.path else 1, new)
+                for path, new in folded(flat, leaves, fold.factors, s).items():
+                    leaves[path] = jnp.where(fold.factors[path] > 0, ones if path == gain.path else 1, new)
         for path, axes in self.axes.items():
             if any(map(self.rotated, axes)):
                 leaves[path] = self._turned(wide(path), axes)
@@ -91,11 +91,7 @@ class _Rotation:
 
     def _turned(self, leaf: Array, axes: Sequence[Numbers]) -> Array:
         numbers = tuple(itertools.chain(*axes))
-        v = leaf.reshape([self.channels.sizes[i] for i in numbers])
-        for i, number in enumerate(numbers):
-            if self.rotated((number,)):
-                v = hadamard(v, (i,))
-        return v.reshape(leaf.shape)
+        return _turned(leaf, tuple((self.channels.sizes[i], bool(self.rotated((i,)))) for i in numbers))
 
     def together(self, path: str) -> int:
         """How many inputs of a weight are rotated together; 1 where they stay."""
@@ -106,6 +102,15 @@ class _Rotation:
         if self.rotated(self.inputs[path]):
             return None
         return self.channels.why(self.inputs[path][-1]) if self.inputs[path] else "are one alone, or all the same"
+
+
+@functools.partial(jax.jit, static_argnames="axes")
+def _turned(leaf: Array, axes: tuple[tuple[int, bool], ...]) -> Array:
+    """A parameter with some of its axes rotated, each given by its size and whether it is."""
+    v = leaf.reshape([size for size, _ in axes])
+    for i in (i for i, (_, is_rotated) in enumerate(axes) if is_rotated):
+        v = hadamard(v, (i,))
+    return v.reshape(leaf.shape)
 
 
 def _is_constant(leaf: Any) -> bool:

@@ -50,8 +50,8 @@ class _Taken(NamedTuple):
 
 
 @jax.jit
-def _divided(taken: _Taken, s: Array) -> Gram:
-    return taken.divided(s)
+def _divided(taken: tuple[_Taken, ...], s: Array) -> list[Gram]:
+    return [one.divided(s) for one in taken]
 
 
 def _errors(taken: _Taken, s: Array, form: Form, activation: QuantSpec | None) -> tuple[Array, Array]:
@@ -248,10 +248,8 @@ class _Smoothing:
         return _Set(tuple(taken), tuple(made_by)), forms
 
     def _fold(self, found: Fold, weights: Sequence[Weight], these: _Set, s: Array) -> None:
-        for path, factors in found.factors.items():
-            self.leaves[path] = folded(self.operands.flat, path, self.leaves[path], factors, s)
-        for weight, taken in zip(weights, these.taken, strict=True):
-            self.grams[weight.path] = _divided(taken, s)
+        self.leaves |= folded(self.operands.flat, self.leaves, found.factors, s)
+        self.grams |= zip((weight.path for weight in weights), _divided(these.taken, s), strict=True)
 
     def _note(self, paths: Sequence[str], alpha: float | None, before: Array, after: Array) -> None:
         if self.report is not None and not isinstance(after, jax.core.Tracer):
