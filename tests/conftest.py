@@ -99,8 +99,8 @@ def pytest_collection_modifyitems(config, items):
     if not any("::" in arg for arg in config.args):
         refuse_lost_names(items)
     most = tomllib.loads(programs.FILE.read_text())["most"]
-    weight = lambda path: (-most.get(f"tests/{path.name}", 0), str(path))
-    items.sort(key=lambda item: (item.path.name != "test_notebooks.py", not is_of_bits(item), weight(item.path)))
+    weight = lambda item: (-most.get(programs.file_of(item.nodeid), 0), str(item.path))
+    items.sort(key=lambda item: (item.path.name != "test_notebooks.py", not is_of_bits(item), weight(item)))
     for item in items:
         if is_of_bits(item) and APART in os.environ:
             item.add_marker(pytest.mark.xdist_group("bits"))
@@ -115,7 +115,7 @@ class Scheduling(LoadGroupScheduling):
 
     def _split_scope(self, nodeid):
         is_of_bits = nodeid.endswith("@bits")
-        name = nodeid.split("::")[0] if self.config.option.markexpr == "not slow" else nodeid.removesuffix("@bits")
+        name = programs.file_of(nodeid) if self.config.option.markexpr == "not slow" else nodeid.removesuffix("@bits")
         return name + "@bits" * is_of_bits
 
     def schedule(self):

@@ -2,7 +2,8 @@
 """A pytest plugin that counts the programs that each file of tests has XLA compile, and fails where they are too many.
 
 `programs.toml` says how many a file may have. A program that the process has in memory is none, one in the persistent
-cache is one; each file begins with nothing in memory, so that a count depends on nothing but the file.
+cache is one; each file begins with nothing in memory, so that a count depends on nothing but the file. All docstrings
+count as one file, for their examples share programs.
 """
 
 import collections
@@ -31,6 +32,12 @@ def asked_by():
     return ""
 
 
+def file_of(nodeid):
+    """The file of a test that has a count of its own."""
+    name = nodeid.split("::")[0]
+    return name if name.startswith("tests/") else "docstrings"
+
+
 class Programs:
     """Of a worker, what each test compiles; of the controller, which may be the same process, the sums by file."""
 
@@ -49,7 +56,7 @@ class Programs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):
-        unit = item.path, item.get_closest_marker("bits") is not None
+        unit = file_of(item.nodeid), item.get_closest_marker("bits") is not None
         if unit != self.unit:
             jax.clear_caches()
             self.unit = unit
@@ -63,8 +70,7 @@ class Programs:
 
     def pytest_runtest_logreport(self, report):
         asked, imported = getattr(report, "programs", ((), ()))
-        name = report.nodeid.split("::")[0]
-        self.of[name].update((line or name, program) for line, program in asked)
+        self.of[file_of(report.nodeid)].update((line or report.nodeid, program) for line, program in asked)
         # Each worker imports all files, of which the first asks for what several make.
         self.of[IMPORTS] |= collections.Counter(map(tuple, imported))
 

@@ -97,7 +97,7 @@ def test_what_stops_a_pair_is_named():
 @cases("solver", ["gptq", "adaround", "ranges"], ["gptq"])
 def test_a_tied_embedding_is_refused_by_its_path(solver):
     f = lambda p, t: (p["e"][t] * p["g"][None]) @ p["e"].T
-    params, t = {"e": normal(0, 20, 8), "g": ones(8)}, jnp.arange(20)
+    params, t = {"e": normal(0, 20, 8), "g": ones(8)}, np.arange(20)
     q = quantize_fn(f, [Rule("e", W4, A8, everywhere=True)])
     grams, qparams = q.observe(params, t, gram=True), q.init_qparams(params, t)
     with pytest.raises(ValueError, match=r"At 'e'.*which no Gram sees"):

@@ -35,7 +35,7 @@ from jaxquant._jaxpr._quantized_param import QuantizedParam
 from jaxquant._jaxpr._walk import Walk
 
 SHAPE = 4, 6, 8
-INDEX = jnp.array([[3, 0], [-1, 9]])
+INDEX = jax.device_put(np.int32([[3, 0], [-1, 9]]))
 MOVES = {
     "transpose": lambda w: w.transpose(2, 0, 1),
     "reshape, merged": lambda w: w.reshape(24, 8),

@@ -325,7 +325,7 @@ def test_a_mask_leaves_rows_out(use, what):
     f, shape = OF_TOKENS[use]
     (x, mask), w = padded(), jax.device_put(np.random.default_rng(1).normal(size=shape).astype(np.float32))
     q = quantize_fn(f, [Rule("", QuantSpec() if use == "a scan" else W, A)])
-    alone = x[mask][None]
+    alone = np.asarray(x)[mask][None]
     want = q.observe(w, alone, **MASKED[what])
     observe_masked = jax.jit(lambda w, x, mask: q.observe(w, x, mask=mask, **MASKED[what]))
     for got in (q.observe(w, x, mask=mask, **MASKED[what]), observe_masked(w, x, mask)):

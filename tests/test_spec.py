@@ -5,7 +5,6 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_same_bits
@@ -159,7 +158,7 @@ def test_the_shape_of_the_qparams(granularity, shape, expected):
 @pytest.mark.parametrize(("signed", "narrow"), FLAGS)
 def test_the_traced_grid_is_the_static_one(signed, narrow):
     of = lambda bits: QuantSpec(bits=bits, signed=signed, symmetric=signed, narrow_range=narrow)
-    traced = jax.jit(jax.vmap(lambda bits: limits_of(of(16), bits)))(jnp.arange(2, 17))
+    traced = jax.jit(jax.vmap(lambda bits: limits_of(of(16), bits)))(np.arange(2, 17))
     static = [[float(end) for end in limits_of(of(bits))] for bits in range(2, 17)]
     for got, want, name in zip(traced, np.float32(static).T, ("qmin", "qmax"), strict=True):
         assert_same_bits(got, want, name)
@@ -167,5 +166,5 @@ def test_the_traced_grid_is_the_static_one(signed, narrow):
 
 
 def test_traced_bits_are_limited_to_those_of_the_spec():
-    ends = jax.jit(jax.vmap(lambda bits: limits_of(QuantSpec(bits=4), bits)))(jnp.array([-3, 1, 2, 4, 9]))
+    ends = jax.jit(jax.vmap(lambda bits: limits_of(QuantSpec(bits=4), bits)))(np.array([-3, 1, 2, 4, 9]))
     assert [e.tolist() for e in ends] == [[-1, -1, -1, -7, -7], [1, 1, 1, 7, 7]]

@@ -339,7 +339,7 @@ def test_nan_is_refused_by_each_writer(how):
 
 
 def test_a_range_below_zero_is_refused_for_unsigned_integers():
-    spec, params, x = QuantSpec(signed=False), {"w": -ones((2, 3))}, ones((4, 2))
+    spec, params, x = QuantSpec(signed=False), {"w": -np.ones((2, 3), np.float32)}, ones((4, 2))
     q = jq.quantize_fn(lambda p, x: x @ p["w"], [Rule("w", QuantSpec(), spec)])
     with pytest.raises(ValueError, match=r"At 'w:input'.*below 0, such as \[-3.0, -0.5\].*Make it signed"):
         q.init_qparams(params, x, ranges={"w:input": jq.Range(np.float32(-3), np.float32(-0.5))})
@@ -351,4 +351,4 @@ def test_a_range_below_zero_is_refused_for_unsigned_integers():
     ):
         with pytest.raises(ValueError, match=r"At 'w'.*below 0"):
             made()
-    q.init_qparams(params, x * jnp.array([1.0, -1.0])[None])  # of which the upper half is kept
+    q.init_qparams(params, x * np.float32([[1, -1]]))  # of which the upper half is kept
