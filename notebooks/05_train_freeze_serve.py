@@ -16,6 +16,7 @@ import pydoc_data.topics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -135,26 +136,29 @@ def bits(logits, targets):
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean() / jnp.log(2)
 
 
-def windows(seed):
-    starts = np.random.default_rng(seed).integers(0, len(train_data) - LENGTH - 1, (STEPS + MORE_STEPS, BATCH))
+def windows(seed, steps):
+    starts = np.random.default_rng(seed).integers(0, len(train_data) - LENGTH - 1, (steps, BATCH))
     return train_data[starts[..., None] + np.arange(LENGTH + 1)]
 
 
-def trainer(apply):
-    optimizer = optax.scale_by_adam(b2=0.98)
+optimizer = optax.scale_by_adam(b2=0.98)
 
-    @jax.jit
-    def step(trained, state, tokens, rate):
-        loss = lambda trained: bits(apply(trained, tokens[:, :-1]), tokens[:, 1:])
-        value, gradients = jax.value_and_grad(loss)(trained)
-        updates, state = optimizer.update(gradients, state)
-        return jax.tree.map(lambda t, u: t - rate * u, trained, updates), state, value
+
+@jax.jit
+def update(trained, state, gradients, rate):
+    updates, state = optimizer.update(gradients, state)
+    return jax.tree.map(lambda t, u: t - rate * u, trained, updates), state
+
+
+def trainer(apply):
+    slope = jax.jit(jax.value_and_grad(lambda trained, x, y: bits(apply(trained, x), y)))
 
     def train(trained, batches, rate):
         steps, state, losses = len(batches), optimizer.init(trained), []
         rates = optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps)(np.arange(steps))
         for tokens, now in zip(batches, np.asarray(rates), strict=True):
-            trained, state, value = step(trained, state, tokens, now)
+            value, gradients = slope(trained, tokens[:, :-1], tokens[:, 1:])
+            trained, state = update(trained, state, gradients, now)
             losses.append(value)
             progress.update()
         return trained, np.array(losses)
@@ -175,25 +179,30 @@ logits = {name: jax.jit(apply) for name, apply in with_qparams.items()}
 
 results, curves, last = {name: {"PTQ": [], "QAT": []} for name in RULES}, {}, {}
 results["float32"] = {"float": [], "float, trained on": []}
-with tqdm(total=len(SEEDS) * (STEPS + (1 + len(RULES)) * MORE_STEPS), unit="step", mininterval=1) as progress:
-    for seed in SEEDS:
-        batches = windows(seed)
-        first, more = batches[:STEPS], batches[STEPS:]
-        in_float, start = train_float(init(seed), first, 6e-3)
+
+
+def adapt(name, in_float, batches, seed):
+    q, tokens = quantized[name], batches[0, :, :-1]
+    ranges = functools.reduce(merge_ranges, (observe[name](in_float, x) for x in batches[:16, :, :-1]))
+    qparams = to_log2(q.init_qparams(in_float, tokens, ranges=ranges))
+    results[name]["PTQ"].append(test_bits(logits[name]((in_float, qparams), test_tokens)))
+    trained, curves[name, seed] = train_quantized[name]((in_float, qparams), batches, 5e-4)
+    end = logits[name](trained, test_tokens)
+    results[name]["QAT"].append(test_bits(end))
+    last[name] = trained[0], from_log2(trained[1]), np.asarray(end)
+
+
+steps = STEPS + len(SEEDS) * (1 + len(RULES)) * MORE_STEPS
+with tqdm(total=steps, unit="step", mininterval=1) as progress, ThreadPoolExecutor(2) as pool:
+    in_float, start = train_float(init(0), windows(0, STEPS), 6e-3)
+    for seed in SEEDS:  # of what it is trained on with: one float model is adapted
+        more = windows(1 + seed, MORE_STEPS)
         trained_on, curve = train_float(in_float, more, 5e-4)
         results["float32"]["float"].append(test_bits(float_logits(in_float, test_tokens)))
         results["float32"]["float, trained on"].append(test_bits(float_logits(trained_on, test_tokens)))
         curves["float32", seed] = np.concatenate([start, curve])
-        for name, q in quantized.items():
-            ranges = observe[name](in_float, more[0, :, :-1])
-            for tokens in more[1:16, :, :-1]:
-                ranges = merge_ranges(ranges, observe[name](in_float, tokens))
-            qparams = to_log2(q.init_qparams(in_float, more[0, :, :-1], ranges=ranges))
-            results[name]["PTQ"].append(test_bits(logits[name]((in_float, qparams), test_tokens)))
-            trained, curves[name, seed] = train_quantized[name]((in_float, qparams), more, 5e-4)
-            end = logits[name](trained, test_tokens)
-            results[name]["QAT"].append(test_bits(end))
-            last[name] = trained[0], from_log2(trained[1]), np.asarray(end)
+        # Two at a time, for most of it is compiling.
+        list(pool.map(functools.partial(adapt, in_float=in_float, batches=more, seed=seed), quantized))
 
 # %%
 print("bits per character                    " + "".join(f"seed {seed}   " for seed in SEEDS) + "mean")
@@ -206,15 +215,13 @@ for name, rows in results.items():
 # %%
 figure, (whole, apart) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 smooth = lambda losses: np.convolve(losses, np.ones(20) / 20, "valid")
-for seed in SEEDS:
-    whole.plot(smooth(curves["float32", seed]), linewidth=1, alpha=0.7, label=f"seed {seed}")
+whole.plot(smooth(start), linewidth=1)
 for name, color in zip(RULES, ("C3", "C4", "C5"), strict=True):
     for seed in SEEDS:
         more_bits = smooth(curves[name, seed] - curves["float32", seed][STEPS:])
         apart.plot(more_bits, color=color, linewidth=1, alpha=0.7, label=name if seed == 0 else None)
 whole.set(title="training in float32", xlabel="step", ylabel="bits per character, mean of 20 steps", ylim=(2.4, 4))
 apart.set(title="QAT, more than float32 on the same batches", xlabel="step of QAT", ylabel="bits per character")
-whole.legend()
 apart.axhline(0, color="gray", linewidth=0.5)
 apart.legend()
 figure.savefig(output / "05_curves.png", dpi=150)

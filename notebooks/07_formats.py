@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import pydoc_data.topics
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -136,7 +137,7 @@ def init(key):
 
 # %%
 TRAINED = "int4", "mxfp4", "nvfp4"
-STEPS, MORE_STEPS, BATCH = 1000, 40, 8
+STEPS, MORE_STEPS, BATCH = 700, 40, 8
 quantized = {name: quantize_fn(model, [Rule(re.compile("layers/.*|head"), *specs)]) for name, specs in FORMATS.items()}
 print(quantized["nvfp4"].plan(init(jax.random.key(0)), test_windows[:, :-1]))
 
@@ -169,11 +170,13 @@ def bits(logits):
 
 # %%
 results, last = {}, {}
-with tqdm(total=2 + len(FORMATS), unit="run", mininterval=1) as progress:
+FUNCTIONS = {"float32": model, **quantized}
+with tqdm(total=2 + len(FORMATS), unit="run", mininterval=1) as progress, ThreadPoolExecutor(2) as pool:
     in_float = trainer(model, 6e-3, STEPS)(init(jax.random.key(0)), batches(0, STEPS))
     progress.update()
-    for name, f in {"float32": model, **quantized}.items():
-        progress.set_description(name)
+
+    def run(name):
+        f = FUNCTIONS[name]
         freeze = f.freeze if name in FORMATS else lambda params, x: params
         logits = jax.jit(lambda params, x, f=f, freeze=freeze: (f(params, x), freeze(params, x)))
         runs = [in_float]
@@ -183,6 +186,8 @@ with tqdm(total=2 + len(FORMATS), unit="run", mininterval=1) as progress:
         results[name], last[name] = [float(bits(v)) for v, _ in ends], ends[-1]
         progress.update()
 
+    list(pool.map(run, FUNCTIONS))  # two at a time, for most of it is compiling
+
 # %% [markdown]
 # ## Freeze, save, load, serve
 #
@@ -190,14 +195,20 @@ with tqdm(total=2 + len(FORMATS), unit="run", mininterval=1) as progress:
 
 # %%
 wrong, bits_per_weight = {}, {}
-for name, q in quantized.items():
-    logits, frozen = last[name]
+
+
+def serve(name):
+    q, (logits, frozen) = quantized[name], last[name]
     save(output / f"07_{name}.npz", frozen)
     served = load(output / f"07_{name}.npz")
     wrong[name] = int((np.asarray(jax.jit(q)(served, test_windows[:, :-1])) != np.asarray(logits)).sum())
     weights = [v for v in jax.tree.leaves(served, is_leaf=lambda v: isinstance(v, QArray)) if isinstance(v, QArray)]
     held = sum(w.size * w.spec.bits + w.scale.size * w.scale.dtype.itemsize * 8 for w in weights)
     bits_per_weight[name] = held / sum(w.size for w in weights)
+
+
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(serve, quantized))
 print(f"{sum(wrong.values())} logits of {len(wrong)} served models differ from the trained ones")
 
 # %%

@@ -4,19 +4,17 @@
 # Two of the three products of a training step are in its backward pass. Here a network for digits and a character
 # transformer are trained with int8 weights and inputs from the first step on, and with the gradients in the backward
 # products in float32, bfloat16, int8 and float8. The value of the model is the same function in all of them. How far
-# off are the gradients, layer by layer; what does it do to the loss; what does a step take? Then the transformer is
-# trained by the recipes of accelerators: bfloat16 alone, float8, MXFP8 and NVFP4, in all three products. Finally a
-# trained model is frozen in 8 and 4 bits, and low-rank factors are trained beside it (**LoRA**).
+# off are the gradients, layer by layer; what does it do to the loss; what does a step take? Notebook 12 has the recipes
+# of accelerators, which round all three products: float8, MXFP8 and NVFP4.
 # [Low-precision training](../docs/low_precision.md) says what is rounded where.
 
 # %%
 # SPDX-License-Identifier: Apache-2.0
-import argparse
-import functools
-import inspect
+import itertools
 import pydoc_data.topics
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -24,7 +22,6 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from scipy.linalg import hadamard
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
@@ -35,13 +32,8 @@ from jaxquant import (
     QuantSpec,
     Rule,
     activation_spec,
-    delayed_qparams,
     float8_spec,
-    mxfp8_spec,
-    nvfp4_spec,
     quantize_fn,
-    split_histories,
-    update_histories,
     weight_spec,
 )
 
@@ -76,18 +68,16 @@ LAYERS, WIDTH, HEADS, LENGTH = 2, 64, 4, 64
 text = "".join(c for c in "".join(pydoc_data.topics.topics.values()) if c.isascii())
 alphabet = sorted(set(text))
 numbers = lambda text: np.array([alphabet.index(c) for c in text if c in alphabet], np.int32)
-train_text, test_text = np.split(numbers(text), [len(text) * 9 // 10])
+train_text, _ = np.split(numbers(text), [len(text) * 9 // 10])
 normed = lambda x, scale: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
 
-def write(params, tokens, product=jnp.matmul):
+def write(params, tokens):
     x = params["embedding"][tokens] + params["positions"][: tokens.shape[1]]
     unseen = jnp.triu(jnp.full((tokens.shape[1],) * 2, -1e30, x.dtype), 1)
 
     def layer(x, p):
-        dense = lambda x, name: (
-            product(x, p[name]) + (x @ p[f"{name}.down"] @ p[f"{name}.up"] if f"{name}.up" in p else 0)
-        )
+        dense = lambda x, name: x @ p[name]
         q, k, v = jnp.split(dense(normed(x, p["norms"][0]), "qkv"), 3, -1)
         heads = lambda y: y.reshape(*y.shape[:2], HEADS, -1)
         scores = jnp.einsum("bthk,bshk->bhts", heads(q), heads(k)) / (q.shape[-1] / HEADS) ** 0.5
@@ -189,18 +179,26 @@ def update(params, state, gradients, rate):
     return jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, params, updates), state
 
 
-def train(slope, params, batches, rate, *state_of_slope):
-    """The trained parameters, the loss of each step, one for each batch, and what `slope` carries from step to step."""
+def train(slope, params, batches, rate):
+    """The trained parameters, and the loss of each step, one for each batch."""
     state, losses, done = adam_init(params), [], np.linspace(0, 1, len(batches[0]), endpoint=False)
     rates = rate * np.minimum(20 * done, (1 + np.cos(np.pi * done)) / 2)  # up in a twentieth of the steps, and down
     for now, *batch in zip(rates, *batches, strict=True):
-        value, gradients, *state_of_slope = slope(params, *batch, *state_of_slope)
+        value, gradients = slope(params, *batch)
         params, state = update(params, state, gradients, now)
         losses.append(value)
-    return params, np.array(losses), *state_of_slope
+    return params, np.array(losses)
 
 
 # %%
+def compile_slope(name, kind):
+    init, *_, batches, _ = TASKS[name]
+    slopes[name][kind](init(0), *(b[0] for b in batches(0, 1)))
+
+
+with ThreadPoolExecutor(2) as pool:  # two at a time: XLA leaves Python to the other
+    list(pool.map(compile_slope, *zip(*itertools.product(TASKS, GRADIENTS), strict=True)))
+
 SEEDS = range(3)
 curves, trained = {}, {}
 with tqdm(total=len(TASKS) * len(GRADIENTS) * len(SEEDS), unit="run", mininterval=1) as progress:
@@ -313,219 +311,6 @@ float_step = np.median(times["no quantization"][2:])
 for kind in GRADIENTS:
     print(f"{kind:<14}{np.median(times[kind][2:]) / float_step:.2f} of the float step")
 
-# %% [markdown]
-# ## Recipes: all three products in one format
-#
-# What accelerators are built for: weights, inputs and g of all products in the layers of the text model, from the first
-# step on, by the products of the device (`execution="native"`), which a CPU emulates. The embedding and the head stay
-# in float32, but for bfloat16.
-#
-# - **bfloat16**: parameters, moments, activations and gradients, without a float32 copy of the parameters. Sums
-#   within an op and the loss are float32.
-# - **float8**, as in Transformer Engine: e4m3 forward, e5m2 for g, one scale for each tensor: of the tensor at hand, or
-#   for g of the last 16 steps ("delayed").
-# - **MXFP8**: e4m3 for all three, in blocks of 32 along what each product sums.
-# - **NVFP4**: blocks of 16, and g with stochastic rounding. NVIDIA's recipe also rotates both operands of the weight's
-#   gradient, `x.T @ g`, by a Hadamard matrix along the tokens: H.T @ H = 1, so that in float nothing changes, and
-#   an outlier among the tokens is spread over 16 of them. In JAX that is a function around the product: its value is
-#   `x @ w`, its gradient the one of the rotated product.
-
-# %%
-constant = jax.lax.stop_gradient
-HADAMARD = np.float32(hadamard(16) / 4)
-
-
-def turned(x, w, rotation):
-    """x @ w. The gradient of w is the product of x and g, each rotated along the tokens before it is rounded."""
-    mixed = lambda by, x: (by @ x.reshape(len(x), -1, 16, x.shape[-1])).reshape(x.shape)
-    rotated = mixed(rotation.T, mixed(rotation, constant(x)) @ w)
-    return x @ constant(w) + (rotated - constant(rotated))
-
-
-def write_turned(params, tokens, rotation):
-    return write(params, tokens, functools.partial(turned, rotation=rotation))
-
-
-def recipe(weight, activation, gradient, f=write, **kw):
-    return quantize_fn(f, [Rule("layers/*", weight, activation, gradient=gradient, **kw)], execution="native")
-
-
-float8, mxfp8, nvfp4 = (float8_spec(), float8_spec(), float8_spec("float8_e5m2")), mxfp8_spec(), nvfp4_spec()
-in_nvfp4 = recipe(nvfp4, nvfp4, nvfp4_spec(rounding="stochastic"), write_turned)
-RECIPES = {
-    "float32": write,
-    "bfloat16": write,
-    "float8": recipe(*float8),
-    "float8, delayed": recipe(*float8, history=16),
-    "MXFP8": recipe(mxfp8, mxfp8, mxfp8),
-    "NVFP4": functools.partial(in_nvfp4, rotation=np.eye(16, dtype=np.float32)),  # which rotates nothing
-    "NVFP4, rotated": functools.partial(in_nvfp4, rotation=HADAMARD),
-}
-
-
-# Only g is delayed: None takes the range of a weight or an input from its values.
-qparams_of = lambda delayed: {**{name.removesuffix(":gradient"): None for name in delayed}, **delayed}
-
-
-@functools.partial(jax.jit, static_argnames="f")
-def recipe_slope(params, t, key, histories=None, *, f, **kw):
-    """Loss and gradients, and with histories what these are after the step."""
-
-    def loss(params, delayed):
-        own = {"qparams": qparams_of(delayed)} if histories else {"key": key} if f is in_nvfp4 else {}
-        return cross_entropy(f(params, t[:, :-1], **own, **kw).astype(jnp.float32), t[:, 1:]).mean()
-
-    delayed = delayed_qparams(histories) if histories else {}
-    value, (gradients, largest) = jax.value_and_grad(loss, argnums=(0, 1))(params, delayed)
-    return value, gradients, *([update_histories(histories, largest)] if histories else [])
-
-
-def slope_of(f):
-    of = f if isinstance(f, functools.partial) else functools.partial(f)
-    return functools.partial(recipe_slope, f=of.func, **of.keywords)
-
-
-recipe_slopes = {name: slope_of(f) for name, f in RECIPES.items()}
-
-
-def first_histories(name, params, t, key):
-    """Where the recipe has them, what is seen in one pass at the first batch, at the scale 1 of an empty history."""
-    if "delayed" not in name:
-        return []
-    _, histories = split_histories(RECIPES[name].init_qparams(params, t[:, :-1]))
-    return recipe_slopes[name](params, t, key, histories)[2:]
-
-
-dtype_of = {"bfloat16": jnp.bfloat16}
-in_dtype = lambda name, params: jax.tree.map(lambda p: jnp.asarray(p, dtype_of.get(name, jnp.float32)), params)
-batches_of = lambda seed, n=80: (*windows(train_text, seed, n, 2), jax.random.split(jax.random.key(seed), n))
-
-# %%
-recipe_curves, recipe_ends, recipe_histories = {}, {}, {}
-with tqdm(total=len(RECIPES) * len(SEEDS), unit="run", mininterval=1) as progress:
-    for name, slope in recipe_slopes.items():
-        for seed in SEEDS:
-            progress.set_description(name)
-            start, batches = in_dtype(name, init_writer(seed)), batches_of(seed)
-            histories = first_histories(name, start, *(b[0] for b in batches))
-            run = train(slope, start, batches, 6e-3, *histories)
-            recipe_ends[name, seed], recipe_curves[name, seed], *recipe_histories[name, seed] = run
-            progress.update()
-
-# %%
-recipe_final = {name: np.array([np.mean(recipe_curves[name, seed][-30:]) for seed in SEEDS]) for name in RECIPES}
-figure, (above, below) = plt.subplots(2, 1, figsize=(10, 6), layout="constrained", sharex=True)
-for color, name in enumerate(RECIPES):
-    for seed in SEEDS:
-        values, exact = (smooth(recipe_curves[n, seed]) for n in (name, "float32"))
-        style = {"color": f"C{color}", "linewidth": 0.9, "label": name if seed == 0 else None}
-        above.plot(values, alpha=0.7, **style)
-        if name != "float32":
-            below.plot(values - exact, **style)
-above.set(yscale="log", ylabel="training loss, mean of 10 steps")
-below.set(xlabel="step", ylabel="and minus the loss of float32")
-above.legend(title="recipe", ncols=2)
-figure.savefig(output / "08_recipes.png", dpi=150)
-plt.show()
-print("final loss, mean of the last 30 steps, of three seeds; and minus the loss of float32, seed by seed")
-for name, of in recipe_final.items():
-    away = ", ".join(f"{d:+.4f}" for d in of - recipe_final["float32"])
-    print(f"{name:<16}{of.mean():>9.4f} ({away})")
-print("float32, seed by seed:", ", ".join(f"{of:.4f}" for of in recipe_final["float32"]))
-
-# %% [markdown]
-# In these 80 steps the mean over the seeds is within 0.02 of float32, with NVFP4 within 0.03. That is a short training
-# of a small model: whether the recipes part later is not measured here.
-#
-# The error of the gradient, as above, but against the gradient of the float32 model: the rounding of the forward pass
-# is part of it. A median of 12 batches: some of them are far off, not the same ones in each format.
-
-# %%
-recipe_errors, params = {}, recipe_ends["float32", 0]
-for (*batch,) in zip(*batches_of(100, 12), strict=True):
-    exact = layers_of(recipe_slopes["float32"](params, *batch)[1])
-    for name, slope in recipe_slopes.items():
-        got = layers_of(slope(in_dtype(name, params), *batch, *recipe_histories[name, 0])[1])
-        for layer in exact:
-            error = np.linalg.norm(got[layer] - exact[layer]) / np.linalg.norm(exact[layer])
-            recipe_errors.setdefault((name, layer), []).append(error)
-recipe_errors = {at: np.median(of) for at, of in recipe_errors.items()}
-parts = [layer for layer in exact if layer != "head"]
-mean_errors = {name: np.mean([recipe_errors[name, layer] for layer in parts]) for name in RECIPES}
-
-# %%
-figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
-for color, name in list(enumerate(RECIPES))[1:]:
-    axes.plot(parts, [recipe_errors[name, layer] for layer in parts], "o-", color=f"C{color}", label=name)
-axes.set(yscale="log", ylabel="relative error of the gradient")
-axes.legend(title="recipe", ncols=3, loc="center", bbox_to_anchor=(0.5, 0.34))
-figure.savefig(output / "08_recipe_errors.png", dpi=150)
-plt.show()
-print(f"{'':<8}" + "".join(f"{name:>16}" for name in RECIPES if name != "float32"))
-for layer in [*parts, "mean"]:
-    of = [recipe_errors.get((name, layer), mean_errors[name]) for name in RECIPES if name != "float32"]
-    print(f"{layer:<8}" + "".join(f"{e:>16.4f}" for e in of))
-
-# %% [markdown]
-# Three mantissa bits and blocks (MXFP8) are closer than two bits for g and one scale (float8). A scale of earlier steps
-# is as good as one of the tensor at hand. NVFP4 is off by more than three times as much as MXFP8. The rotation does not
-# make its error smaller in this model, and costs one more product.
-#
-# ## LoRA: factors beside a frozen base
-#
-# The text model has read Python's documentation. Now it shall write Python code, by thin matrices beside the frozen
-# ones, which are all that is trained. The base is float32, or what `q.freeze` makes of it: 4 bits in blocks of 32,
-# NVFP4, float8, int8 with int8 inputs, or float8 with float8 inputs and an e5m2 gradient, multiplied as they are by
-# the device. What the backward pass keeps of the base are the integers or floats that it is frozen to, here counted
-# without the scales.
-
-# %%
-RANK = 4
-code = numbers(inspect.getsource(argparse))
-code, test_code = np.split(code, [len(code) * 9 // 10])
-frozen = re.compile("layers/[a-z]*|head")
-BASES = {
-    "float32": write,
-    "4 bits, blocks of 32": quantize_fn(write, [Rule(frozen, weight_spec(4, block_size=32))]),
-    "NVFP4": quantize_fn(write, [Rule(frozen, nvfp4)]),
-    "float8": quantize_fn(write, [Rule(frozen, float8_spec())]),
-    "float8, native": quantize_fn(write, [Rule(frozen, *float8[:2], gradient=float8[2])], execution="native"),
-    "int8, int8 inputs": quantize_fn(write, [Rule(frozen, weight_spec(8), activation_spec(8))]),
-}
-params, rng, factors = trained["text", "float32", 0], np.random.default_rng(1), {}
-for name in ("qkv", "out", "up", "down"):
-    _, rows, columns = params["layers"][name].shape
-    factors[f"{name}.down"] = rng.normal(0, rows**-0.5, (LAYERS, rows, RANK)).astype(np.float32)
-    factors[f"{name}.up"] = np.zeros((LAYERS, RANK, columns), np.float32)
-beside = lambda base, factors: {**base, "layers": {**base["layers"], **factors}}
-batches = windows(code, 0, 100)
-tests = windows(test_code, 1, 16)[0]
-bytes_of = lambda v: v.size * (jnp.iinfo if jnp.issubdtype(v.dtype, jnp.integer) else jnp.finfo)(v.dtype).bits // 8
-
-adapted = {}
-for name, q in BASES.items():
-    base = params if q is write else jax.jit(q.freeze)(beside(params, factors), tests[0, :, :-1])
-    base = {**base, "layers": {n: w for n, w in base["layers"].items() if n not in factors}}
-    loss = lambda factors, base, t, q=q: text_loss(lambda f, t: q(beside(base, f), t))(factors, t)
-    slope = jax.jit(jax.value_and_grad(loss))
-    test_loss = lambda factors, slope=slope, base=base: np.mean([slope(factors, base, t)[0] for t in tests])
-    ends, _ = train(lambda f, t, slope=slope, base=base: slope(f, base, t), factors, batches, 1e-2)
-    weights = [base["head"], *(base["layers"][n] for n in ("qkv", "out", "up", "down"))]
-    backward = lambda f, base, loss=loss: jax.vjp(lambda f: loss(f, base, batches[0][0]), f)[1]
-    kept = jax.tree.leaves(jax.eval_shape(backward, factors, base))
-    kept = [v for v in kept if sorted(v.shape) in [sorted(w.shape) for w in weights]]
-    adapted[name] = {
-        "before": test_loss(factors),
-        "after": test_loss(ends),
-        "base": sum(w.nbytes for w in weights),
-        "kept": sum(map(bytes_of, kept)),
-        "dtypes": {str(v.dtype) for v in kept},
-    }
-print(f"{'':<22}{'bytes of the base':>18}{'kept backward':>15}{'loss before':>13}{'after':>8}")
-for name, of in adapted.items():
-    print(f"{name:<22}{of['base']:>18,}{of['kept']:>15,}{of['before']:>13.3f}{of['after']:>8.3f}")
-print(f"{sum(v.size for v in jax.tree.leaves(factors)):,} numbers are trained")
-
 # %% tags=["hide-cell"] jupyter={"source_hidden": true}
 away = {kind: final["text", kind] - final["text", "float32"] for kind in LOW}
 assert (away["int8"] > 0.01).all(), away
@@ -537,20 +322,4 @@ for (name, kind, layer), (_, error) in errors.items():
     if kind == "int8 by rows":
         assert error < errors[name, "int8", layer][1], (name, layer)
     assert kind == "int8" or error < 0.25, (name, kind, layer, error)
-recipe_away = {name: of - recipe_final["float32"] for name, of in recipe_final.items()}
-assert {p.dtype for p in jax.tree.leaves(recipe_ends["bfloat16", 0])} == {jnp.dtype("bfloat16")}
-for name, of in recipe_away.items():
-    assert abs(of.mean()) < (0.03 if "NVFP4" in name else 0.02), (name, of)
-assert max(e for (name, _), e in recipe_errors.items() if name == "bfloat16") < 0.05, recipe_errors
-assert 2 * mean_errors["bfloat16"] < mean_errors["MXFP8"] < mean_errors["float8"], mean_errors
-assert 0.8 < mean_errors["float8, delayed"] / mean_errors["float8"] < 1.25, mean_errors
-assert 3 * mean_errors["MXFP8"] < mean_errors["NVFP4"] < 0.4, mean_errors
-assert 0.95 < mean_errors["NVFP4, rotated"] / mean_errors["NVFP4"] < 1.1, mean_errors
-of_float = adapted.pop("float32")
-assert of_float["kept"] == of_float["base"]
-for name, of in adapted.items():
-    assert of["dtypes"] <= {"int4", "int8", "float4_e2m1fn", "float8_e4m3fn"}, (name, of)
-    assert of["kept"] <= of["base"] < 0.28 * of_float["base"], (name, of)  # with scales, and with sums of columns
-    assert of["after"] < of["before"] - 0.2, (name, of)
-    assert abs(of["after"] - of_float["after"]) < 0.02, (name, of)
 print("all claims hold")

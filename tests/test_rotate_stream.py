@@ -109,7 +109,7 @@ def tied(p, tokens):
     return normed(x + gated(normed(x, p["norm1"]), p), p["norm"]) @ p["embed"].T
 
 
-TIED = {"embed": normal(1, 20, K), "norm1": gain(2, K), "norm": jnp.full(K, 1.5), **of_layers()}
+TIED = {"embed": normal(1, 20, K), "norm1": gain(2, K), "norm": np.full(K, 1.5, np.float32), **of_layers()}
 TIED = {name: TIED[name] for name in ("embed", "norm", "norm1", "gate", "up", "down")}
 
 

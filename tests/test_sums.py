@@ -208,7 +208,7 @@ MOVED = {
 }
 
 
-@pytest.mark.slow
+@by_default("along the other axis")
 @pytest.mark.parametrize("name", MOVED)
 def test_a_qarray_that_moves_keeps_its_sums_or_drops_them(name):
     params, move, numbers, kept = MOVED[name]
