@@ -170,15 +170,13 @@ class QArray(checks.NotAnArray):
     def _picked(self, index: Array | np.ndarray) -> "QArray":
         """The parts along the first axis that indices say, as `_part` has each."""
         n = self.shape[0] if self.ndim else 0
-        if isinstance(index, np.ndarray):
-            if ((index < -n) | (index >= n)).any():
-                raise IndexError(
-                    f"`index` must be in [{-n}, {n}) for a QArray of shape {self.shape}, got {index.tolist()}. "
-                    "Only traced integers are clamped."
-                )
-            at = np.where(index < 0, index + n, index)
-        else:
-            at = jnp.clip(jnp.where(index < 0, index + n, index), 0, n - 1)
+        if isinstance(index, np.ndarray) and ((index < -n) | (index >= n)).any():
+            raise IndexError(
+                f"`index` must be in [{-n}, {n}) for a QArray of shape {self.shape}, got {index.tolist()}. "
+                "Only traced integers are clamped."
+            )
+        of = np if isinstance(index, np.ndarray) else jnp
+        at = of.clip(of.where(index < 0, index + n, index), 0, n - 1)
         of_values = lambda v: v.at[at].get(mode="promise_in_bounds")
         new = range(index.ndim - 1)
         of_groups = lambda v: lax.expand_dims(v, new) if v.shape[0] == 1 else of_values(grouping.apart(v, 0, n))
