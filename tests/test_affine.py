@@ -310,7 +310,7 @@ def test_a_key_is_needed_for_stochastic_rounding_alone(f):
         jax.eval_shape(lambda: f(np.ones(3, F), QuantSpec(), key=jax.random.key(0)))
 
 
-@cases("dtype", oracle.FLOATS, ["bfloat16"])
+@cases("dtype", oracle.FLOATS)
 def test_a_qarray_is_a_pytree(dtype):
     spec = QuantSpec(bits=4, symmetric=False, granularity=PerChannel(-1))
     with x64(dtype == "float64"):

@@ -136,7 +136,7 @@ def test_sums_come_with_a_weight_and_are_dropped_for_other_values(name):
     assert_same_bits(y, q(params, X))
 
 
-@cases("name", NONE, ["cut"])
+@cases("name", NONE)
 def test_sums_that_no_op_would_read_are_not_made(name):
     f, params = NONE[name]
     q, served = frozen(f, params)
