@@ -266,6 +266,7 @@ def same(a, b):
 merge, ema = jax.jit(jq.merge_ranges), jax.jit(jq.ema_ranges)
 
 
+@pytest.mark.slow
 @given(pairs=range_ends)
 def test_merging_ranges_is_associative_commutative_and_idempotent(pairs):
     a, b, c = ranges(pairs)

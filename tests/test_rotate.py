@@ -220,7 +220,7 @@ WAYS = [way for way in itertools.product(FUNCTIONS, SPECS) if way != ("heads", "
 
 
 @pytest.mark.bits
-@cases("name, specs", WAYS, [("heads", "W4")])
+@cases("name, specs", WAYS)
 def test_it_is_the_function_with_the_rotation_written_down(name, specs):
     (f, by_hand, params, axes), (weight, activation) = FUNCTIONS[name], SPECS[specs]
     q = quantize_fn(f, [ROTATED("*", weight, activation)])

@@ -15,7 +15,7 @@ from exact import assert_same_bits
 from inputs import cast, hard_ranges, hard_values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lanes import by_default, cases
+from lanes import cases
 
 from jaxquant import tf
 
@@ -162,7 +162,7 @@ TRACED = [name for name, op in OPS.items() if not op.attributes]  # their range
 every_op = lambda *default: cases("name", OPS, default)
 
 
-@by_default("per channel 4 narrow")
+@pytest.mark.slow
 @every_op("args", "per channel 4 narrow", "integers, scaled, half even")
 def test_jit(name):
     same(jitted(name, all_values(OPS[name])), expected(name))
