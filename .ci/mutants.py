@@ -139,7 +139,7 @@ class Seconds(collections.Counter):
     """Of each test."""
 
     def pytest_runtest_logreport(self, report):
-        self[report.nodeid] += report.duration
+        self[report.nodeid.removesuffix("@bits")] += report.duration
 
 
 def reach(files):
@@ -149,9 +149,10 @@ def reach(files):
     pytest.main([*files, *options], [seconds])
     data, lines = coverage.CoverageData(), {}
     data.read()
+    test = lambda context: context.split("|")[0].removesuffix("@bits")
     for path in data.measured_files():
         contexts = data.contexts_by_lineno(path).items()
-        lines[os.path.relpath(path)] = {n: sorted({name.split("|")[0] for name in of if name}) for n, of in contexts}
+        lines[os.path.relpath(path)] = {n: sorted({test(name) for name in of if name}) for n, of in contexts}
     return seconds, lines
 
 
@@ -275,6 +276,7 @@ if __name__ == "__main__":
         os.environ["PYTHONPATH"] = str(root / ".ci")  # of the workers, which find this file
         sys.path.insert(0, "tests")
         pathlib.Path(".mutants.json").write_text(json.dumps(reach(["jaxquant", "tests"])))
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # without the backend, whose threads a fork would lose
     of_test, tests_of = json.loads(pathlib.Path(".mutants.json").read_text())
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": os.path.abspath(".pytest_cache/xla")}
     os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}

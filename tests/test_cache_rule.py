@@ -40,11 +40,10 @@ SHAPE = BATCH, LENGTH, HEADS, FEATURES
 TOKENS = PerChannel((0, 1, 2))
 KEYS, VALUES = QuantSpec(granularity=TOKENS), QuantSpec(bits=4, granularity=TOKENS)
 RULES = [Rule("cache/k", activation=KEYS, kind="cache"), Rule("cache/v", activation=VALUES, kind="cache")]
-X = np.random.default_rng(0).normal(size=(BATCH, LENGTH, 8)).astype(np.float32)
-PARAMS = {
-    n: jax.device_put(np.random.default_rng(i).normal(size=(8, HEADS, FEATURES)).astype(np.float32))
-    for i, n in enumerate("qkv")
-}
+# In steps of 1 / 16, so that the float sums of a projection are exact, of one row and of many.
+in_steps = lambda seed, shape: np.round(np.random.default_rng(seed).normal(size=shape) * 16).astype(np.float32) / 16
+X = in_steps(0, (BATCH, LENGTH, 8))
+PARAMS = {n: jax.device_put(in_steps(i, (8, HEADS, FEATURES))) for i, n in enumerate("qkv")}
 
 
 def empty():
