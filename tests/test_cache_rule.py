@@ -419,7 +419,7 @@ def test_grouped_queries():
 ROWS = QuantSpec(granularity=PerToken())
 PRODUCTS = Rule("**/dot_general_*", activation=ROWS, kind="act_act")
 ALL = [*RULES, PRODUCTS, Rule("*", weight_spec(8), ROWS)]
-LONG = np.random.default_rng(1).normal(size=(BATCH, 200, 8)).astype(np.float32)
+LONG = in_steps(1, (BATCH, 200, 8))
 
 
 def long_cache():
