@@ -149,7 +149,7 @@ def reach(files):
     pytest.main([*files, *options], [seconds])
     data, lines = coverage.CoverageData(), {}
     data.read()
-    test = lambda context: context.split("|")[0].removesuffix("@bits")
+    test = lambda context: context.rpartition("|")[0].removesuffix("@bits")
     for path in data.measured_files():
         contexts = data.contexts_by_lineno(path).items()
         lines[os.path.relpath(path)] = {n: sorted({test(name) for name in of if name}) for n, of in contexts}
