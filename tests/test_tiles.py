@@ -81,8 +81,7 @@ def loops(program):
     return len(re.findall(r" while\(", program.as_text()))
 
 
-@pytest.mark.slow
-@cases("use, spec", EVERY, [("layers in a scan", "affine")])
+@cases("use, spec", EVERY, [("a ragged dot", "8 bits")])
 def test_the_bits_are_those_of_the_whole_product(use, spec):
     f, w, x = USES[use]
     q, frozen = served(f, SPECS[spec], w, x)
