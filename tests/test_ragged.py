@@ -170,7 +170,6 @@ def test_an_int8_gradient_is_integer_arithmetic():
     assert_same_bits(q({"w": W}, X, sizes), by_hand(X, W, sizes, whole, whole))
 
 
-@pytest.mark.slow
 def test_axes_in_any_order():
     """Examples, other rows, features, rows in groups, other rows; features, outputs, examples, groups."""
     numbers = lax.RaggedDotDimensionNumbers((((2,), (0,)), ((0,), (2,))), (3,), (3,))
