@@ -144,26 +144,24 @@ def windows(seed, steps):
 optimizer = optax.scale_by_adam(b2=0.98)
 
 
-def trainer(apply):
-    def step(carry, x):
-        (trained, state), (tokens, rate) = carry, x
-        loss = lambda trained: bits(apply(trained, tokens[:, :-1]), tokens[:, 1:])
-        value, gradients = jax.value_and_grad(loss)(trained)
-        updates, state = optimizer.update(gradients, state)
-        return (jax.tree.map(lambda t, u: t - rate * u, trained, updates), state), value
+@jax.jit
+def update(trained, state, gradients, rate):
+    updates, state = optimizer.update(gradients, state)
+    return jax.tree.map(lambda t, u: t - rate * u, trained, updates), state
 
-    steps = jax.jit(functools.partial(jax.lax.scan, step))
+
+def trainer(apply):
+    slope = jax.jit(jax.value_and_grad(lambda trained, x, y: bits(apply(trained, x), y)))
 
     def train(trained, batches, rate):
-        carry, losses = (trained, optimizer.init(trained)), []
-        schedule = optax.warmup_cosine_decay_schedule(0, rate, len(batches) // 20, len(batches))
-        rates = np.asarray(schedule(np.arange(len(batches))))
-        for start in range(0, len(batches), MORE_STEPS):
-            now = slice(start, start + MORE_STEPS)
-            carry, values = steps(carry, (batches[now], rates[now]))
-            losses.append(values)
-            progress.update(MORE_STEPS)
-        return carry[0], np.concatenate(losses)
+        steps, state, losses = len(batches), optimizer.init(trained), []
+        rates = optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps)(np.arange(steps))
+        for tokens, now in zip(batches, np.asarray(rates), strict=True):
+            value, gradients = slope(trained, tokens[:, :-1], tokens[:, 1:])
+            trained, state = update(trained, state, gradients, now)
+            losses.append(value)
+            progress.update()
+        return trained, np.array(losses)
 
     return train
 
