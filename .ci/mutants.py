@@ -276,7 +276,8 @@ if __name__ == "__main__":
         os.environ["PYTHONPATH"] = str(root / ".ci")  # of the workers, which find this file
         sys.path.insert(0, "tests")
         pathlib.Path(".mutants.json").write_text(json.dumps(reach(["jaxquant", "tests"])))
-        os.execv(sys.executable, [sys.executable, *sys.argv])  # without the backend, whose threads a fork would lose
+        # Anew, without the backend of this process, whose threads a fork would lose.
+        os.execv(sys.executable, [sys.executable, __file__, *sys.argv[1:]])
     of_test, tests_of = json.loads(pathlib.Path(".mutants.json").read_text())
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": os.path.abspath(".pytest_cache/xla")}
     os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
