@@ -37,16 +37,11 @@ import coverage
 import pytest
 
 FLOORS = (
-    "_numerics.py",
-    "_sharding.py",
-    "_groups.py",
-    "_scale_formats.py",
-    "_grid.py",
-    "_affine.py",
-    "_straight_through.py",
-    "_pack.py",
-    "_integer/*.py",
-    "_ranges/*.py",
+    *("_base/_axes.py", "_base/_groups.py", "_base/_numerics.py", "_base/_sharding.py"),
+    "_spec/_scale_formats.py",
+    *("_arrays/_affine.py", "_arrays/_fit.py", "_arrays/_grid.py", "_arrays/_histogram.py", "_arrays/_pack.py"),
+    *("_arrays/_range.py", "_arrays/_straight_through.py"),
+    "_contract/*.py",
     "tf/*.py",
 )
 COMPARED = {"Lt": "LtE Gt", "LtE": "Lt GtE", "Gt": "GtE Lt", "GtE": "Gt LtE", "Eq": "NotEq", "NotEq": "Eq"}

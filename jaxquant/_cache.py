@@ -8,23 +8,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from . import _checks as checks
-from ._affine import fake_quant, quantize, real_values
-from ._granularity import granularity_of
-from ._groups import Windows, windows_of_groups, with_part
+from ._arrays._affine import fake_quant, quantize, real_values
+from ._arrays._qarray import QArray, Scales, changed, checked_operand, groups_of, packed_dtype, permutation, window_of
+from ._arrays._qparams import QParams
+from ._base import _checks as checks
+from ._base._groups import Windows, windows_of_groups, with_part
 from ._platform._cpu import transposed
-from ._qarray import (
-    QArray,
-    Scales,
-    changed,
-    checked_operand,
-    groups_of,
-    packed_dtype,
-    permutation,
-    window_of,
-)
-from ._qparams import QParams
-from ._spec import QuantSpec, checked_spec, has_grid_of, qparams_shape
+from ._spec._granularity import granularity_of
+from ._spec._spec import QuantSpec, checked_spec, has_grid_of, qparams_shape
 
 
 def zeros(shape: Any, spec: QuantSpec, qparams: QParams | None = None, *, dtype: Any = jnp.float32) -> QArray:

@@ -19,17 +19,17 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from . import _checks as checks
-from ._gram import Gram
+from ._arrays._gram import Gram
+from ._arrays._histogram import Histogram
+from ._arrays._pack import pack, unpack
+from ._arrays._qarray import QArray, checked_qarray, frozen_from_json, frozen_to_json, scales_of
+from ._arrays._qparams import Log2QParams, QParams
+from ._arrays._range import Range
+from ._base import _checks as checks
+from ._contract._operands import with_own_sums
 from ._history import GradientHistory
-from ._integer._operands import with_own_sums
-from ._pack import pack, unpack
 from ._paths import named_in_errors, unboxed, with_paths
-from ._qarray import QArray, checked_qarray, frozen_from_json, frozen_to_json, scales_of
-from ._qparams import Log2QParams, QParams
-from ._ranges._histogram import Histogram
-from ._ranges._range import Range
-from ._spec import QuantSpec, spec_from_json, spec_to_json
+from ._spec._spec import QuantSpec, spec_from_json, spec_to_json
 
 _SCHEMA = 4  # 3 had no specs of qparams, and all arrays in full; those before were in no release
 _HEADER = "__jaxquant__"

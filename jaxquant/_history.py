@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from . import _checks as checks
-from ._qparams import QParams
-from ._ranges._range import LARGEST, Range, finite_or, qparams_from_range
-from ._spec import QuantSpec, spec_from_json, spec_to_json
+from ._arrays._qparams import QParams
+from ._arrays._range import LARGEST, Range, finite_or, qparams_from_range
+from ._base import _checks as checks
+from ._spec._spec import QuantSpec, spec_from_json, spec_to_json
 
 _SHIFT = 20  # of the bits of a float32, so that 3 bits of its fraction are left: 8 bins for each power of two
 _INF = 0x7F800000

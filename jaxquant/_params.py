@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import _checks as checks
-from . import _numerics as num
-from ._affine import checked_qparams, dequantize, fake_quant, quantize, scale_gradient
-from ._grid import limits_of
+from ._arrays._affine import checked_qparams, dequantize, fake_quant, quantize, scale_gradient
+from ._arrays._fit import fit_qparams
+from ._arrays._grid import limits_of
+from ._arrays._qarray import QArray
+from ._arrays._qparams import QParams
+from ._arrays._range import observe
+from ._arrays._writing import refuse_lost_scales, refuse_not_finite, refuse_unsigned_below_zero
+from ._base import _checks as checks
+from ._base import _numerics as num
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
-from ._qarray import QArray
-from ._qparams import QParams
-from ._ranges._fit import fit_qparams
-from ._ranges._range import observe
-from ._rule import Rule, Rules, checked_rules, pattern_in_words, shadowed
-from ._spec import QuantSpec, qparams_shape
-from ._writing import refuse_lost_scales, refuse_not_finite, refuse_unsigned_below_zero
+from ._spec._rule import Rule, Rules, checked_rules, pattern_in_words, shadowed
+from ._spec._spec import QuantSpec, qparams_shape
 
 
 class _Leaf(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_flatten_with_path
 
-from ._qarray import QArray
-from ._rule import Rule
+from ._arrays._qarray import QArray
+from ._spec._rule import Rule
 
 
 def is_qarray(node: Any) -> bool:

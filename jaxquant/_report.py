@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from . import _checks as checks
-from ._affine import fake_quant
+from ._arrays._affine import fake_quant
+from ._arrays._gram import Gram, relative, squared_errors
+from ._arrays._qparams import QParams
+from ._arrays._tally import Tally, merge_tallies, sqnr, tally, to_nearest
+from ._base import _checks as checks
+from ._base._groups import reduce_groups
+from ._base._sharding import replicated
+from ._base._table import as_html, as_text
 from ._files import saved_bytes
-from ._gram import Gram, relative, squared_errors
-from ._groups import reduce_groups
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
-from ._qparams import QParams
-from ._sharding import replicated
-from ._spec import QuantSpec, qparams_shape
-from ._table import as_html, as_text
-from ._tally import Tally, merge_tallies, sqnr, tally, to_nearest
+from ._spec._spec import QuantSpec, qparams_shape
 from ._transform._entries import Entry
 from ._transform._layout import Layout
 from ._transform._plan import Site, in_words

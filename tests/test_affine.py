@@ -411,7 +411,7 @@ def test_values_that_do_not_fit_are_not_packed():
 
 
 def test_equal_specs_share_one_trace():
-    from jaxquant._affine import _quantize, _round_trip, real_values
+    from jaxquant._arrays._affine import _quantize, _round_trip, real_values
 
     traces, x, functions = [], np.ones((3, 2), F), (_round_trip, _quantize, real_values)
     spec = lambda: QuantSpec(bits=5, granularity=PerChannel((-1, 0)))

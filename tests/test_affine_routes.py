@@ -18,16 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import by_default, cases
 
-from jaxquant import (
-    PerBlock,
-    PerChannel,
-    QParams,
-    QuantSpec,
-    dequantize,
-    fake_quant,
-    fit_qparams,
-    quantize,
-)
+from jaxquant import PerBlock, PerChannel, QParams, QuantSpec, dequantize, fake_quant, fit_qparams, quantize
 
 pytestmark = pytest.mark.bits
 

@@ -16,7 +16,7 @@ from lanes import by_default, cases
 
 from benchmarks import exactness
 from jaxquant import QuantSpec, Range, qparams_from_range
-from jaxquant import _numerics as num
+from jaxquant._base import _numerics as num
 from jaxquant._platform import _division as division
 from jaxquant._platform import _primitive
 

@@ -8,11 +8,11 @@ import pytest
 from inputs import ones
 
 from jaxquant import PerBlock, PerChannel, PerTensor, QuantSpec
-from jaxquant._jaxpr._calls import CALLS
-from jaxquant._jaxpr._origin import DATA, parameter
-from jaxquant._jaxpr._program import traced
-from jaxquant._jaxpr._walk import Walk
-from jaxquant._spec import qparams_shape
+from jaxquant._program._calls import CALLS
+from jaxquant._program._jaxpr import traced
+from jaxquant._program._origin import DATA, parameter
+from jaxquant._program._walk import Walk
+from jaxquant._spec._spec import qparams_shape
 from jaxquant._transform._axes import on_operand, on_parameter
 
 

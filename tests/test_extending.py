@@ -26,10 +26,10 @@ from jaxquant import (
     quantize_fn,
     save,
 )
-from jaxquant._formats import FLOATS, Float
-from jaxquant._granularity import Granularity
-from jaxquant._ranges._fit import METHODS
-from jaxquant._scale_formats import SCALE_FORMATS, Rounded
+from jaxquant._arrays._fit import METHODS
+from jaxquant._spec._formats import FLOATS, Float
+from jaxquant._spec._granularity import Granularity
+from jaxquant._spec._scale_formats import SCALE_FORMATS, Rounded
 
 X = normal(0, 6, 16)
 W = normal(1, 16, 8)

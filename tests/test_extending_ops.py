@@ -15,9 +15,10 @@ from jax.interpreters import ad, mlir
 from lanes import by_default
 
 from jaxquant import QuantSpec, Rule, activation_spec, dot_general, quantize, quantize_fn, weight_spec
-from jaxquant._integer._contract import ContractionOp
-from jaxquant._integer._dot import LOWERINGS, Dot
-from jaxquant._integer._ops import OPS
+from jaxquant._contract._contract import ContractionOp
+from jaxquant._contract._dot import LOWERINGS, Dot
+from jaxquant._contract._ops import OPS
+from jaxquant._spec import _rule
 
 MATMUL = ((1,), (0,)), ((), ())
 RNG = np.random.default_rng(0)
@@ -190,3 +191,7 @@ def test_an_execution_that_another_op_has_is_refused_by_name(monkeypatch):
     q = quantize_fn(conv, RULES, execution="of_dots")
     with pytest.raises(ValueError, match=r"`execution` must be one of auto, int8, float32, native, got 'of_dots'"):
         q({"w": ones((3, 4, 4))}, ones((2, 5, 4)))
+
+
+def test_rules_name_the_ops_that_there_are():
+    assert tuple(OPS) == _rule.OPS

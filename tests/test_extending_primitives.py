@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxquant import PerChannel, QuantSpec, Rule, activation_spec, quantize_fn
-from jaxquant._jaxpr._moves import MOVES, one
+from jaxquant._program._moves import MOVES, one
 
 swap = Primitive("swap_of_an_author")  # the transpose of a matrix
 swap.def_impl(lambda x: x.T)

@@ -20,9 +20,9 @@ from lanes import by_default, cases, in_turn
 
 import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, PerTensor, QParams, QuantSpec, Range, Rule, float8_spec
-from jaxquant._formats import FLOATS
-from jaxquant._integer._digits import _rounded
-from jaxquant._spec import ROUNDINGS, qparams_shape
+from jaxquant._contract._digits import _rounded
+from jaxquant._spec._formats import FLOATS
+from jaxquant._spec._spec import ROUNDINGS, qparams_shape
 
 bits = pytest.mark.bits
 

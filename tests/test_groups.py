@@ -8,7 +8,7 @@ import numpy as np
 from exact import assert_same_bits
 from lanes import cases
 
-from jaxquant import _groups as groups
+from jaxquant._base import _groups as groups
 
 SHAPE = 4, 6, 2
 SIZES = (1, 1, 1), (4, 6, 2), (2, 3, 1), (1, 6, 2), (4, 1, 2), (2, 2, 2), (1, 3, 1), (4, 2, 1)

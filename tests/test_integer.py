@@ -30,11 +30,11 @@ from jaxquant import (
     quantize,
     weight_spec,
 )
-from jaxquant._integer._contract import contract
-from jaxquant._integer._dot import Dot
-from jaxquant._integer._operands import QuantizedOperand
-from jaxquant._spec import qparams_shape
-from jaxquant._straight_through import quantize_straight_through
+from jaxquant._arrays._straight_through import quantize_straight_through
+from jaxquant._contract._contract import contract
+from jaxquant._contract._dot import Dot
+from jaxquant._contract._operands import QuantizedOperand
+from jaxquant._spec._spec import qparams_shape
 
 pytestmark = pytest.mark.bits
 

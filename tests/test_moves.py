@@ -26,13 +26,13 @@ from jaxquant import (
     quantize_fn,
     weight_spec,
 )
-from jaxquant._groups import broadcast_groups, of_rank
-from jaxquant._jaxpr import _moves as registry
-from jaxquant._jaxpr._calls import CALLS
-from jaxquant._jaxpr._origin import JOINED, PICKED, parameter
-from jaxquant._jaxpr._program import NAME, evaluated, programs, traced
-from jaxquant._jaxpr._quantized_param import QuantizedParam
-from jaxquant._jaxpr._walk import Walk
+from jaxquant._base._groups import broadcast_groups, of_rank
+from jaxquant._program import _moves as registry
+from jaxquant._program._calls import CALLS
+from jaxquant._program._jaxpr import NAME, evaluated, programs, traced
+from jaxquant._program._origin import JOINED, PICKED, parameter
+from jaxquant._program._param import QuantizedParam
+from jaxquant._program._walk import Walk
 
 SHAPE = 4, 6, 8
 INDEX = jax.device_put(np.int32([[3, 0], [-1, 9]]))

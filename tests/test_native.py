@@ -17,7 +17,7 @@ from lanes import cases
 
 import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, PerTensor, QuantSpec, Rule, float8_spec, quantize, quantize_fn
-from jaxquant._integer import _native
+from jaxquant._contract import _native
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 MATMUL, BATCHED = (((1,), (0,)), ((), ())), (((2,), (1,)), ((0,), (0,)))

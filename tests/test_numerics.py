@@ -12,7 +12,7 @@ from exact import assert_same_bits, differing
 from inputs import hard_ranges, hard_values
 from lanes import cases
 
-from jaxquant import _numerics as num
+from jaxquant._base import _numerics as num
 from jaxquant._platform._division import undisturbed
 from jaxquant.tf._nudge import along_axis, masked_product, nudge
 

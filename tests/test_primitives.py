@@ -11,11 +11,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxquant import quantize_fn, solve, weight_spec
-from jaxquant._integer._ops import OPS
-from jaxquant._jaxpr import _channels, _streams
-from jaxquant._jaxpr._flat import Flat
-from jaxquant._jaxpr._moves import MOVES
-from jaxquant._jaxpr._program import known_params, params_of, programs
+from jaxquant._contract._ops import OPS
+from jaxquant._program._jaxpr import known_params, params_of, programs
+from jaxquant._program._moves import MOVES
+from jaxquant.solve._graph import _channels, _streams
+from jaxquant.solve._graph._flat import Flat
 
 X, INDICES, B = (jax.device_put(np.full((4, 6), *of)) for of in ((1, np.float32), (0, np.int32), (True, bool)))
 SUMS = "add", "sub", "mul", "div", "max", "min", "pow", "eq", "ne", "lt", "le", "gt", "ge"

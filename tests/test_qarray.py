@@ -21,7 +21,7 @@ from jaxquant import (
     dot_general,
     quantize,
 )
-from jaxquant._spec import qparams_shape
+from jaxquant._spec._spec import qparams_shape
 
 SHAPE = 4, 6, 8
 F = np.float32

@@ -38,8 +38,8 @@ from jaxquant import (
     qparams_from_range,
     range_from_histogram,
 )
+from jaxquant._arrays._tally import merge_tallies, tally
 from jaxquant._platform._cpu import _in_one_pass
-from jaxquant._tally import merge_tallies, tally
 
 pytestmark = pytest.mark.bits
 

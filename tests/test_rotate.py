@@ -35,7 +35,7 @@ from jaxquant import (
     solve,
     weight_spec,
 )
-from jaxquant._hadamard import block_of, hadamard
+from jaxquant._base._hadamard import block_of, hadamard
 
 F = np.float32
 W4, A4 = weight_spec(4), activation_spec(4, granularity=PerToken())

@@ -28,7 +28,7 @@ from jaxquant import (
     mxint8_spec,
     nvfp4_spec,
 )
-from jaxquant._spec import ROUNDINGS
+from jaxquant._spec._spec import ROUNDINGS
 
 bits = pytest.mark.bits
 

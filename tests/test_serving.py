@@ -13,17 +13,7 @@ import pytest
 from exact import assert_same_bits
 from uses import USES, X, normal, together
 
-from jaxquant import (
-    QArray,
-    Range,
-    Rule,
-    activation_spec,
-    from_log2,
-    quantize_fn,
-    quantize_params,
-    to_log2,
-    weight_spec,
-)
+from jaxquant import QArray, Range, Rule, activation_spec, from_log2, quantize_fn, quantize_params, to_log2, weight_spec
 
 # One program of several uses, which compiles faster than one for each.
 SOME = "over layers in blocks", "gathered by data"

@@ -10,8 +10,8 @@ import pytest
 from exact import assert_same_bits
 
 from jaxquant import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, activation_spec, weight_spec
-from jaxquant._grid import limits_of
-from jaxquant._spec import qparams_shape
+from jaxquant._arrays._grid import limits_of
+from jaxquant._spec._spec import qparams_shape
 
 SOME = [
     QuantSpec(),

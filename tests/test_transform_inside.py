@@ -32,7 +32,7 @@ from sites import (
 )
 
 from jaxquant import QuantSpec, Rule, fake_quant, quantize_fn, weight_spec
-from jaxquant._jaxpr._program import opened, programs
+from jaxquant._program._jaxpr import opened, programs
 
 bits = pytest.mark.bits  # of tests that compare sums of floats: what is in integers has its bits however it is compiled
 

@@ -16,9 +16,9 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from .. import _numerics as num
-from .._groups import reduce_groups
-from .._sharding import is_explicit, is_split, vary_together
+from .._base import _numerics as num
+from .._base._groups import reduce_groups
+from .._base._sharding import is_explicit, is_split, vary_together
 from ._primitive import elementwise
 
 

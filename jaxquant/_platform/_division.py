@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .. import _numerics as num
-from .._sharding import is_explicit
+from .._base import _numerics as num
+from .._base._sharding import is_explicit
 from ._cpu import unknown
 from ._primitive import elementwise
 

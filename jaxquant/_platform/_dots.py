@@ -10,7 +10,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._sharding import is_explicit
+from .._base._sharding import is_explicit
 
 # ((contracted axes of x, of w), (batch axes of x, of w)), as `lax.dot_general` takes them.
 Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._sharding import is_explicit, vary_together
+from .._base._sharding import is_explicit, vary_together
 
 
 def elementwise(name: str, cpu: Callable, default: Callable, static: tuple[str, ...] = ()) -> Callable:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._sharding import vary_together
+from .._base._sharding import vary_together
 
 _MOST_ROWS = 128  # with more, the weight is converted once for many
 _LEAST = 2**18  # elements of a weight; smaller ones are in the cache anyway, and their products in another kernel

@@ -5,11 +5,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from .._granularity import PerBlock, PerChannel, PerTensor, PerToken, per_axes
-from .._jaxpr._origin import JOINED, PICKED
-from .._jaxpr._program import NAME
-from .._jaxpr._walk import Contraction, Operand
-from .._spec import QuantSpec, qparams_shape
+from .._program._jaxpr import NAME
+from .._program._origin import JOINED, PICKED
+from .._program._walk import Contraction, Operand
+from .._spec._granularity import PerBlock, PerChannel, PerTensor, PerToken, per_axes
+from .._spec._spec import QuantSpec, qparams_shape
 
 
 def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .._granularity import PerChannel, PerTensor, PerToken
-from .._integer._contract import Precision
+from .._contract._contract import Precision
 from .._paths import named_in_errors
-from .._rule import Rule
-from .._spec import QuantSpec, qparams_shape
+from .._spec._granularity import PerChannel, PerTensor, PerToken
+from .._spec._rule import Rule
+from .._spec._spec import QuantSpec, qparams_shape
 from ._match import MatchedOp
 
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _checks as checks
-from .._affine import quantize
+from .._arrays._affine import quantize
+from .._arrays._qarray import QArray, changed, groups_of, scales_of
+from .._base import _checks as checks
 from .._cache import packed
 from .._paths import is_qarray, named_in_errors, with_paths
-from .._qarray import QArray, changed, groups_of, scales_of
-from .._rule import Rule
-from .._spec import QuantSpec, qparams_shape
+from .._spec._rule import Rule
+from .._spec._spec import QuantSpec, qparams_shape
 from ._plan import Site
 
 

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from jax import Array
 
-from .. import _checks as checks
-from .._jaxpr._origin import DATA, Origin, own_axes, parameter
+from .._arrays._qarray import QArray
+from .._arrays._qparams import QParams
+from .._base import _checks as checks
 from .._paths import is_qarray, with_paths
-from .._qarray import QArray
-from .._qparams import QParams
+from .._program._origin import DATA, Origin, own_axes, parameter
 from ._caches import Cache, CacheRules
 
 OWN_ARGUMENTS = {"qparams": None, "lsq_gradient": False, "key": None}  # of a call, beside those of the function

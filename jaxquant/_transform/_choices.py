@@ -5,17 +5,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .. import _checks as checks
-from .._granularity import PerTensor
-from .._hadamard import block_of
-from .._integer._contract import Precision
-from .._integer._ops import OPS
-from .._jaxpr._origin import JOINED, PICKED
-from .._jaxpr._program import Location
-from .._jaxpr._walk import Contraction, Operand
+from .._base import _checks as checks
+from .._base._hadamard import block_of
+from .._contract._contract import Precision
+from .._contract._ops import OPS
 from .._paths import named_in_errors
-from .._rule import Rule
-from .._spec import QuantSpec, qparams_shape
+from .._program._jaxpr import Location
+from .._program._origin import JOINED, PICKED
+from .._program._walk import Contraction, Operand
+from .._spec._granularity import PerTensor
+from .._spec._rule import Rule
+from .._spec._spec import QuantSpec, qparams_shape
 from . import _errors as errors
 from ._axes import contracted_axes, on_operand
 from ._backward import precisions

@@ -5,10 +5,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from .. import _checks as checks
-from .._granularity import PerToken
-from .._jaxpr._program import NAME, Location
-from .._jaxpr._walk import Contraction, Walk
+from .._base import _checks as checks
+from .._program._jaxpr import NAME, Location
+from .._program._walk import Contraction, Walk
+from .._spec._granularity import PerToken
 from . import _errors as errors
 from ._axes import contracted_axes
 from ._choices import Choice, Decision, choose

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _checks as checks
-from .._affine import qparams_of_shape
+from .._arrays._affine import qparams_of_shape
+from .._arrays._qarray import QArray
+from .._arrays._qparams import QParams
+from .._base import _checks as checks
+from .._contract._operands import takes_sums
 from .._history import BINS, DelayedQParams, GradientHistory, empty_history
-from .._integer._operands import takes_sums
-from .._jaxpr._program import Location
-from .._jaxpr._walk import Contraction
 from .._paths import named_in_errors
-from .._qarray import QArray
-from .._qparams import QParams
-from .._rule import Rule
-from .._spec import QuantSpec, equal_but_for_rounding, qparams_shape
+from .._program._jaxpr import Location
+from .._program._walk import Contraction
+from .._spec._rule import Rule
+from .._spec._spec import QuantSpec, equal_but_for_rounding, qparams_shape
 from ._axes import along, on_parameter, shared_axes
 from ._choices import Choice, Decision
 from ._layout import Layout, layout_of

@@ -4,9 +4,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from .. import _checks as checks
-from .._jaxpr._origin import Origin
-from .._rule import KINDS, Rule, pattern_in_words, shadowed
+from .._base import _checks as checks
+from .._program._origin import Origin
+from .._spec._rule import KINDS, Rule, pattern_in_words, shadowed
 from ._match import MatchedOp, Matcher, gathered_by_data, is_wanted
 
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._hadamard import block_of, hadamard
-from .._integer._axes import Matrix
-from .._jaxpr._moves import in_order
-from .._jaxpr._origin import Moved
-from .._sharding import shard_like
+from .._base._axes import Matrix
+from .._base._hadamard import block_of, hadamard
+from .._base._sharding import shard_like
+from .._program._moves import in_order
+from .._program._origin import Moved
 from ._choices import Choice, Decision
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .. import _checks as checks
-from .._sharding import shard_like
+from .._base import _checks as checks
+from .._base._sharding import shard_like
 
 
 class Mask(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._jaxpr._origin import Origin, computed
-from .._jaxpr._program import NAME
-from .._jaxpr._walk import Contraction, Operand
-from .._rule import Rule
-from .._spec import QuantSpec
+from .._program._jaxpr import NAME
+from .._program._origin import Origin, computed
+from .._program._walk import Contraction, Operand
+from .._spec._rule import Rule
+from .._spec._spec import QuantSpec
 
 
 class MatchedOp(NamedTuple):

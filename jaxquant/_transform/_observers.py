@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _checks as checks
-from .._gram import Gram, gram, merge_grams
-from .._jaxpr._program import Location
-from .._jaxpr._walk import Contraction
+from .._arrays._gram import Gram, gram, merge_grams
+from .._arrays._histogram import Histogram, histogram, merge_histograms
+from .._arrays._qparams import QParams
+from .._arrays._range import Range, merge_ranges, observe
+from .._arrays._tally import merge_tallies, tally, tally_across
+from .._base import _checks as checks
 from .._paths import named_in_errors
-from .._qparams import QParams
-from .._ranges._histogram import Histogram, histogram, merge_histograms
-from .._ranges._range import Range, merge_ranges, observe
-from .._spec import QuantSpec
-from .._tally import merge_tallies, tally, tally_across
+from .._program._jaxpr import Location
+from .._program._walk import Contraction
+from .._spec._spec import QuantSpec
 from ._decide import Decisions
 from ._entries import Entry
 from ._layout import Layout, layout_of

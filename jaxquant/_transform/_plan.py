@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from .. import _checks as checks
-from .._rule import pattern_in_words
-from .._spec import QuantSpec
-from .._table import as_html, as_text
+from .._base import _checks as checks
+from .._base._table import as_html, as_text
+from .._spec._rule import pattern_in_words
+from .._spec._spec import QuantSpec
 
 _HEADER = (
     *("site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "bytes"),

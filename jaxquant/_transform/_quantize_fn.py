@@ -15,30 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .. import _checks as checks
+from .._arrays._fit import fit_qparams
+from .._arrays._qparams import QParams
+from .._arrays._range import Range, observe, qparams_from_range
+from .._arrays._tally import Tally
+from .._arrays._writing import refuse_lost_scales, refuse_unsigned_below_zero
+from .._base import _checks as checks
+from .._contract._dot import LOWERINGS
+from .._contract._lowering import checked_execution
 from .._history import DelayedQParams
-from .._integer._dot import LOWERINGS
-from .._integer._lowering import checked_execution
-from .._jaxpr._evaluate import Scope
-from .._jaxpr._program import POINT
 from .._params import checked_lsq_gradient, with_lsq_gradient
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
-from .._qparams import QParams
-from .._ranges._fit import fit_qparams
-from .._ranges._range import Range, observe, qparams_from_range
-from .._rule import Rules, checked_rules, pattern_in_words
-from .._tally import Tally
-from .._writing import refuse_lost_scales, refuse_unsigned_below_zero
+from .._program._evaluate import Scope
+from .._program._jaxpr import POINT
+from .._spec._rule import Rules, checked_rules, pattern_in_words
 from ._caches import CacheRules
-from ._call import (
-    OWN_ARGUMENTS,
-    Call,
-    Static,
-    call_of,
-    may_take,
-    misuse,
-    with_own,
-)
+from ._call import OWN_ARGUMENTS, Call, Static, call_of, may_take, misuse, with_own
 from ._decide import Decisions
 from ._entries import Entries, Entry
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges

@@ -12,37 +12,31 @@ import jax.ad_checkpoint
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .. import _checks as checks
-from .. import _groups as grouping
-from .. import _numerics as num
-from .._affine import fake_quant, real_values
-from .._granularity import granularity_of
-from .._groups import of_rank
-from .._hadamard import hadamard
+from .._arrays._affine import fake_quant, real_values
+from .._arrays._qarray import QArray, Scales, changed, scales_of
+from .._arrays._qparams import QParams
+from .._arrays._straight_through import quantize_straight_through, with_gradient_of
+from .._base import _checks as checks
+from .._base import _groups as grouping
+from .._base import _numerics as num
+from .._base._groups import of_rank
+from .._base._hadamard import hadamard
+from .._base._sharding import axes_of, replicated, vary_together
+from .._contract._contract import Precision, contract
+from .._contract._dot import Dot, dot_general
+from .._contract._native import is_of_floats
+from .._contract._operands import QuantizedOperand
+from .._contract._ops import OPS
+from .._contract._weight_only import by_columns
 from .._history import DelayedQParams
-from .._integer._contract import Precision, contract
-from .._integer._dot import Dot, dot_general
-from .._integer._native import is_of_floats
-from .._integer._operands import QuantizedOperand
-from .._integer._ops import OPS
-from .._integer._weight_only import by_columns
-from .._jaxpr._calls import CALLS
-from .._jaxpr._evaluate import Inputs, Replacements, Scope
-from .._jaxpr._program import NAME, Location, params_of
-from .._jaxpr._quantized_param import (
-    QuantizedParam,
-    dequantized,
-    from_integers,
-    qarray,
-    with_fitting_spec,
-)
 from .._paths import named_in_errors
 from .._platform._cpu import nan_where, written
-from .._qarray import QArray, Scales, changed, scales_of
-from .._qparams import QParams
-from .._sharding import axes_of, replicated, vary_together
-from .._spec import QuantSpec, qparams_shape
-from .._straight_through import quantize_straight_through, with_gradient_of
+from .._program._calls import CALLS
+from .._program._evaluate import Inputs, Replacements, Scope
+from .._program._jaxpr import NAME, Location, params_of
+from .._program._param import QuantizedParam, dequantized, from_integers, qarray, with_fitting_spec
+from .._spec._granularity import granularity_of
+from .._spec._spec import QuantSpec, qparams_shape
 from ._caches import Cache
 from ._choices import Choice, Decision
 from ._decide import Decisions

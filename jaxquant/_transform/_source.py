@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._jaxpr._calls import CALLS
-from .._jaxpr._program import traced
-from .._jaxpr._walk import Walk
 from .._paths import is_qarray
-from .._rule import Rule
+from .._program._calls import CALLS
+from .._program._jaxpr import traced
+from .._program._walk import Walk
+from .._spec._rule import Rule
 from ._caches import Cache, CacheRules, site_of
 from ._call import Call, Static, arrays_of, is_traced, noted, origins_of, refuse_lost_changes
 from ._decide import Decisions, decide

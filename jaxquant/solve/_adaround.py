@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .. import _checks as checks
-from .. import _numerics as num
-from .._gram import Gram, matmul, squared_errors
-from .._grid import Grid
-from .._qparams import QParams
+from .._arrays._gram import Gram, matmul, squared_errors
+from .._arrays._grid import Grid
+from .._arrays._qparams import QParams
+from .._base import _checks as checks
+from .._base import _numerics as num
 from .._transform._quantize_fn import QuantizedFunction
 from ._weights import (
     Errors,

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .. import _checks as checks
-from .. import _numerics as num
-from .._gram import Gram, matmul, relative, squared_errors
-from .._jaxpr._biases import Contracted, NoBiasError, biases
-from .._jaxpr._factors import Factors
-from .._jaxpr._flat import Flat
+from .._arrays._gram import Gram, matmul, relative, squared_errors
+from .._base import _checks as checks
+from .._base import _numerics as num
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._layout import layout_of
 from .._transform._quantize_fn import QuantizedFunction
 from .._transform._source import Program
 from ._folds import narrowed
+from ._graph._biases import Contracted, NoBiasError, biases
+from ._graph._factors import Factors
+from ._graph._flat import Flat
 from ._weights import Form, Model, Weight, array, changed_leaves, model_of, shapes_of
 
 Progress = Callable[[str, str | None, float, float], None]  # (path, why it is left, error before, error after)

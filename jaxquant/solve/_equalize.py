@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .. import _checks as checks
-from .._jaxpr._factors import NoFactorsError
-from .._jaxpr._folding import Fold
+from .._base import _checks as checks
 from .._paths import with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, alike, folded, in_words, is_whole, largest, of_channels, operands_of
+from ._graph._factors import NoFactorsError
+from ._graph._folding import Fold
 from ._weights import array, changed_leaves, checked_function, shapes_of
 
 Progress = Callable[[str, float, float], None]  # (path, ratio of ranges before, after)

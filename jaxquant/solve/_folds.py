@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .. import _checks as checks
-from .. import _numerics as num
-from .._integer._ops import OPS
-from .._jaxpr._factors import NoFactorsError
-from .._jaxpr._flat import Flat
-from .._jaxpr._folding import Fold, Operand, fold
+from .._arrays._writing import refuse_not_finite
+from .._base import _checks as checks
+from .._base import _numerics as num
+from .._contract._ops import OPS
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._transform._source import Program
-from .._writing import refuse_not_finite
+from ._graph._factors import NoFactorsError
+from ._graph._flat import Flat
+from ._graph._folding import Fold, Operand, fold
 from ._weights import array
 
 Reduce = Callable[..., Array]  # such as jax.ops.segment_max

@@ -10,22 +10,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .. import _checks as checks
-from .. import _numerics as num
-from .._granularity import PerTensor
-from .._jaxpr._calls import CALLS
-from .._jaxpr._channels import sides_of
-from .._jaxpr._evaluate import Replacements, Scope
-from .._jaxpr._flat import Flat
-from .._jaxpr._program import Location, evaluated
+from .._base import _checks as checks
+from .._base import _numerics as num
 from .._paths import named_in_errors
-from .._rule import Rule, checked_rules
-from .._spec import QuantSpec
+from .._program._calls import CALLS
+from .._program._evaluate import Replacements, Scope
+from .._program._jaxpr import Location, evaluated
+from .._spec._granularity import PerTensor
+from .._spec._rule import Rule, checked_rules
+from .._spec._spec import QuantSpec
 from .._transform._caches import CacheRules
 from .._transform._call import Call, Static, call_of
 from .._transform._choices import Decision
 from .._transform._sites import inputs_of
 from .._transform._source import Program, Source, value_of
+from ._graph._channels import sides_of
+from ._graph._flat import Flat
 
 _TENSOR = QuantSpec(granularity=PerTensor())  # which any operand can have: it is not quantized here
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .. import _checks as checks
-from .._gram import Gram, matmul
-from .._grid import Grid
-from .._qparams import QParams
+from .._arrays._gram import Gram, matmul
+from .._arrays._grid import Grid
+from .._arrays._qparams import QParams
+from .._base import _checks as checks
 from .._transform._quantize_fn import QuantizedFunction
 from ._weights import (
     Errors,

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .. import _checks as checks
-from .._gram import Gram, matmul
-from .._hadamard import hadamard
+from .._arrays._gram import Gram, matmul
+from .._base import _checks as checks
+from .._base._hadamard import hadamard
 from .._transform._quantize_fn import QuantizedFunction
 from ._weights import Form, Weight, check_solved, checked_damping, damped, model_of
 

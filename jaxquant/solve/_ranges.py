@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .. import _checks as checks
-from .._gram import Gram, matmul, squared_errors
-from .._grid import Grid
-from .._groups import broadcast_groups, reduce_groups
-from .._qparams import QParams
-from .._ranges._fit import fit_qparams
-from .._spec import qparams_shape
+from .._arrays._fit import fit_qparams
+from .._arrays._gram import Gram, matmul, squared_errors
+from .._arrays._grid import Grid
+from .._arrays._qparams import QParams
+from .._base import _checks as checks
+from .._base._groups import broadcast_groups, reduce_groups
+from .._spec._spec import qparams_shape
 from .._transform._quantize_fn import QuantizedFunction
 from ._gptq import in_order_of_rows
 from ._weights import Form, array, grid_in_matrices, model_of, nearest, over_matrices

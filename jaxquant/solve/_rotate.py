@@ -12,15 +12,15 @@ import jax.core
 import jax.numpy as jnp
 from jax import Array
 
-from .. import _checks as checks
-from .. import _numerics as num
-from .._hadamard import block_of, hadamard
-from .._jaxpr._factors import NoFactorsError
-from .._jaxpr._folding import Fold, Gain, fold_gain
-from .._jaxpr._streams import Numbers, Streams
+from .._base import _checks as checks
+from .._base import _numerics as num
+from .._base._hadamard import block_of, hadamard
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, narrowed, of_channels, operands_of
+from ._graph._factors import NoFactorsError
+from ._graph._folding import Fold, Gain, fold_gain
+from ._graph._streams import Numbers, Streams
 from ._weights import array, changed_leaves, checked_function, shapes_of
 
 Progress = Callable[[str, int, str | None], None]  # (path, how many channels are rotated together, why not)

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .. import _checks as checks
-from .._gram import Gram, relative, squared_errors
-from .._granularity import PerToken
-from .._jaxpr._factors import NoFactorsError
-from .._jaxpr._folding import Fold
+from .._arrays._fit import fit_qparams
+from .._arrays._gram import Gram, relative, squared_errors
+from .._base import _checks as checks
 from .._paths import with_leaves, with_paths
-from .._ranges._fit import fit_qparams
-from .._spec import QuantSpec
+from .._spec._granularity import PerToken
+from .._spec._spec import QuantSpec
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, in_words, is_whole, largest, of_channels, operands_of
+from ._graph._factors import NoFactorsError
+from ._graph._folding import Fold
 from ._weights import Form, Model, Weight, array, changed_leaves, grid_in_matrices, model_of, nearest, shapes_of
 
 _ALPHAS = tuple(i / 10 for i in range(11))

@@ -14,21 +14,21 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType
 
-from .. import _checks as checks
-from .. import _numerics as num
-from .._affine import fake_quant, real_values
-from .._gram import Gram, relative, squared_errors
-from .._granularity import granularity_of
-from .._grid import Grid, frame_of, grid_of
+from .._arrays._affine import fake_quant, real_values
+from .._arrays._gram import Gram, relative, squared_errors
+from .._arrays._grid import Grid, frame_of, grid_of
+from .._arrays._qparams import QParams
+from .._arrays._tally import to_nearest
+from .._arrays._writing import refuse_lost_scales, refuse_not_finite
+from .._base import _checks as checks
+from .._base import _numerics as num
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
-from .._qparams import QParams
-from .._spec import QuantSpec, qparams_shape
-from .._tally import to_nearest
+from .._spec._granularity import granularity_of
+from .._spec._spec import QuantSpec, qparams_shape
 from .._transform._entries import Entries
 from .._transform._freezing import freeze_leaf
 from .._transform._layout import Layout
 from .._transform._quantize_fn import QuantizedFunction
-from .._writing import refuse_lost_scales, refuse_not_finite
 
 
 class Form(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import jax.core
 import numpy as np
 
-from .. import _checks as checks
+from .._base import _checks as checks
 
 
 def ignored_name(value: Any) -> None:

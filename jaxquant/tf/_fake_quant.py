@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .. import _checks as checks
-from .. import _numerics as num
-from .._custom_vjp import custom_vjp
+from .._base import _checks as checks
+from .._base import _numerics as num
+from .._base._gradients import custom_vjp
+from .._base._sharding import shard_like, vary_together
 from .._platform._division import divide
-from .._sharding import shard_like, vary_together
 from ._checks import ignored_name, ordered
 from ._nudge import Nudged, along_axis, masked_product, nudge, per_channel
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _checks as checks
-from .._sharding import shard_like
-from .._straight_through import with_gradient_of
+from .._arrays._straight_through import with_gradient_of
+from .._base import _checks as checks
+from .._base._sharding import shard_like
 
 
 def _described(tree: Any) -> tuple:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .. import _numerics as num
+from .._base import _numerics as num
+from .._base._sharding import shard_like
 from .._platform._cpu import computed_once, loaded
 from .._platform._division import divide
-from .._sharding import shard_like
 
 
 def masked_product(g: Array, mask: Array) -> Array:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .. import _checks as checks
-from .. import _numerics as num
+from .._base import _checks as checks
+from .._base import _numerics as num
 from .._platform._division import divide
 from ._checks import ignored_name, ordered, shape_of_range
 from ._nudge import along_axis, divide_number, largest_scale, per_channel

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The range of data, and the scale and zero point of a range."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .._base import _checks as checks
+from .._base import _numerics as num
+from .._base._sharding import replicated
+from .._platform._cpu import extremes, unknown
+from .._platform._division import divide
+from .._spec._scale_formats import quotient
+from .._spec._spec import QuantSpec, checked_spec, qparams_shape
+from ._grid import Frame, Grid, frame_of
+from ._qparams import QParams
+
+LARGEST = np.float32(jnp.finfo(jnp.float32).max) / 2  # so that the width of a range is finite too
+_ZERO = np.float32(0)
+
+
+class Range(NamedTuple):
+    """The ends of real ranges, float32, in the shape of the scale: scalars per tensor.
+
+    `Range(inf, -inf)` is the empty range, the neutral element of `merge_ranges`.
+    """
+
+    x_min: Any
+    x_max: Any
+
+
+# So that an exported program can take and return it.
+jax.export.register_namedtuple_serialization(Range, serialized_name="jaxquant.Range")
+
+
+def no_nonfinite(x: Array, nonfinite: str) -> None:
+    """Raises for what a range cannot take into account, where that was asked for."""
+    checks.one_of("nonfinite", nonfinite, ("ignore", "raise"))
+    if nonfinite == "ignore":
+        return
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            '`nonfinite="raise"` needs the values of `x`, got a traced array. Call it outside of jit, or let '
+            '"ignore" leave NaN and infinities out of the range.'
+        )
+    values = np.asarray(x.astype(num.compute_dtype(x.dtype)))
+    if not np.isfinite(values).all():
+        raise ValueError(
+            f"`x` must be finite, got {int(np.isnan(values).sum())} NaN and {int(np.isinf(values).sum())} infinite of "
+            f'{values.size} values. Fix what made them, or pass nonfinite="ignore" to leave them out.'
+        )
+
+
+def finite_or(x: Array, otherwise: float) -> Array:
+    """`x`, or `otherwise` where it is NaN or infinite."""
+    return num.select(jnp.abs(x) < jnp.inf, x, otherwise)
+
+
+def range_of(
+    x: Array, spec: QuantSpec, nothing: float = 0, contracted: Sequence[int] | None = None
+) -> tuple[Array | None, Array, Array | None]:
+    """The lowest and the highest of the finite values of each group, in float32, and NaN flags, as `extremes` has them.
+
+    Of a signed symmetric spec the highest is the largest absolute value, and there is no lowest.
+    """
+    of_magnitude = spec.symmetric and spec.signed
+    x_min, x_max, flags = extremes(x, qparams_shape(spec, x.shape), of_magnitude, nothing, contracted)
+    return None if x_min is None else _to_float32(x_min), _to_float32(x_max), flags
+
+
+def _to_float32(end: Array) -> Array:
+    """An end of float64 beyond float32 becomes its largest number; infinity, of the empty range, stays."""
+    if end.dtype == jnp.float32:
+        return end
+    return jnp.where(jnp.abs(end) < jnp.inf, num.downcast(end, jnp.dtype(jnp.float32)), end.astype(jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _observe(x: Array, spec: QuantSpec) -> Range:
+    both_ends = QuantSpec(symmetric=False, granularity=spec.granularity)
+    return Range(*range_of(x, both_ends, nothing=np.inf)[:2])
+
+
+def observe(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
+    """The range of one batch of real values: the smallest and the largest of each group that shares a scale.
+
+    Args:
+      x: floating array of any shape.
+      spec: QuantSpec, static; its granularity says which values share a range.
+      nonfinite: static. "ignore" leaves NaN and infinities out; "raise" raises for them, and needs a concrete `x`.
+
+    Returns:
+      Range of float32 in the shape of the scale; the empty range, (inf, -inf), where no value is finite. Combine
+      batches by `merge_ranges` or `ema_ranges`. Under `shard_map` it is the range of the shard: combine by `lax.pmin`
+      and `lax.pmax`.
+
+    Gradient: none; ranges are observed, and QParams are trained.
+
+    Raises:
+      TypeError: for an `x` that is no floating array, or traced with nonfinite="raise".
+      ValueError: for a granularity that does not fit, or values that are not finite where that was asked for.
+
+    Source: the min-max observer of every calibration scheme.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import activation_spec, observe
+    >>> [end.item() for end in observe(jnp.array([-1.0, 3.0, jnp.nan]), activation_spec())]
+    [-1.0, 3.0]
+    """
+    x = checks.float_array("x", x)
+    no_nonfinite(x, nonfinite)
+    return _observe(lax.stop_gradient(x), checked_spec(spec))
+
+
+def grid_of_range(x_min: Array | None, x_max: Array, frame: Frame) -> Grid:
+    """The grid of a range without NaN: the formulas of `qparams_from_range`, inside a compiled program.
+
+    No `x_min` is the range of the largest absolute value `x_max`.
+    """
+    scale, zero_point = _of_range(x_min, x_max, frame)
+    return Grid(scale, zero_point, frame)
+
+
+@functools.partial(jax.jit, inline=True)  # traced once for the sides of a condition
+def _of_range(x_min: Array | None, x_max: Array, frame: Frame) -> tuple[Array, Array | None]:
+    spec, qmin, qmax = frame.spec, frame.qmin, frame.qmax
+    if x_min is None:
+        (x_max,) = unknown(x_max)
+        largest = lax.min(x_max, LARGEST)
+        return spec.scales.of_largest(largest, qmax, spec.scale_rule), None
+    low, high = unknown(x_min, x_max)
+    low, high = lax.min(lax.max(low, -LARGEST), _ZERO), lax.min(lax.max(high, _ZERO), LARGEST)
+    if spec.symmetric:
+        largest = lax.max(-low, high) if spec.signed else high
+        return spec.scales.of_largest(largest, qmax, spec.scale_rule), None
+    scale = quotient(high - low, qmax - qmin, 1)
+    zero_point = qmin - num.round_half_even(divide(low, scale))
+    return scale, lax.min(lax.max(zero_point, qmin), qmax)
+
+
+@jax.jit
+def _qparams_from_range(x_min: Array, x_max: Array, frame: Frame) -> QParams:
+    x_min, x_max = (num.select(v == v, v, 0) for v in (x_min, x_max))
+    return grid_of_range(x_min, x_max, frame).qparams
+
+
+def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
+    """The scale and zero point with which the grid covers a real range.
+
+    The range is extended to contain 0, which always falls on an integer of the grid. Affine:
+
+        scale = (x_max - x_min) / (qmax - qmin);  zero_point = qmin - round(x_min / scale)
+
+    Symmetric: `scale = max(-x_min, x_max) / qmax`, unsigned `x_max / qmax`, and the zero point is 0; with
+    scale_rule="half_step" the divisor is qmax + 1/2. The quotients are correctly rounded, ties to even.
+
+    Args:
+      r: Range of numbers or of floating arrays of one shape, real values, traced or not; or a dict of them.
+      spec: QuantSpec, static. Its granularity is not read: the qparams have the shape of the range.
+      bits: integer, traced or not, at most spec.bits: the grid of a schedule. None means spec.bits.
+
+    Returns:
+      QParams of float32, or a dict of them like `r`. Defined for every range and always finite. A zero range has scale
+      1, a tiny range the smallest normal float32 (2 ** -126). Infinite ends count as half the largest float32. A NaN
+      end counts as 0, and so does an end on the wrong side of 0: the empty range, (inf, -inf), is a zero range.
+
+    Gradient: the formula's, as JAX defines it. `fake_quant` trains the QParams themselves.
+
+    Raises:
+      TypeError: for anything but a Range or dict of them, and for ends that are not numbers or floating arrays, or are
+        float64.
+      ValueError: for ends of different shapes, or bits outside 2..spec.bits.
+
+    Source: Jacob et al., 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
+    Inference".
+
+    >>> from jaxquant import QuantSpec, Range, qparams_from_range
+    >>> [v.item() for v in qparams_from_range(Range(-20.0, 1000.0), QuantSpec(symmetric=False))]
+    [4.0, -123.0]
+    """
+    frame = frame_of(checked_spec(spec), bits)
+
+    def of(r: Range) -> QParams:
+        x_min, x_max = checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32))
+        checks.shape("x_max", x_max, x_min.shape, "the shape of `x_min`, one range for each scale")
+        return _qparams_from_range(x_min, x_max, frame)
+
+    return for_each(of, Range, "qparams_from_range", r=r)
+
+
+def rows_of(x: Array, shape: tuple[int, ...]) -> Array:
+    """The values of each group along the last axis: (groups, elements)."""
+    groups = (1,) * (x.ndim - len(shape)) + shape
+    parts = [part for g, n in zip(groups, x.shape, strict=True) for part in (g, n // max(g, 1))]
+    x = replicated(x)
+    order = [*range(0, len(parts), 2), *range(1, len(parts), 2)]
+    return x.reshape(parts).transpose(order).reshape(math.prod(groups), math.prod(parts[1::2]))
+
+
+_MADE_BY = {
+    "Range": "Range(x_min, x_max) or observe(x, spec)",
+    "Histogram": "histogram(x, spec)",
+    "Gram": "q.observe(params, ..., gram=True)",
+}
+
+
+def for_each(f: Callable, kind: type, function: str, **values: Any) -> Any:
+    """`f` of values of one kind; or of those under each key of dicts of them, as a dict."""
+    if all(isinstance(v, kind) for v in values.values()):
+        return f(*values.values())
+    (first, one), *others = values.items()
+    if all(isinstance(v, Mapping) for v in values.values()):
+        for name, other in others:
+            if set(one) != set(other):
+                raise ValueError(
+                    f"`{first}` and `{name}` must have the same keys in {function}, got "
+                    f"{sorted(set(one) - set(other), key=str)} in `{first}` alone and "
+                    f"{sorted(set(other) - set(one), key=str)} in `{name}` alone. For an unseen key add the neutral "
+                    "value: Range(inf, -inf), an empty histogram, or a Gram of zeros."
+                )
+        return {
+            key: for_each(f, kind, f"{function} at {key!r}", **{name: v[key] for name, v in values.items()})
+            for key in one
+        }
+    raise TypeError(
+        f"{' and '.join(f'`{name}`' for name in values)} must be of type {kind.__name__}, or dicts of it, in "
+        f"{function}, got {' and '.join(type(v).__name__ for v in values.values())}. Make one by "
+        f"{_MADE_BY[kind.__name__]}."
+    )
+
+
+def merged(merge: Callable, kind: type, function: str, values: Sequence[Any]) -> Any:
+    """What `merge` makes of two, of any number of values of one kind, or of dicts of them."""
+    if not values or isinstance(values[0], list):
+        raise TypeError(
+            f"{function} takes {kind.__name__}s, got {'a list' if values else 'none'}. Unpack it: (*values)."
+        )
+    two = lambda a, b: for_each(merge, kind, function, a=a, b=b)
+    return functools.reduce(two, values[1:], for_each(lambda a: a, kind, function, a=values[0]))
+
+
+def _of_two_ranges(f: Callable[[Range, Range], Range]) -> Callable[[Range, Range], Range]:
+    """`f` of two ranges whose ends have been checked."""
+
+    def of(a: Range, b: Range) -> Range:
+        ends = [checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32)) for r in (a, b)]
+        for name, one, other in zip(("x_min", "x_max"), *ends, strict=True):
+            checks.shape(f"{name} of b", other, one.shape, "the shape in `a`")
+        return f(Range(*ends[0]), Range(*ends[1]))
+
+    return of
+
+
+def merge_ranges(*ranges: Any) -> Any:
+    """The smallest range that contains all of those given, such as one of each batch.
+
+    Associative, commutative and idempotent, so that batches, shards and processes merge in any order; Range(inf, -inf)
+    is neutral.
+
+    Args:
+      *ranges: one or more: Range of floating arrays of one shape, or dicts of them with the same keys.
+
+    Returns:
+      A Range of float32, or a dict of them like the first.
+
+    Gradient: as minimum and maximum, as JAX defines it.
+
+    Raises:
+      TypeError: for anything but Ranges or dicts of them, such as a list of them, and for no argument.
+      ValueError: for different keys or shapes.
+
+    Source: the min-max observer of every calibration scheme.
+
+    >>> from jaxquant import Range, merge_ranges
+    >>> [end.item() for end in merge_ranges(Range(-1.0, 2.0), Range(-3.0, 1.0), Range(0.0, 5.0))]
+    [-3.0, 5.0]
+    """
+    return merged(_of_two_ranges(_widest), Range, "merge_ranges", (*ranges[:1], *ranges))
+
+
+@jax.jit
+def _widest(a: Range, b: Range) -> Range:
+    return Range(jnp.minimum(a.x_min, b.x_min), jnp.maximum(a.x_max, b.x_max))
+
+
+@jax.jit
+def _ema(a: Range, b: Range, decay: Array) -> Range:
+    mean = lambda old, new: num.guard(old * decay) + num.guard(new * (1 - decay))
+    nothing = lambda r: r.x_min > r.x_max
+    pick = lambda old, new: jnp.where(nothing(b), old, jnp.where(nothing(a), new, mean(old, new)))
+    return Range(pick(a.x_min, b.x_min), pick(a.x_max, b.x_max))
+
+
+def ema_ranges(a: Any, b: Any, decay: Any) -> Any:
+    """The exponential moving average of ranges: `decay * a + (1 - decay) * b`, end by end.
+
+    Not associative: the order of the batches matters, and shards are merged by `merge_ranges` first. The empty range,
+    (inf, -inf), is neutral, so an average can start from it.
+
+    Args:
+      a: Range, or dict of them: the average so far.
+      b: the same for the new batch.
+      decay: number or floating scalar in [0, 1], traced or not.
+
+    Returns:
+      A Range of float32, or a dict of them like `a`.
+
+    Gradient: the formula's, as JAX defines it.
+
+    Raises:
+      TypeError: for anything but Ranges or dicts of them.
+      ValueError: for different keys or shapes, or a concrete decay outside [0, 1].
+
+    Source: Jacob et al., 2018, section 3.1.
+
+    >>> from jaxquant import Range, ema_ranges
+    >>> [end.item() for end in ema_ranges(Range(-1.0, 2.0), Range(-2.0, 1.0), 0.5)]
+    [-1.5, 1.5]
+    """
+    decay = checks.fraction("decay", decay)
+    return for_each(_of_two_ranges(lambda a, b: _ema(a, b, decay)), Range, "ema_ranges", a=a, b=b)

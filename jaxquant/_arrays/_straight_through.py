@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values whose gradient is passed straight through what made other values of them: for contractions in integers."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+
+from .._base._sharding import vary_together
+from .._platform._cpu import computed_apart, nan_where
+from .._spec._spec import QuantSpec
+from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, qarray_of
+from ._grid import frame_of, grid_of
+from ._qarray import QArray
+from ._qparams import QParams
+from ._range import finite_or, grid_of_range, range_of
+
+
+@jax.custom_vjp
+def _straight_through(x, trained, frame, noise):
+    """`x` with the gradients of `fake_quant`, for `contract`, which has the value in integers."""
+    return x
+
+
+_straight_through.defvjp(lambda *args: (_straight_through(*args), args), fake_quant_bwd)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "contracted"))
+def quantize_straight_through(
+    x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Any, qparams: QParams | None = None
+) -> tuple[Any, QArray, Array | None]:
+    """`x` with the gradients of `fake_quant(x, spec, qparams)`, and `quantize(x, spec, qparams)`: of a contraction.
+
+    And flags, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN or
+    an infinity, so that the results which they enter are NaN; 0 elsewhere. `contracted=None` is for what is multiplied
+    in floats that have NaN: it has no flags.
+    """
+    frame, noise = frame_of(spec, is_fitted=qparams is None), noise_for(x, spec, key)
+    values = lax.stop_gradient(x)
+    if contracted is None:
+        values = finite_or(values, np.nan)
+
+    # The integers stand alone on a CPU: else it would compute anew for them what the values are made of, the scaled
+    # product before them, and from them what the backward pass reads.
+    if qparams is None:
+        x_min, x_max, flags = range_of(values, spec, contracted=contracted)
+
+        def fitted(values, x_min, x_max, noise):
+            grid = grid_of_range(x_min, x_max, frame)
+            return grid.trained, levels_of(values, grid.effective(), noise)
+
+        trained, integers = computed_apart(fitted, values, x_min, x_max, noise)
+        grid = grid_of(trained, frame)
+        effective = grid.effective()
+    else:
+        grid = as_trained(grid_of(qparams, frame))
+        effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
+        flags = None if contracted is None else nan_where(values, contracted)
+        integers = computed_apart(levels_of, values, effective, noise)
+    real = _straight_through(*vary_together(x, grid.trained, frame, noise))
+    return real, qarray_of(integers, effective, x.dtype), flags
+
+
+@jax.custom_vjp
+def with_gradient_of(x: Any, value: Any) -> Any:
+    """`value`, a pytree like `x`, with its gradient passed to `x`: straight through what made it of `x`."""
+    return value
+
+
+# The op itself, not its body: else a second derivative would not see x.
+with_gradient_of.defvjp(lambda x, value: (with_gradient_of(x, value), None), lambda _, g: (g, None))

@@ -1,0 +1,535 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The general dot product of quantized arrays."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._arrays._affine import real_values
+from .._arrays._qarray import QArray, changed, checked_operand, groups_of, moved, permutation, scales_of
+from .._arrays._straight_through import quantize_straight_through
+from .._base import _checks as checks
+from .._base import _numerics as num
+from .._base._axes import Matrix, arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
+from .._base._groups import broadcast_groups
+from .._base._sharding import is_explicit, replicated, shard_like, vary_together
+from .._platform._cpu import computed_once
+from .._platform._dots import bfloat16_dot, float_dot, integer_dot
+from .._spec._granularity import granularity_of
+from .._spec._spec import QuantSpec, checked_spec
+from ._contract import ContractionOp, checked_either, contract, contraction, is_weight_only, scaled, without_zeros
+from ._digits import in_digits, sum_of_digits
+from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
+from ._native import asks_native, is_of_floats, native_dot
+from ._operands import QuantizedOperand, Rounding, centred, codes, largest_magnitude, plain, rounded, sums_along
+from ._weight_only import by_columns, part_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot(ContractionOp):
+    """`lax.dot_general` with dimension numbers ((contracted a, contracted b), (batch a, batch b)).
+
+    `most` is how many products of a sum can be other than 0, where that is known to be fewer than all.
+    """
+
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    most: int | None = None
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any], **attributes: Any) -> Self:
+        return cls(*int_pairs(params["dimension_numbers"]), **attributes)
+
+    def contracted_axes(self, ndims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.contracted
+
+    @property
+    def takes_blocks(self) -> bool:
+        return True
+
+    @property
+    def turned(self) -> "Dot":
+        """The product of the operands in the other order."""
+        (ca, cb), (ba, bb), (of_a, of_b) = self.contracted, self.batch, self.gradient
+        return Dot((cb, ca), (bb, ba), self.most, execution=self.execution, gradient=(of_b, of_a))
+
+    def summed_in_gradient(self, side: int, ndim: int) -> Sequence[int]:
+        return self._free(ndim, 1 - side)
+
+    def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:
+        free, contracted = self._free(ndim, side), self.contracted[side]
+        return (*self.batch[side], *free, *contracted) if len(free) == len(contracted) == 1 else ()
+
+    def columns(self, side: int, ndims: Sequence[int]) -> tuple[int, int] | None:
+        free = [self._free(ndim, i) for i, ndim in enumerate(ndims)]
+        if not free[side]:
+            return None
+        return free[side][-1], len(self.batch[0]) + len(free[0]) + (len(free[1]) if side else 0) - 1
+
+    @property
+    def pairs_axes(self) -> bool:
+        return True
+
+    def rows(self, side: int, x: Array, shape: tuple[int, ...]) -> tuple[Array, None]:
+        """The rows that meet operand `side`, for each index of the batch; in the order of that operand's axes."""
+        (batch, contracted) = (_in_order_of(axes[side], axes[1 - side]) for axes in (self.batch, self.contracted))
+        x = lax.transpose(x, (*batch, *self._free(x.ndim, 1 - side), *contracted))
+        return x.reshape(*x.shape[: len(batch)], -1, math.prod(shape[i] for i in self.contracted[side])), None
+
+    def matrix(self, side: int, ndim: int) -> Matrix:
+        batch, contracted = (tuple(sorted(axes[side])) for axes in (self.batch, self.contracted))
+        return Matrix(batch, contracted, tuple(self._free(ndim, side)))
+
+    def real(self, a: Array, b: Array) -> Array:
+        """The float formulation, which has the gradient of the op."""
+        return float_dot(a, b, (self.contracted, self.batch))
+
+    def exact(self, a: QArray, b: QArray) -> Array:
+        """The scaled integer contraction, block by block where a scale changes along it; or of floats as they are."""
+        if asks_native(self.execution, a, b):
+            return self._native(a, b)
+        specs, lowering = (a.spec, b.spec), chosen(LOWERINGS, self.execution)
+        (stored_a, *of_a), (stored_b, *of_b) = (
+            _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
+        )
+        (ca, cb), (ba, bb) = zip(of_a, of_b, strict=True)
+        blocks_of = lambda a, b: [self._blocks(a, b, specs, i, j) for i, j in zip(ca, cb, strict=True)]
+
+        def is_short() -> bool:
+            length = math.prod(stored_a.shape[i] for i in ca) // max(math.prod(blocks_of(stored_a, stored_b)), 1)
+            return lowering.takes(length if self.most is None else min(length, self.most), *specs)
+
+        parts = in_digits(stored_a, stored_b, (ca, cb), is_short)
+        blocks = blocks_of(parts[0][0], parts[1][0])
+        dot = dataclasses.replace(self, contracted=(ca, cb), batch=(ba, bb))
+        if math.prod(blocks) == 1:
+            return dot._block(*parts, specs, lowering)
+        stacked = [
+            [_stacked(q, dict(zip(axes, blocks, strict=True))) for q in digits]
+            for digits, axes in zip(parts, dot.contracted, strict=True)
+        ]
+        # One after the other, so that the order of the float sum is fixed.
+        block = lambda a, b: dot._block(a, b, specs, lowering)
+        first = block(_first(stacked[0]), _first(stacked[1]))  # for its type alone: XLA drops the value
+        total, _ = vary_together(shard_like(jnp.zeros_like(first), first), first)
+        add = lambda total, blocks: (total + block(*blocks), None)
+        return lax.scan(add, total, stacked)[0]
+
+    def _native(self, a: QArray, b: QArray) -> Array:
+        (a, ca, ba), (b, cb, bb) = (
+            _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
+        )
+        dot = dataclasses.replace(self, contracted=(ca, cb), batch=(ba, bb))
+        acc, scales = native_dot(a, b, (dot.contracted, dot.batch))
+        return scaled(acc, *(dot._in_output(side, v, (a, b)) for side, v in enumerate(scales)))
+
+    def operand_gradient(
+        self, side: int, g: Array, q: QArray, shape: tuple[int, ...], rounding: Rounding
+    ) -> tuple[Array, Array | None]:
+        """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
+
+        Where the scale of q varies along what is summed, it is multiplied into g: for each block along the axes that
+        are kept, too, which are then axes of a batch.
+        """
+        precision = self.gradient[side]
+        in_order = lambda own, other: (own, other) if side == 0 else (other, own)
+        *operands, output = dot_axes(self.contracted, self.batch, in_order(len(shape), q.ndim))
+        own, other = operands[side], operands[1 - side]
+        batch, summed = output[: len(self.batch[0])], [n for n in other if n not in own]
+        if isinstance(precision, QuantSpec) and precision.granularity.sizes and len(summed) > 1:
+            dot, g, q = self._with_one_summed(side, g, q, self._free(q.ndim, 1 - side))
+            return dot.operand_gradient(side, g, q, shape, rounding)
+        groups = dict(zip(other, groups_of(q), strict=True))
+        folded = any(groups[n] not in (0, 1) for n in summed)
+        of = _scaled_by(g, output, q, other, len(batch)) if folded else _Factors(g, output, other, q.shape, [])
+        g, of_g, of_q, in_blocks = of.x, of.of_x, of.of_q, of.shape
+        lead = of_g[: len(batch) + len(of.split)]
+        # In the order of the result, which is not transposed: it is as large as the weight.
+        names = *in_order(of_g, of_q), summed, lead
+        dot, of_y = Dot(*dot_numbers(*names), self.most, execution=self.execution), dot_output(*names)
+        if isinstance(precision, QuantSpec):
+            at = tuple(map(of_g.index, summed))
+            spec = dataclasses.replace(precision, granularity=precision.granularity.of_op(at, g.shape))
+            low, largest = rounded(g, spec, None if is_of_floats(self.execution, spec) else at, rounding)
+            pair = in_order(low, _factor(q, folded, in_blocks))
+            y = dot.exact(*(_whole_along(v, axes) for v, axes in zip(pair, dot.contracted, strict=True)))
+        else:
+            values, largest = lax.reshape(centred(q, jnp.float32).astype(jnp.bfloat16), in_blocks), None
+            pair = in_order(g.astype(jnp.bfloat16), values)
+            x, w = (replicated(v, axes) for v, axes in zip(pair, dot.contracted, strict=True))
+            y = bfloat16_dot(x, w, (dot.contracted, dot.batch))
+            if not folded:
+                step = lax.reshape(q.step, groups_of(q))
+                y = num.guard(y * in_output("q", step, q.shape, other, of_y))
+        return lax.reshape(arranged(y, of_y, of.in_blocks(own)), shape), largest
+
+    def _with_one_summed(self, side: int, g: Array, q: QArray, summed: Sequence[int]) -> tuple["Dot", Array, QArray]:
+        """The dot, g and q with the axes that a gradient sums, which lie together, as one: rows of blocks."""
+        other, start, n = 1 - side, summed[0], len(summed)
+        at = g.ndim - n if side == 0 else len(self.batch[0])
+        as_one = lambda shape, at: [*shape[:at], math.prod(shape[at : at + n]), *shape[at + n :]]
+        behind = lambda axes: tuple(i if i < start else i - n + 1 for i in axes)
+        pair = lambda axes: tuple(behind(of) if i == other else of for i, of in enumerate(axes))
+        dot = dataclasses.replace(self, contracted=pair(self.contracted), batch=pair(self.batch))
+        return dot, lax.reshape(g, as_one(g.shape, at)), q.reshape(as_one(q.shape, start))
+
+    def _blocks(self, a: QArray, b: QArray, specs: tuple[QuantSpec, QuantSpec], i: int, j: int) -> int:
+        """How many runs of constant scale an axis has."""
+        length = a.shape[i]
+        runs = [groups_of(q)[axis] for q, axis in ((a, i), (b, j))]
+        if all(n == 1 for n in runs):
+            return 1
+        if length and any(n == length > 1 for n in runs):
+            raise ValueError(
+                f"Axis {i} of `a`, shape {a.shape}, and axis {j} of `b`, shape {b.shape}, are contracted, and one of "
+                f"them has a scale of its own for each element: {specs[0]}, {specs[1]}. Share the scale along it: "
+                "PerTensor, PerChannel on another axis, or PerBlock along it; or pass dot_general the other operand in "
+                "float with spec=, so that the scale is multiplied into it first."
+            )
+        return length // math.gcd(*(length // max(n, 1) for n in runs)) if length else 1
+
+    def _block(
+        self, a: Sequence[QArray], b: Sequence[QArray], specs: tuple[QuantSpec, QuantSpec], lowering: Lowering
+    ) -> Array:
+        """The contraction of operands in digits, with one scale along the contracted axes."""
+        length = math.prod(a[0].shape[i] for i in self.contracted[0])
+        most = length if self.most is None else min(length, self.most)
+        product = lambda x, w: lowering.product(self, x, w, length)
+        acc, operands = sum_of_digits(a, b, specs, most, lowering.check, product), (a[0], b[0])
+        return scaled(acc, *(self._in_output(side, q.scale, operands) for side, q in enumerate(operands)))
+
+    def _free(self, ndim: int, side: int) -> list[int]:
+        taken = {*self.contracted[side], *self.batch[side]}
+        return [i for i in range(ndim) if i not in taken]
+
+    def _sums_with(self, side: int, q: QArray) -> Array | None:
+        """The sums that came with an operand, in the shape and the order of the axes that the output has."""
+        contracted, kept = self.contracted[side], (*self.batch[side], *self._free(q.ndim, side))
+        sums = sums_along(q, contracted)
+        if sums is None:
+            return None
+        return lax.squeeze(lax.transpose(sums, (*kept, *contracted)), range(len(kept), q.ndim))
+
+    def _in_output(self, side: int, v: Array, operands: Sequence[QArray]) -> Array:
+        """A value for each group of an operand, as it broadcasts in the output."""
+        *names, output = dot_axes(self.contracted, self.batch, [q.ndim for q in operands])
+        return in_output("ab"[side], v, operands[side].shape, names[side], output)
+
+    def _in_float32(self, a: QArray, b: QArray, length: int) -> Array:
+        """Chunks that are exact in float32, added in int32."""
+        x, w = centred(a, jnp.float32), centred(b, jnp.float32)
+        contracted = self.contracted
+        if len(contracted[0]) != 1:  # to one contracted axis, the last
+            x, w = (
+                lax.reshape(lax.transpose(v, (*batch, *free, *inner)), [*(v.shape[i] for i in (*batch, *free)), length])
+                for v, batch, free, inner in (
+                    (x, self.batch[0], self._free(a.ndim, 0), contracted[0]),
+                    (w, self.batch[1], self._free(b.ndim, 1), contracted[1]),
+                )
+            )
+            leading = tuple(range(len(self.batch[0])))
+            contracted, batch = ((x.ndim - 1,), (w.ndim - 1,)), (leading, leading)
+        else:
+            batch = self.batch
+        (i,), (j,) = contracted
+        size = EXACT // (largest_magnitude(a.spec) * largest_magnitude(b.spec))
+        total = 0
+        for start, end in chunks(length, size):
+            parts = lax.slice_in_dim(x, start, end, axis=i), lax.slice_in_dim(w, start, end, axis=j)
+            part = lax.dot_general(*parts, (contracted, batch), lax.Precision.HIGHEST, jnp.float32)
+            total = total + part.astype(jnp.int32)
+        return jnp.asarray(total)
+
+    def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
+        if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector is a row, which a CPU pads
+            return self.turned._in_integers(b, a, length)
+        wide = max(a.spec.bits, b.spec.bits) > 8
+        (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
+        (ca, _), (ba, _) = self.contracted, self.batch
+        came_a, came_b = (self._sums_with(side, q) for side, q in enumerate((a, b)))
+        acc, *sums = integer_dot(x, w, (self.contracted, self.batch), a_zero is not None and came_b is None)
+        outer, kept = len(ba), len(ba) + len(self._free(a.ndim, 0))
+
+        def own_sums_of_a() -> Array:
+            sizes = lambda axes: [a.shape[i] for i in axes]
+            columns = jnp.ones_like(x, shape=[*sizes(ba), *sizes(ca), 4])
+            at = tuple(range(outer, outer + len(ca))), tuple(range(outer))
+            (sums,) = integer_dot(x, columns, ((ca, at[0]), (ba, at[1])))
+            return sums[..., 0]
+
+        def sums_of_a() -> Array:
+            sums = own_sums_of_a() if came_a is None else came_a
+            return lax.reshape(sums, [*acc.shape[:kept], *[1] * (acc.ndim - kept)])
+
+        def sums_of_b() -> Array:
+            of_columns = sums[0] if came_b is None else came_b
+            return lax.reshape(of_columns, [*acc.shape[:outer], *[1] * (kept - outer), *acc.shape[kept:]])
+
+        place = lambda side, v: None if v is None else self._in_output(side, v, (a, b))
+        of_a, of_b = (place(0, a_zero), sums_of_b), (place(1, b_zero), sums_of_a)
+        return without_zeros(acc, length, of_b, of_a)
+
+
+LOWERINGS = {
+    "int8": Lowering(Dot._in_integers, check_int32),
+    "float32": Lowering(Dot._in_float32, check_float32),
+    "native": Lowering(Dot._in_integers, check_int32),  # of integers; floats have no need of one
+}
+
+
+def _whole_along(q: QArray, axes: Sequence[int]) -> QArray:
+    """`q` with these axes on every device of a mesh with explicit axes, gathered as integers."""
+    return jax.tree.map(lambda v: replicated(v, axes) if v.ndim == q.ndim else v, q) if is_explicit(q.values) else q
+
+
+class _Factors(NamedTuple):
+    """The factors of a contraction, one of them in integers, whose scales may be in the other one.
+
+    Attributes:
+      x: the factor with the scales.
+      of_x, of_q: the names of the axes of both.
+      shape: of the integers.
+      split: the axes of the integers that are in blocks now, with one that counts them, which is of the batch.
+    """
+
+    x: Array
+    of_x: Sequence[str]
+    of_q: Sequence[str]
+    shape: Sequence[int]
+    split: Sequence[str]
+
+    def in_blocks(self, names: Sequence[str]) -> list[str]:
+        return [part for n in names for part in ((blocks_of(n), n) if n in self.split else (n,))]
+
+
+def _scaled_by(x: Array, of_x: Sequence[str], q: QArray, of_q: Sequence[str], at: int) -> _Factors:
+    """A factor `x` of a contraction with `q`, whose scales are multiplied into it, and the integers without them.
+
+    Where a scale changes along an axis that `q` alone has, there is a factor for each of its blocks; the axis that
+    counts these stands among the axes of x from `at` on.
+    """
+    groups, lengths = (dict(zip(of_q, sizes, strict=True)) for sizes in (groups_of(q), q.shape))
+    alone = [n for n in of_q if n not in of_x]
+    of = _Factors(x, of_x, of_q, q.shape, [n for n in alone if groups[n] not in (0, 1)])
+    of_x = [*of_x[:at], *map(blocks_of, of.split), *of_x[at:]]
+    sizes = tuple(groups[n] if n in alone else lengths[n] for n in of_q)
+    each = jnp.broadcast_to(broadcast_groups(lax.reshape(q.step, groups_of(q)), sizes), sizes)
+    each = arranged(each, [blocks_of(n) if n in of.split else n for n in of_q], of_x)
+    x = lax.expand_dims(x, range(at, at + len(of.split))) * each.astype(x.dtype)
+    for n in of.split:
+        lengths |= {blocks_of(n): groups[n], n: lengths[n] // groups[n]}
+    of_q = of.in_blocks(of_q)
+    return of._replace(x=x, of_x=of_x, of_q=of_q, shape=[lengths[n] for n in of_q])
+
+
+def _factor(q: QArray, folded: bool, shape: Sequence[int]) -> QArray:
+    """The integers of q in this shape, with its scales, or without where these are folded into the other factor."""
+    if not folded:
+        return plain(q, lax.reshape(q.values, shape), lax.reshape(q.step, groups_of(q)), q.zero_point)
+    values = q.values
+    if not q.spec.symmetric:  # a zero point for each of what is summed is no factor of the sum
+        wide = dataclasses.replace(q.spec, bits=q.spec.bits + 1, signed=True, symmetric=True)
+        q, values = dataclasses.replace(q, spec=wide), centred(q, jnp.int16)
+    return plain(q, lax.reshape(values, shape), jnp.float32(1), None)
+
+
+def _as_stored(
+    q: QArray, contracted: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[QArray, tuple[int, ...], tuple[int, ...]]:
+    """An operand and its axes as they lie in memory: XLA:CPU has no int8 kernel for a contraction of a transpose."""
+    there = permutation(q.order, q.ndim)
+    free = [i for i in there if i not in (*contracted, *batch)]
+    if not q.order or free != sorted(free):  # the free axes of the result are in the order of the array's
+        return q, contracted, batch
+    at = lambda axes: tuple(there.index(i) for i in axes)
+    return moved(q, q.stored, lambda v: lax.transpose(v, there)), at(contracted), at(batch)
+
+
+def _stacked(q: QArray, blocks: dict[int, int]) -> QArray:
+    """The blocks along the contracted axes, {axis: number}, as a leading axis of each array of `q`."""
+
+    def stack(v: Array, groups: Sequence[int]) -> Array:
+        parts = [p for i, n in enumerate(groups) for p in ((blocks[i], n // blocks[i]) if i in blocks else (n,))]
+        at = [i + sum(j < i for j in blocks) for i in blocks]
+        rest = [i for i in range(len(parts)) if i not in at]
+        v = lax.transpose(lax.reshape(v, parts), (*at, *rest))
+        return lax.reshape(v, [math.prod(blocks.values()), *v.shape[len(at) :]])
+
+    # At least one value for each block, also where one was shared by several.
+    sizes = tuple(blocks.get(i, g) for i, g in enumerate(groups_of(q)))
+    split = lambda v: stack(jnp.broadcast_to(broadcast_groups(v, sizes), sizes), sizes)
+    return changed(q, scales_of(q).map(split), stored=stack(q.values, q.shape), order=None)
+
+
+def _first(stacked: list[QArray]) -> list[QArray]:
+    return jax.tree.map(lambda v: v[0], stacked)
+
+
+def _dimension_numbers(value: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    is_pair = lambda v: isinstance(v, tuple | list) and len(v) == 2
+    if not is_pair(value) or not all(is_pair(v) and all(isinstance(i, tuple | list) for i in v) for v in value):
+        raise TypeError(
+            "`dimension_numbers` must be ((contracted a, contracted b), (batch a, batch b)), each a tuple of axes, got "
+            f"{value!r}. A matmul is (((1,), (0,)), ((), ()))."
+        )
+    names = "dimension_numbers of a", "dimension_numbers of b"
+    return tuple(tuple(map(checks.static_ints, names, pair)) for pair in value)
+
+
+def _axes(name: str, axes: tuple[int, ...], ndim: int) -> None:
+    if not all(0 <= i < ndim for i in axes) or len(set(axes)) < len(axes):
+        raise ValueError(f"`{name}` must be different axes in [0, {ndim}), got {axes}. Count them from the front.")
+
+
+def _in_order_of(own: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The axes `other`, which meet the axes `own` of the other operand, in the order that those have there."""
+    return [axis for _, axis in sorted(zip(own, other, strict=True))]
+
+
+def _check_spec(a: Any, b: Any, spec: Any) -> None:
+    """Refuses a `spec` that is not for an operand in float."""
+    if isinstance(a, QArray) == isinstance(b, QArray):
+        raise TypeError(
+            f"`spec` is for an operand in float that meets a QArray, got {checks.kind(a)} and {checks.kind(b)}. Drop "
+            "it for two QArrays; of two floats, quantize one."
+        )
+    if checked_spec(spec).rounding == "stochastic":
+        raise ValueError(
+            f"`spec` must round to nearest, got {spec}. Pass the operand as quantize(x, spec, key=jax.random.key(...))."
+        )
+
+
+@functools.partial(jax.jit, static_argnames="dot")
+def _in_float(dot: Dot, a: Any, b: Any) -> Array:
+    """`dot` of an operand in float and the real values of a QArray, in the dtype of the former."""
+    side = int(isinstance(b, QArray))
+    q, x = (a, b)[side], (b, a)[side]
+    is_transposed = bool(dot.batch[side]) and q.ndim - 1 in dot.contracted[side]
+    real = _values_alone if is_transposed and not is_explicit(q.stored) else real_values
+
+    def product(a: Any, b: Any) -> Array:
+        a, b = (real(v, x.dtype) if isinstance(v, QArray) else v for v in (a, b))
+        return lax.dot_general(a, b, (dot.contracted, dot.batch))
+
+    if q.order is not None or q.spec.format:
+        return product(a, b)
+    return by_columns(dot, product, part_of, side, q.shape, (a, b))
+
+
+def _values_alone(q: QArray, dtype: Any) -> Array:
+    """The real values, as an array of their own.
+
+    XLA:CPU transposes what a product of a batch sums along its last axis, such as keys, and takes up to twice as long
+    to compute each value in that order.
+    """
+    return computed_once(lambda scale, v: real_values(changed(q, scale=scale, stored=v), dtype), q.scale, q.stored)
+
+
+@functools.partial(jax.jit, static_argnames=("side", "spec", "dot"))
+def _quantized_dot(x: Array, q: QArray, side: int, spec: QuantSpec, dot: Dot) -> Array:
+    """`dot` of operand `side` in float, quantized here, and a QArray, in the dtype of the former."""
+    in_order = lambda own, other: (own, other) if side == 0 else (other, own)
+    *operands, output = dot_axes(dot.contracted, dot.batch, [v.ndim for v in in_order(x, q)])
+    (of_x, of_q), inner = in_order(*operands), dot.contracted[side]
+    summed, batch = [of_x[i] for i in inner], output[: len(dot.batch[0])]
+    lengths, dtype = dict(zip((*of_x, *of_q), (*x.shape, *q.shape), strict=True)), x.dtype
+    granularity = spec.granularity.of_op(inner, x.shape) if spec.granularity.is_of_op else spec.granularity
+    groups = granularity.scale_shape(x.shape, spec)
+    x = num.upcast(x, num.compute_dtype(dtype))
+    of = _Factors(x, of_x, of_q, q.shape, [])
+    if any(g == lengths[n] > 1 for g, n in zip(groups_of(q), of_q, strict=True) if n in summed):
+        of = _scaled_by(x, of_x, q, of_q, 0)
+        x, q, blocks = of.x, _factor(q, True, of.shape), of.x.shape[: len(of.split)]
+        # The factor for each block of the integers is quantized on its own.
+        granularity = granularity_of((*blocks, *[1] * (len(of_x) - len(groups)), *groups), x.shape)
+    names = *in_order(of.of_x, of.of_q), summed, [*of.of_x[: len(of.split)], *batch]
+    contracted, batched = dot_numbers(*names)
+    spec, q = dataclasses.replace(spec, granularity=granularity), changed(q, dtype=jnp.dtype(jnp.float32))
+    own = QuantizedOperand(*quantize_straight_through(x, spec, contracted[side], None))
+    other = QuantizedOperand(real_values(q, q.dtype), q)
+    y = contract(dataclasses.replace(dot, contracted=contracted, batch=batched), *in_order(own, other))
+    y = lax.reshape(arranged(y, dot_output(*names), of.in_blocks(output)), [lengths[n] for n in output])
+    return y.astype(dtype)
+
+
+def dot_general(
+    a: Any, b: Any, dimension_numbers: Any, *, spec: QuantSpec | None = None, execution: str = "auto"
+) -> Array:
+    """The general dot product of the real values of two quantized arrays, computed in integers.
+
+        acc * (a.scale * b.scale),  acc = the contraction of (a.values - a.zero_point) and (b.values - b.zero_point)
+
+    exactly, and rounded only in the two products. With one operand in float (weight-only), it is `lax.dot_general` of
+    this operand and the other one dequantized. If a scale changes along the contracted axis (PerBlock), the products of
+    each block are added in order.
+
+    With `spec`, the operand in float is quantized here, by its range, so that it is a contraction of integers too. Then
+    a scale of the other one may change with every element along a contracted axis, as the scale of cached values
+    changes with the token: all its scales are multiplied into the operand in float, which is quantized after that, once
+    for each block along the axes that the other one keeps. So the probabilities of an attention meet its values.
+
+    Args:
+      a, b: QArrays of any shapes. Scales may differ along batch and free axes, and by blocks along contracted axes. One
+        of the two may be a floating array; the scales of the other may then be of any kind.
+      dimension_numbers: static, ((contracted a, contracted b), (batch a, batch b)) as in `jax.lax.dot_general`.
+      spec: static QuantSpec for an operand in float; None leaves it in float. PerToken() is a scale for each of its
+        rows along the contracted axes, PerBlock(None, size) for blocks of them; other granularities name its axes.
+      execution: static; does not affect the result, but for "native". "int8": int8 x int8 -> int32, int32 for values
+        wider than 8 bits. "float32": integers in float32, in chunks that are exact. "auto" is "int8". "native": float8
+        values themselves are multiplied, by the float8 unit of a device that has one, and added up in float32 in the
+        order of the device: within `(n + 3) 2 ** -24 sum |a b|` of the exact result, for n products. Both operands are
+        in the dtype float8_e4m3fn or float8_e5m2, with one scale along the contracted axes; or in blocks along one of
+        these, both of MX or both of NVFP4, which are bfloat16 products where no unit takes blocks. XLA cannot compile
+        blocks for GPUs older than compute capability 8.9. Two of integers are as in "int8".
+
+    Returns:
+      float32, or the dtype of the operand in float; its axes are batch, free of a, free of b.
+
+    Gradient: as `lax.dot_general` of the dequantized arrays, so with respect to the scales and an operand in float, as
+    by `fake_quant` with `spec`; integers have none. `jax.jvp` raises.
+
+    Raises:
+      TypeError: for anything but two QArrays, or one and a floating array, and for `spec` with two QArrays.
+      ValueError: for dimension numbers or shapes that do not fit, stochastic rounding by `spec`, a scale that changes
+        with every element along a contracted axis of two QArrays, or a contraction so long that it may not fit int32:
+        133,144 products at 8 x 8 bits symmetric, 66,311 if one is affine, 516 at 16 x 8. Products beyond 2 ** 24 have
+        no execution="float32", and other floats than those above no execution="native".
+
+    Source: Jacob et al., 2018; ONNX MatMulInteger.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxquant import QParams, QuantSpec, dot_general, quantize
+    >>> q = quantize(jnp.array([1.0, 2.0]), QuantSpec(), QParams(0.5, 0.0))
+    >>> dot_general(q, q, (((0,), (0,)), ((), ()))).item()
+    5.0
+    >>> dot_general(jnp.array([0.2, 1.0]), q, (((0,), (0,)), ((), ())), spec=QuantSpec(bits=2)).item()
+    2.0
+    """
+    execution = checked_execution(execution, LOWERINGS)
+    if spec is not None:
+        _check_spec(a, b, spec)
+    in_float = spec is None and is_weight_only(a, b, execution)
+    checked = checked_either if in_float or spec is not None else checked_operand
+    a, b = checked("a", a), checked("b", b)
+    (ca, cb), (ba, bb) = _dimension_numbers(dimension_numbers)
+    _axes("dimension_numbers of a", (*ca, *ba), a.ndim)
+    _axes("dimension_numbers of b", (*cb, *bb), b.ndim)
+    for what, of_a, of_b in (("contracted", ca, cb), ("batch", ba, bb)):
+        sizes = [tuple(q.shape[i] for i in axes) for q, axes in ((a, of_a), (b, of_b))]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"The {what} axes must have the same sizes, got {sizes[0]} of `a`, shape {a.shape}, and {sizes[1]} of "
+                f"`b`, shape {b.shape}. Correct dimension_numbers={dimension_numbers}."
+            )
+    dot = Dot((ca, cb), (ba, bb), execution=execution)
+    if in_float:
+        return _in_float(dot, a, b)
+    if spec is None:
+        return contraction(a, b, dot)
+    return _quantized_dot(b, a, 1, spec, dot) if isinstance(a, QArray) else _quantized_dot(a, b, 0, spec, dot)

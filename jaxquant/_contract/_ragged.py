@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ragged dot of quantized arrays: rows in groups, each of which meets a matrix of its own."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._arrays._qarray import QArray, moved
+from .._base import _groups as grouping
+from .._base._axes import Matrix, arranged, dot_axes, dot_numbers, int_pairs
+from ._contract import ContractionOp
+from ._dot import Dot
+from ._operands import Rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged(ContractionOp):
+    """`lax.ragged_dot_general` whose ragged axis of `a` is a free one. The groups are an axis of `b`."""
+
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    ragged: int
+    group: int
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any], **attributes: Any) -> Self:
+        numbers = params["ragged_dot_dimension_numbers"]
+        (ragged,), (group,) = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+        return cls(*int_pairs(numbers.dot_dimension_numbers), int(ragged), int(group), **attributes)
+
+    @staticmethod
+    def can_replace(params: Mapping[str, Any]) -> bool:
+        """Whether rows are in groups, each with a matrix of its own."""
+        numbers = params["ragged_dot_dimension_numbers"]
+        (contracted, _), (batch, _) = numbers.dot_dimension_numbers
+        is_free = not {*contracted, *batch}.intersection(numbers.lhs_ragged_dimensions)
+        return params["group_offset"] is None and is_free
+
+    def contracted_axes(self, ndims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.contracted
+
+    @property
+    def takes_blocks(self) -> bool:
+        return True
+
+    @property
+    def joins_summed(self) -> bool:
+        return True
+
+    def summed_in_gradient(self, side: int, ndim: int) -> Sequence[int]:
+        return [i for i in range(ndim) if i not in (*self.contracted[1 - side], *self.batch[1 - side])]
+
+    def rows(self, side: int, x: Array, shape: tuple[int, ...], sizes: Array) -> tuple[Array, Array]:
+        """All rows, and for each expert whether they meet it."""
+        rows, _ = Dot(self.contracted, self.batch).rows(side, x, shape)
+        kept = [x.shape[i] for i in range(x.ndim) if i not in self.contracted[0]]
+        group = self._groups(kept, shape[self.group], sizes).reshape(-1)
+        of_group = group[None] == jnp.arange(shape[self.group], dtype=group.dtype)[:, None]
+        return rows, of_group
+
+    def columns(self, side: int, ndims: Sequence[int]) -> tuple[int, int] | None:
+        free = self._free(1, ndims[1])
+        return (free[-1], len(self.batch[0]) + len(self._free(0, ndims[0])) + len(free) - 1) if side and free else None
+
+    @property
+    def pairs_axes(self) -> bool:
+        return True
+
+    def matrix(self, side: int, ndim: int) -> Matrix:
+        if side == 0 or self.batch[0]:
+            raise ValueError(
+                "second moments and rotations are for the matrices of the experts of a ragged dot without a batch, got "
+                f"the parameter as operand {side} and batch axes {self.batch}. Leave it out by a rule with None."
+            )
+        return Matrix((self.group,), tuple(sorted(self.contracted[side])), tuple(self._free(side, ndim)))
+
+    def real(self, a: Array, b: Array, sizes: Array) -> Array:
+        """The float formulation, which has the gradient of the op."""
+        numbers = lax.RaggedDotDimensionNumbers((self.contracted, self.batch), (self.ragged,), (self.group,))
+        return lax.ragged_dot_general(a, b, sizes, numbers, preferred_element_type=jnp.float32)
+
+    def exact(self, a: QArray, b: QArray, sizes: Array) -> Array:
+        """The scaled integer contraction of each row with the matrix of its group; 0 for rows in no group.
+
+        It is a batch of dots of blocks, of rows of one group. With as many rows as a group has on average there are at
+        most twice as many blocks as groups, and no more than rows; the dot of all rows with all matrices would take
+        the rows once a group.
+        """
+        rows, columns = self._free(0, a.ndim), self._free(1, b.ndim)
+        sizes_of = lambda q, axes: [q.shape[i] for i in axes]
+        kept, inner = sizes_of(a, (*self.batch[0], *rows)), sizes_of(a, self.contracted[0])
+        batches, count = math.prod(sizes_of(a, self.batch[0])), b.shape[self.group]
+        n = batches * count
+        if 0 in (*a.shape, *b.shape):
+            return jnp.zeros([*kept, *sizes_of(b, columns)], jnp.float32)
+        a = _reshaped(_transposed(a, (*self.batch[0], *rows, *self.contracted[0])), [math.prod(kept), *inner])
+        b = _transposed(b, (*self.batch[1], self.group, *self.contracted[1], *columns))
+        b = _reshaped(b, [n, *b.shape[len(self.batch[1]) + 1 :]])
+        group = self._groups(kept, count, sizes).reshape(batches, -1)
+        group = jnp.where(group < count, group + count * jnp.arange(batches, dtype=jnp.int32)[:, None], n).reshape(-1)
+        rows_of_a, is_known = a.shape[0], isinstance(a.shape[0], int)
+        blocks = _in_blocks(group, n, -(-rows_of_a // n), min(2 * n, rows_of_a) if is_known else 2 * n)
+        axes = tuple(range(2, a.ndim + 1)), tuple(range(1, a.ndim))
+        dot = Dot(axes, ((0,), (0,)), execution=self.execution)
+        y = dot.exact(_taken(a, blocks.rows), _taken(b, blocks.groups))
+        y = jnp.take(y.reshape(-1, *y.shape[2:]), blocks.places, 0, mode="fill", fill_value=0)
+        return y.reshape([*kept, *y.shape[1:]])
+
+    def operand_gradient(
+        self, side: int, g: Array, q: QArray, shape: tuple[int, ...], rounding: Rounding, sizes: Array
+    ) -> tuple[Array, Array | None]:
+        """The gradient of the dot of all rows with all matrices: where a row is in another group, its g is 0."""
+        shapes = (shape, q.shape) if side == 0 else (q.shape, shape)
+        a, b, output = dot_axes(self.contracted, self.batch, [len(of) for of in shapes])
+        kept = [n for n in output if n in a]
+        length = dict(zip((*a, *b), (*shapes[0], *shapes[1]), strict=True))
+        group, at = b[self.group], output.index(b[self.group])
+        of_row = arranged(self._groups([length[n] for n in kept], length[group], sizes), kept, output)
+        each = [length[n] if n == group else 1 for n in output]
+        g = jnp.where(of_row == lax.broadcasted_iota(of_row.dtype, each, at), jnp.expand_dims(g, at), 0)
+        own, other = (a, b) if side == 0 else (b, a)
+        summed = [n for n in other if n not in own]
+        if summed != other[other.index(summed[0]) :][: len(summed)]:  # together then, so that blocks can run along them
+            order = *self.batch[1 - side], *self.contracted[1 - side], *map(other.index, summed)
+            q, other = _transposed(q, order), [other[i] for i in order]
+        shared = ([a[i] for i in axes[0]] for axes in (self.contracted, self.batch))
+        numbers = dot_numbers(*((own, other) if side == 0 else (other, own)), *shared)
+        of_one_group = math.prod(length[n] for n in summed if n != group) if side == 0 else None
+        dot = Dot(*numbers, of_one_group, execution=self.execution, gradient=self.gradient)
+        return dot.operand_gradient(side, g, q, shape, rounding)
+
+    def _free(self, side: int, ndim: int) -> list[int]:
+        """The axes that are neither contracted nor of the batch, nor the groups."""
+        taken = {*self.contracted[side], *self.batch[side], *((self.group,) if side else ())}
+        return [i for i in range(ndim) if i not in taken]
+
+    def _groups(self, kept: list[int], count: int, sizes: Array) -> Array:
+        """The group of each row, in the shape of the axes that `a` keeps; `count` for rows in none."""
+        at = (*self.batch[0], *self._free(0, len(kept) + len(self.contracted[0]))).index(self.ragged)
+        before, length = kept[:at], kept[at]
+        ends = jnp.cumsum(jnp.broadcast_to(sizes.astype(jnp.int32), [*before, count]), -1)
+        is_behind = lax.broadcasted_iota(ends.dtype, [*[1] * at, length, 1], at) >= ends[..., None, :]
+        group = is_behind.sum(-1, dtype=jnp.int32)
+        return jnp.broadcast_to(lax.expand_dims(group, range(at + 1, len(kept))), kept)
+
+
+class _Blocks(NamedTuple):
+    """Rows in blocks of one size, each block of rows of one group.
+
+    Attributes:
+      rows: (blocks, size), which row is in each place; 0 in those that stay empty.
+      groups: (blocks,), the group of each block.
+      places: (rows,), in which place each row is, counted over all blocks; beyond the last for rows in no group.
+    """
+
+    rows: Array
+    groups: Array
+    places: Array
+
+
+def _in_blocks(group: Array, n: int, size: Any, count: Any) -> _Blocks:
+    """The rows of n groups, of each row its `group` or n for none, in `count` blocks of `size`, which hold them all."""
+    is_of = group[:, None] == jnp.arange(n, dtype=jnp.int32)[None]
+    turn = jnp.cumsum(is_of, 0, dtype=jnp.int32)  # of each row in its group, counted from 1
+    blocks = -(-turn[-1] // size)
+    ends, own = jnp.cumsum(blocks), jnp.clip(group, 0, n - 1)
+    places = (ends - blocks)[own] * size + jnp.take_along_axis(turn, own[:, None], 1)[:, 0] - 1
+    places = jnp.where(group < n, places, count * size)
+    rows = jnp.zeros(count * size, jnp.int32).at[places].set(jnp.arange(group.shape[0], dtype=jnp.int32), mode="drop")
+    groups = jnp.clip(jnp.searchsorted(ends, jnp.arange(count, dtype=jnp.int32), side="right"), 0, n - 1)
+    return _Blocks(rows.reshape(count, size), groups, places)
+
+
+def _transposed(q: QArray, axes: Sequence[int]) -> QArray:
+    return moved(q, lax.transpose(q.values, axes), lambda v: lax.transpose(v, axes))
+
+
+def _reshaped(q: QArray, shape: Sequence[int]) -> QArray:
+    shape = tuple(shape)
+    return moved(q, lax.reshape(q.values, shape), lambda v: grouping.reshaped(v, q.shape, shape))
+
+
+def _taken(q: QArray, index: Array) -> QArray:
+    """The parts of q along its first axis that the indices say."""
+    new, n = range(index.ndim - 1), q.shape[0]
+    part = lambda v: lax.expand_dims(v, new) if v.shape[0] == 1 else grouping.apart(v, 0, n)[index]
+    return moved(q, q.values[index], part)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds scales: which scale a format makes of a range, how it rounds one, and what it asks of a spec."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .._base import _numerics as num
+from .._platform._cpu import computed_once
+from .._platform._division import divide
+from ._formats import FLOATS, Float
+from ._granularity import PerTensor
+
+TINY = np.float32(jnp.finfo(jnp.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleFormat:
+    """What holds scales. As it stands float32, which holds each as it is."""
+
+    rules = "ceil", "half_step"  # those of QuantSpec that mean something
+    is_exact = True
+    is_coarse = False  # of so few bits that zero points do not fit, and the search tries the scales beside one
+    has_tensor_scale = False
+    unit, most = 1.0, 1.0  # of what values are multiplied with where a scale of the tensor scales the others
+
+    def check(self, spec: Any) -> None:
+        """Raises for a spec whose scales it cannot hold."""
+        if spec.scale_rule == "floor" and "floor" not in self.rules:
+            raise ValueError(
+                f"`scale_rule` says which power of two a scale becomes, got 'floor' with scale_dtype="
+                f"{spec.scale_dtype!r}. Pass scale_dtype='float8_e8m0fnu', or leave the rule out."
+            )
+        is_half_step = "half_step" in self.rules and not spec.format and spec.symmetric and spec.signed
+        if spec.scale_rule == "half_step" and not is_half_step:
+            raise ValueError(
+                "`scale_rule='half_step'` is for signed symmetric integers with float32 scales, got "
+                f"signed={spec.signed}, symmetric={spec.symmetric}, format={spec.format!r} and "
+                f"scale_dtype={spec.scale_dtype!r}. Leave the rule out."
+            )
+        if self.is_coarse and not spec.symmetric:
+            raise ValueError(
+                f"`symmetric` must be True with scale_dtype={spec.scale_dtype!r}, got False. Leave it out, or hold "
+                "the scale in float32, float16 or bfloat16."
+            )
+        if self.has_tensor_scale and spec.granularity == PerTensor():
+            raise ValueError(
+                f"`granularity` must be PerBlock(axis, size) with scale_dtype={spec.scale_dtype!r}, got PerTensor(): "
+                "one scale of the tensor scales the scales of blocks. nvfp4_spec(axis) has blocks of 16."
+            )
+
+    def of_largest(self, largest: Array, qmax: Any, rule: str) -> Array:
+        """The scale of values up to a finite magnitude, not yet rounded."""
+        return quotient(largest, qmax + np.float32(0.5) if rule == "half_step" else qmax, 1)
+
+    def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
+        """Positive scales as the format holds them, and the scale of the tensor that scales them."""
+        return scale, None
+
+    def neighbours(self, scale: Array) -> list[Array]:
+        """The scales beside those that it holds, which a search tries."""
+        raise NotImplementedError  # all others, of an exact format
+
+
+class PowersOfTwo(ScaleFormat):
+    """Powers of two, from 2 ** -126 to 2 ** 127."""
+
+    rules = "ceil", "floor"
+    is_exact, is_coarse = False, True
+
+    def of_largest(self, largest: Array, qmax: Any, rule: str) -> Array:
+        if rule != "floor":
+            return super().of_largest(largest, qmax, rule)
+        return num.select(largest > 0, _power_below(largest, qmax), 1)
+
+    def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
+        # Of a scale, the largest value is that of the last level.
+        below = lambda scale: _power_below(scale * (qmax / _highest_bit(qmax)), 1.0)
+        return computed_once(below if rule == "floor" else _power_above, scale), None
+
+    def neighbours(self, scale: Array) -> list[Array]:
+        return [lax.max(scale * 0.5, TINY)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded(ScaleFormat):
+    """The positive values of a float of fewer bits, to nearest."""
+
+    float: Float
+    rules = ("ceil",)
+    is_exact = False
+
+    @property
+    def is_coarse(self) -> bool:
+        return self.float.bits <= 8
+
+    def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
+        return computed_once(self._nearest, scale), None
+
+    def _nearest(self, scale: Array) -> Array:
+        return num.clip(self.float.nearest(scale, "half_even", None), self.float.unit, self.float.qmax)
+
+    def neighbours(self, scale: Array) -> list[Array]:
+        # Somewhat more than half a step; below the lowest exponent all are a unit apart.
+        step = num.guard(scale * (1.008 * 2.0 ** -(self.float.mantissa + 1)))
+        step = lax.max(step, np.float32(self.float.unit))
+        return [self._nearest(v) for v in (scale - step, scale + step)]
+
+
+class RoundedOfTensor(Rounded):
+    """Those of blocks, beside one float32 of the tensor: the largest of them is the largest of the float."""
+
+    has_tensor_scale = True
+
+    @property
+    def unit(self) -> float:
+        return self.float.unit
+
+    @property
+    def most(self) -> float:
+        return self.float.qmax
+
+    def of_largest(self, largest: Array, qmax: Any, rule: str) -> Array:
+        return quotient(largest, qmax, TINY)  # blocks of zeros must not be the largest
+
+    def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
+        largest = jnp.max(num.select(scale == scale, scale, 0), initial=0.0)
+        # No step is below TINY.
+        of_tensor = lax.max(divide(largest, self.float.qmax), np.float32(TINY / self.float.unit))
+        return computed_once(lambda scale: self._nearest(divide(scale, of_tensor)), scale), of_tensor
+
+    def neighbours(self, scale: Array) -> list[Array]:
+        # But of the largest, of which the scale of the tensor is derived.
+        return [num.select(scale == self.float.qmax, scale, v) for v in super().neighbours(scale)]
+
+
+def quotient(width: Array, steps: Any, of_zero: Any) -> Array:
+    """The scale with which so many steps cover a width; of a width of 0 another one."""
+    positive = width > 0
+    # The divisor is selected element by element, as in `divide`. Not 0, which has no gradient.
+    scale = divide(width, num.select(positive, steps, np.float32(1)))
+    return num.select(positive, lax.max(scale, TINY), of_zero)
+
+
+def _power_above(scale: Array) -> Array:
+    """The least power of two that is not below a positive scale, of those from 2 ** -126 to 2 ** 127; NaN stays."""
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    above = lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+    return num.select(scale == scale, lax.min(above, np.float32(2.0**127)), jnp.nan)
+
+
+def _power_below(largest: Array, last: Any) -> Array:
+    """2 ** (floor(log2(largest)) - floor(log2(last))): OCP's scale for values up to `largest` and a level `last`."""
+    below = lax.max(divide(_highest_bit(largest), _highest_bit(last)), np.float32(2.0**-126))
+    return num.select(largest == largest, below, jnp.nan)
+
+
+def _highest_bit(v: Any) -> Array:
+    """2 ** floor(log2(v)) of positive normal float32."""
+    bits = lax.bitcast_convert_type(jnp.asarray(v, jnp.float32), jnp.int32) & 0x7F800000
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+SCALE_FORMATS = {  # by the dtype that holds the scales
+    "float32": ScaleFormat(),
+    "float16": Rounded(Float("float16", 16, 10, -14, 65504.0)),
+    # Below 2 ** -119 in steps of TINY: smaller steps are no normal numbers of float32, which nearest() needs.
+    "bfloat16": Rounded(Float("bfloat16", 16, 7, -119, float(jnp.finfo(jnp.bfloat16).max))),
+    "float8_e8m0fnu": PowersOfTwo(),
+    "float8_e4m3fn": RoundedOfTensor(FLOATS["float8_e4m3fn"]),
+}

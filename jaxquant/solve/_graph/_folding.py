@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a factor for each channel of an operand can be folded into parameters, so that a program stays the same."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..._contract._ops import OPS
+from ..._program._jaxpr import Location
+from ..._program._moves import MOVES
+from ._channels import RULES, sides_of
+from ._factors import Factors, NoFactorsError, UnmetError, joined, lean, level, nothing
+from ._flat import END, SHARED, TURN, Flat, Node, length_of
+
+_FAR = 1000  # from a parameter: with a contraction, or the like, between
+_MOST_WAYS = 256
+Scans = tuple[tuple[Location, int], ...]
+Demands = Sequence[tuple[int, Factors]]  # values, and the factors that they must have
+
+
+class Fold(NamedTuple):
+    """Parameters that take up a factor for each channel of an operand; static.
+
+    The factors of the turns of scans are numbered turn by turn, so that they are `size` = prod(turns) * channels.
+
+    Attributes:
+      factors: of each parameter that changes, for its elements: 0 where they stay, k + 1 where they are divided by
+        factor k, -k - 1 where they are multiplied by it; an array that broadcasts against the parameter.
+      turns: the lengths of the scans whose turns have factors of their own.
+      channels: how many there are, of one turn.
+    """
+
+    factors: Mapping[str, Factors]
+    turns: tuple[int, ...]
+    channels: int
+
+    @property
+    def size(self) -> int:
+        """How many factors there are, in all turns."""
+        return math.prod(self.turns) * self.channels
+
+    def paths(self, sign: int) -> list[str]:
+        """The parameters that are divided, for sign 1, or multiplied, for -1."""
+        return [path for path, v in self.factors.items() if (np.sign(v) == sign).any()]
+
+
+class Operand(NamedTuple):
+    """The operand whose channels have factors: of which contraction, which side, and the scans over its weight."""
+
+    at: Location
+    side: int
+    stack: Scans = ()
+
+
+class Gain(NamedTuple):
+    """A parameter that channels are multiplied by: its path, the value, the axes, and the scans over the parameter."""
+
+    path: str
+    value: int
+    axes: tuple[int, ...]
+    stack: Scans
+
+
+class _Space(NamedTuple):
+    """Which channels have a factor of their own: the number of each one's factor, and the scans with own turns."""
+
+    number: np.ndarray
+    turning: Scans
+
+    @property
+    def size(self) -> int:
+        return int(self.number.max(initial=-1)) + 1
+
+    def stride(self, node: Node) -> int:
+        """From one turn of a scan to the next; 0 if all have the same factors."""
+        places = [at for at, _ in self.turning]
+        if node.at not in places:
+            return 0
+        return self.size * math.prod(n for _, n in self.turning[places.index(node.at) + 1 :])
+
+    def coarser(self, error: "_Failed") -> "_Space":
+        if error.scan is not None:
+            return self._replace(turning=tuple(scan for scan in self.turning if scan[0] != error.scan))
+        assert error.pairs is not None
+        a, b = (np.abs(v).ravel() - 1 for v in error.pairs)
+        if (a // self.size != b // self.size).any():
+            return self._replace(turning=())
+        lowest = np.arange(self.size)
+        while True:
+            least = np.minimum(lowest[a % self.size], lowest[b % self.size])
+            before = lowest.copy()
+            np.minimum.at(lowest, a % self.size, least)
+            np.minimum.at(lowest, b % self.size, least)
+            lowest = lowest[lowest]
+            if np.array_equal(lowest, before):
+                return self._replace(number=np.unique(lowest, return_inverse=True)[1][self.number])
+
+
+class _Failed(Exception):
+    """Why an attempt failed, in words, and what must have one factor for it to get further."""
+
+    def __init__(self, why: str, error: NoFactorsError | None = None, scan: Location | None = None):
+        super().__init__(why)
+        self.pairs, self.scan = getattr(error, "pairs", None), scan
+
+
+class _Ways:
+    """Which way is taken where there are several, in one attempt after the other until all are tried."""
+
+    def __init__(self):
+        self.taken: list[list[int]] = []
+        self.at = 0
+
+    def pick(self, n: int) -> int:
+        if self.at == len(self.taken):
+            self.taken.append([0, n])
+        self.at += 1
+        return self.taken[self.at - 1][0]
+
+    def next(self) -> bool:
+        """Whether there is another attempt."""
+        self.at = 0
+        while self.taken and self.taken[-1][0] + 1 == self.taken[-1][1]:
+            self.taken.pop()
+        if self.taken:
+            self.taken[-1][0] += 1
+        return bool(self.taken)
+
+
+class _Attempt:
+    """The factors that parameters get, for one way of taking up the factors of an operand."""
+
+    def __init__(self, flat: Flat, distance: Mapping[int, int], space: _Space, ways: _Ways):
+        self.flat, self.distance, self.space, self.ways = flat, distance, space, ways
+        self.own: dict[int, Factors] = {}
+        self.picked: dict[int, int] = {}
+
+    def run(self, value: int, axes: Sequence[int], also: Callable[[Factors], Demands]) -> dict[str, Factors]:
+        """The factors of parameters for one of each channel of a value, and for what else must have some then."""
+        wanted = _distinct(self.flat.shapes[value], axes, self.space.number)
+        for demanded in ((value, wanted), *also(wanted)):
+            self.demand(*demanded)
+        found = self.forward()
+        if not np.array_equal(found.get(value, 0), wanted):
+            raise _Failed("its inputs are made in ways that do not agree")
+        return {self.flat.paths[i]: v for i, v in self.own.items()}
+
+    def demand(self, value: int, factors: Factors) -> None:
+        """Notes what parameters must have for a value to have these factors."""
+        todo, seen = [(value, factors, "")], set()
+        while todo:
+            value, factors, behind = todo.pop()
+            known = value, factors.shape, factors.tobytes()
+            if known in seen or value in self.flat.neutral or not factors.any():
+                continue
+            seen.add(known)
+            if value in self.flat.sources:
+                raise _Failed(f"its inputs come from {behind}{self.flat.sources[value]}")
+            if value in self.flat.paths:
+                self._note(value, factors)
+            else:
+                node = self.flat.maker[value]
+                behind = f"{node.words} with " if len(node.ins) > 1 else behind
+                todo += [(operand, v, behind) for operand, v in self._behind(node, value, factors)]
+
+    def _note(self, value: int, factors: Factors) -> None:
+        try:
+            self.own[value] = joined(self.own.get(value), factors)
+        except NoFactorsError as error:
+            raise _Failed(f"its inputs come from the parameter {self.flat.paths[value]!r}, {error}", error) from None
+
+    def _behind(self, node: Node, value: int, factors: Factors) -> list[tuple[int, Factors]]:
+        """What the operands of an equation must have for one of its results."""
+        stride = self.space.stride(node)
+        if node.name == TURN:
+            return [(node.ins[0], of_all_turns(factors, stride, length_of(node)))]
+        if node.name == SHARED:
+            if stride:
+                raise _Failed("its inputs come from what all turns of a scan share", scan=node.at)
+            return [(node.ins[0], factors)]
+        if value in self.flat.passes:
+            return [(node.ins[self.flat.passes[value]], factors)]
+        try:
+            if node.name not in RULES:
+                raise NoFactorsError("which passes no factor")
+            ways = RULES[node.name].backward(node, node.outs.index(value), factors)
+        except NoFactorsError as error:
+            named = [self.flat.paths[i] for i in node.ins if i in self.flat.paths]
+            of = f" of the parameter {named[0]!r}" if named else ""
+            raise _Failed(f"its inputs come out of {node.words}{of}, {error}", error) from None
+        ways = sorted(ways, key=lambda way: max(self.distance[node.ins[k]] for k, _ in way))
+        if len(ways) > 1 and value not in self.picked:
+            self.picked[value] = self.ways.pick(len(ways))
+        return [self._of_rank(node, k, v) for k, v in ways[self.picked.get(value, 0)]]
+
+    def _of_rank(self, node: Node, k: int, factors: Factors) -> tuple[int, Factors]:
+        """An operand with its factors; one without axes beside arrays has one factor for all of them."""
+        value, is_number = node.ins[k], node.shapes[0][k] == () and factors.ndim
+        if not is_number or value in self.flat.neutral or value in self.flat.sources:
+            return value, factors
+        try:
+            return value, level(factors, range(factors.ndim)).reshape(())
+        except NoFactorsError as error:
+            raise _Failed(f"its inputs come out of {node.words}, {error}", error) from None
+
+    def forward(self) -> dict[int, Factors]:
+        """The factors of all values, given the factors of the parameters; what else must have some gets them."""
+        while True:
+            try:
+                return self._values()
+            except _Missing as missing:
+                before = dict(self.own)
+                self.demand(missing.value, missing.factors)
+                if all(v is before.get(i) or np.array_equal(v, before.get(i, 0)) for i, v in self.own.items()):
+                    raise _Failed(f"what would be divided also goes into {missing.words}, which sums it") from None
+
+    def _values(self) -> dict[int, Factors]:
+        env, neutral = dict(self.own), self.flat.neutral
+        for node in self.flat.nodes:
+            if not any(i in env for i in node.ins):
+                continue
+            shapes = node.shapes[0]
+            ins = [None if i in neutral else env.get(i) for i in node.ins]
+            ins = [
+                nothing(len(shape)) if v is None and i not in neutral else v
+                for i, v, shape in zip(node.ins, ins, shapes, strict=True)
+            ]
+            try:
+                outs = self._ahead(node, ins)
+            except UnmetError as unmet:
+                raise _Missing(node.ins[unmet.operand], unmet.factors, node.words) from None
+            except NoFactorsError as error:
+                paths = [
+                    f"{self.flat.paths[i]!r}, which would be divided or multiplied," for i in node.ins if i in self.own
+                ]
+                what = paths[0] if paths else "what would be divided or multiplied"
+                where = f"is also {node.words}" if node.name == END else f"also goes into {node.words}, {error}"
+                raise _Failed(f"{what} {where}", error) from None
+            env |= {i: v for i, v in zip(node.outs, outs, strict=True) if v.any()}
+        return env
+
+    def _ahead(self, node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
+        stride = self.space.stride(node)
+        if node.name == TURN and ins[0] is not None:
+            return [of_turn(ins[0], stride, length_of(node))]
+        if node.name == SHARED and ins[0] is not None:
+            if stride:
+                raise NoFactorsError("which all turns share")
+            return [ins[0]]
+        if node.outs and node.outs[0] in self.flat.passes:
+            factors = ins[self.flat.passes[node.outs[0]]]
+            return [] if factors is None else [factors]
+        if node.name not in RULES:
+            raise NoFactorsError("which passes no factor")
+        return RULES[node.name].forward(node, ins)
+
+
+class _Missing(Exception):
+    """A value that must have factors, for those that it meets in the equation of these words to cancel."""
+
+    def __init__(self, value: int, factors: Factors, words: str):
+        super().__init__()
+        self.value, self.factors, self.words = value, factors, words
+
+
+def of_all_turns(v: Factors, stride: int, length: int) -> Factors:
+    """The factors of what a scan takes, given the factors in one turn: numbered turn by turn, if stride is not 0."""
+    return np.stack([v + np.sign(v) * t * stride for t in range(length if stride else 1)])
+
+
+def of_turn(v: Factors, stride: int, length: int) -> Factors:
+    """The factors in a turn of a scan, numbered in it, of what the scan takes turn by turn."""
+    turns = np.arange(length).reshape(-1, *[1] * (v.ndim - 1))
+    v = v - np.sign(v) * turns * stride
+    if (v != v[:1]).any():
+        raise NoFactorsError("whose turns would be divided differently")
+    return lean(v[0])
+
+
+def _distinct(shape: tuple[int, ...], axes: Sequence[int], number: np.ndarray) -> Factors:
+    """The factors of an operand with a channel for each place along some axes, of these numbers."""
+    sizes = [n if i in axes else 1 for i, n in enumerate(shape)]
+    return lean(number.reshape(sizes) + 1)
+
+
+def _distances(flat: Flat) -> dict[int, int]:
+    """How far each value is from a parameter: how many sums and products are between."""
+    found = dict.fromkeys(flat.sources, _FAR) | dict.fromkeys(flat.paths, 0)
+    found |= dict.fromkeys(flat.neutral, 0)
+    for node in flat.nodes:
+        own = [found[i] for i in node.ins] or [_FAR]
+        distance = _FAR
+        if node.name in (*MOVES, TURN, SHARED):
+            distance = own[0]
+        elif node.outs and node.outs[0] in flat.passes:
+            distance = own[flat.passes[node.outs[0]]]
+        elif len(node.ins) == 1:  # which passes no factor, and says whose function it is
+            distance = 1 + own[0]
+        elif node.name in ("mul", "div"):
+            distance = 1 + min(own)
+        elif node.name in ("add", "sub"):
+            distance = 1 + max(own)
+        found |= dict.fromkeys(node.outs, min(distance, _FAR))
+    return found
+
+
+def fold(flat: Flat, operand: Operand) -> Fold:
+    """How parameters can take up a factor for each channel that an operand contracts; static.
+
+    Raises:
+      NoFactorsError: where they cannot; why, in words.
+    """
+    node = next((node for node in flat.nodes if node.at == operand.at and node.name in OPS), None)
+    if node is None:
+        raise NoFactorsError("it is inside a cond, a while loop or a shard_map")
+    sides, side = sides_of(node), operand.side
+    opposite = lambda wanted: [(node.ins[1 - side], sides.opposite(side, wanted))]
+    return _fold(flat, node.ins[side], sides.channels[side], operand.stack, opposite)
+
+
+def fold_gain(flat: Flat, gain: Gain) -> Fold:
+    """How weights can be multiplied by a gain, which becomes ones; static.
+
+    The factors of the fold are the elements of the parameter.
+
+    Raises:
+      NoFactorsError: where they cannot; why, in words.
+    """
+    path, value, axes, stack = gain
+    found = _fold(flat, value, axes, stack, lambda wanted: [])
+    shape = next(flat.shapes[i] for i, other in flat.paths.items() if other == path)
+    elements = np.broadcast_to(found.factors[path], shape) > 0
+    if elements.sum() != found.size or found.paths(1) != [path]:
+        raise NoFactorsError("several of its elements meet one row")
+    return found
+
+
+def _fold(flat: Flat, value: int, axes: Sequence[int], stack: Scans, also: Callable[[Factors], Demands]) -> Fold:
+    count = math.prod(flat.shapes[value][i] for i in axes)
+    space = _Space(np.arange(count), stack)
+    distance, first = _distances(flat), None
+    while space.size > 1:
+        coarser = None
+        ways = _Ways()
+        for _ in range(_MOST_WAYS):
+            try:
+                factors = _Attempt(flat, distance, space, ways).run(value, axes, also)
+                return Fold(factors, tuple(n for _, n in space.turning), space.size)
+            except _Failed as error:
+                first = first or error
+                can_go_on = error.pairs is not None or error.scan is not None
+                coarser = coarser or (error if can_go_on else None)
+            if not ways.next():
+                break
+        if coarser is None:
+            raise NoFactorsError(str(first))
+        finer, space = space, space.coarser(coarser)
+        if (finer.size, finer.turning) == (space.size, space.turning):
+            break
+    raise NoFactorsError(str(first or "it has one input alone"))

@@ -1,0 +1,515 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which axes of a program's values have channels in common, so that an orthogonal rotation of them cancels.
+
+Each axis runs along channels: numbers, of which an axis has several where it is reshaped into others. An equation says
+that axes of what it takes and gives have the same channels, or that what it computes of some would not be the same,
+rotated, if they were. A rotation of channels of which none says so, on all axes of parameters that have them, leaves
+the program as it is. One entry a primitive in RULES; what has none passes no rotation.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ..._base import _checks as checks
+from ..._base import _groups as grouping
+from ..._base._axes import Pairs, int_pairs
+from ..._contract._ops import OPS
+from ..._program._jaxpr import order_read, param
+from ._flat import END, SHARED, TURN, Flat, Node, dtype_of_result, length_of
+from ._folding import Gain, Operand, Scans
+
+Numbers = tuple[int, ...]  # of channels, the major ones first
+MIXES, CUTS = "which passes no rotation", "which takes them apart"
+
+
+class Made(NamedTuple):
+    """The parameter that alone says how a value changes along an axis, and the scans that take it turn by turn."""
+
+    path: str
+    stack: Scans = ()
+
+
+class Axis(NamedTuple):
+    """An axis along which a value changes.
+
+    Attributes:
+      numbers: of its channels.
+      is_squared: whether the value is the square of one that can be rotated; its sum over the axis stays.
+      made: of what, if it is a parameter, moved or multiplied by what does not change along the axis.
+    """
+
+    numbers: Numbers
+    is_squared: bool = False
+    made: Made | None = None
+
+
+Axes = tuple[Axis | None, ...]  # of a value; None where it does not change
+Rule = Callable[["Streams", Node, Sequence[Axes]], Sequence[Axes]]  # (streams, node, its operands) -> its results
+
+
+class Channels:
+    """Channels by number: how many each number stands for, which are the same, and why they cannot be rotated."""
+
+    def __init__(self):
+        self.sizes: list[int] = []
+        self._whys: list[str | None] = []
+        self._now: list[Numbers] = []  # what has taken the place of each number
+
+    def new(self, size: int, why: str | None = None) -> int:
+        """New channels."""
+        self.sizes.append(size)
+        self._whys.append(why)
+        self._now.append((len(self._now),))
+        return len(self._now) - 1
+
+    def of(self, numbers: Numbers) -> Numbers:
+        """The numbers that channels have by now."""
+        while (now := tuple(itertools.chain.from_iterable(self._now[i] for i in numbers))) != numbers:
+            numbers = now
+        return numbers
+
+    def why(self, number: int) -> str | None:
+        """Why channels cannot be rotated; None where they can. The number must be one by now."""
+        return self._whys[number]
+
+    def spoil(self, numbers: Numbers, why: str) -> None:
+        """Notes why channels cannot be rotated, if nothing says so already."""
+        for i in self.of(numbers):
+            self._whys[i] = self._whys[i] or why
+
+    def _replace(self, number: int, by: Numbers) -> None:
+        self._now[number] = by
+        if (why := self._whys[number]) is not None:
+            self.spoil(by, why)
+
+    def _halve(self, number: int, minor: int) -> Numbers:
+        """Channels as two numbers, of which the last stands for so many."""
+        parts = self.new(self.sizes[number] // minor), self.new(minor)
+        self._replace(number, parts)
+        return parts
+
+    def join(self, a: Numbers, b: Numbers, why: str) -> None:
+        """Notes that channels are the same; if they cannot be, why."""
+        a, b = self.of(a), self.of(b)
+        while a and b:
+            n, m = self.sizes[a[-1]], self.sizes[b[-1]]
+            if n == m:
+                if a[-1] != b[-1]:
+                    self._replace(b[-1], (a[-1],))
+                a, b = self.of(a[:-1]), self.of(b[:-1])
+            elif max(n, m) % min(n, m):
+                break
+            elif n > m:
+                a = *a[:-1], *self._halve(a[-1], m)
+                b = self.of(b)
+            else:
+                b = *b[:-1], *self._halve(b[-1], n)
+                a = self.of(a)
+        self.spoil((*a, *b), why)
+
+    def grouped(self, numbers: Numbers, sizes: Sequence[int]) -> list[Numbers] | None:
+        """The numbers in groups that stand for so many channels; None if channels of no number are in one group."""
+        numbers, groups = self.of(numbers), []
+        for size in reversed(sizes):
+            group: Numbers = ()
+            while size > 1:
+                n = self.sizes[numbers[-1]]
+                if n > size and n % size == 0:
+                    numbers = *numbers[:-1], *self._halve(numbers[-1], size)
+                elif size % n:
+                    return None
+                else:
+                    numbers, group, size = numbers[:-1], (numbers[-1], *group), size // n
+            groups.insert(0, group)
+        return groups
+
+
+class Streams:
+    """The channels of all values of a flat program.
+
+    Attributes:
+      channels: by number.
+      axes: of each value.
+      gains: parameters that channels are multiplied by, as if they were ones, with these channels.
+    """
+
+    def __init__(self, flat: Flat):
+        self.flat, self.channels = flat, Channels()
+        self.axes: dict[int, Axes] = {}
+        self.gains: list[tuple[Gain, Numbers]] = []
+        tied = {made for made, _ in flat.ties}
+        for i, words in flat.sources.items():
+            self.axes[i] = self.new(flat.shapes[i], None if i in tied else f"are also in {words}")
+        for i, path in flat.paths.items():
+            own = self.new(flat.shapes[i])
+            self.axes[i] = tuple(axis and axis._replace(made=Made(path)) for axis in own)
+        for node in flat.nodes:
+            outs = self._results(node, [self.axes[i] for i in node.ins])
+            self.axes.update(zip(node.outs, outs, strict=True))
+        for tie in flat.ties:
+            made, other = (self.axes[i] for i in tie)
+            front = len(made) - len(other)
+            self.spoil(made[:front], "are stacked by a scan")
+            for pair in zip(made[front:], other, strict=True):
+                self.alike([axis for axis, i in zip(pair, tie, strict=True) if i not in flat.neutral], "a scan")
+
+    def _results(self, node: Node, ins: Sequence[Axes]) -> Sequence[Axes]:
+        if node.name == END:
+            if not node.at:  # of the function; a scan is tied
+                self.spoil(itertools.chain(*ins), f"are also in {node.words}")
+            return []
+        if node.name == TURN:
+            self.spoil(ins[0][:1], "are taken turn by turn by a scan")
+            turn = node.at, length_of(node)
+            inside = lambda made: made and made._replace(stack=(*made.stack, turn))
+            return [tuple(axis and axis._replace(made=inside(axis.made)) for axis in ins[0][1:])]
+        if node.name == SHARED:
+            return ins
+        if node.outs[0] in self.flat.passes:  # a function of a gain is one, too
+            return [ins[self.flat.passes[node.outs[0]]]]
+        return RULES.get(node.name, _mixed)(self, node, ins)
+
+    def inputs(self, operand: Operand) -> Numbers:
+        """Of the channels that an operand contracts, the numbers by now; none where it does not change along them."""
+        node = next((node for node in self.flat.nodes if node.at == operand.at and node.name in OPS), None)
+        if node is None:
+            return (self.channels.new(1, "are inside a cond, a while loop or a shard_map"),)
+        axes = self.axes[node.ins[operand.side]]
+        each = [axis.numbers for i in _contracted(node)[operand.side] if (axis := axes[i]) is not None]
+        return self.channels.of(tuple(itertools.chain(*each)))
+
+    def parameters(self) -> dict[str, list[Numbers]]:
+        """Of each parameter, for each axis, the numbers of its channels by now."""
+        return {
+            path: [() if axis is None else self.channels.of(axis.numbers) for axis in self.axes[i]]
+            for i, path in self.flat.paths.items()
+        }
+
+    def new(self, shape: Sequence[int], why: str | None = None) -> Axes:
+        """The axes of a value with channels of its own."""
+        return tuple(None if n <= 1 else Axis((self.channels.new(n, why),)) for n in shape)
+
+    def spoil(self, axes: Iterable[Axis | None], why: str) -> None:
+        """Notes why the channels of axes cannot be rotated."""
+        for axis in axes:
+            if axis is not None:
+                self.channels.spoil(axis.numbers, why)
+
+    def alike(self, axes: Sequence[Axis | None], by: str) -> Axis | None:
+        """The axis of a sum of values with these."""
+        present = [axis for axis in axes if axis is not None]
+        if not present:
+            return None
+        first, *others = present
+        if len(present) < len(axes):
+            self.spoil(present, f"also go into {by}, beside what is the same for all of them")
+        if any(axis.is_squared != first.is_squared for axis in others):
+            self.spoil(present, f"also go into {by}, beside their squares")
+        for axis in others:
+            self.channels.join(first.numbers, axis.numbers, f"also go into {by}, beside channels in other groups")
+        return Axis(first.numbers, first.is_squared)
+
+
+def _mixed(s: Streams, node: Node, ins: Sequence[Axes], why: str = MIXES) -> list[Axes]:
+    s.spoil(itertools.chain(*ins), f"also go into {node.words}, {why}")
+    return [s.new(shape, f"come out of {node.words}, {why}") for shape in node.shapes[1]]
+
+
+def _each(s: Streams, node: Node, ins: Sequence[Axes]) -> Sequence[Axes]:
+    return ins
+
+
+def _cast(s: Streams, node: Node, ins: Sequence[Axes]) -> Sequence[Axes]:
+    dtype = dtype_of_result(node)
+    return ins if checks.is_float(dtype) else _mixed(s, node, ins, f"to {dtype}")
+
+
+def _of_rank(v: Axes, ndim: int) -> Axes:
+    """The axes of an operand; a number, which jax lets stand beside an array, is the same for all."""
+    return v or (None,) * ndim
+
+
+# Element by element
+
+
+def _pointwise(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    """Of what passes no rotation, but does not change where its operands do not."""
+    ndim = len(node.shapes[1][0])
+    columns = list(zip(*(_of_rank(v, ndim) for v in ins), strict=True))
+    (made,) = _mixed(s, node, ins)
+    return [tuple(axis if any(column) else None for axis, column in zip(made, columns, strict=True))]
+
+
+def _sum(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    ndim = len(node.shapes[1][0])
+    values = [_of_rank(v, ndim) for v, i in zip(ins, node.ins, strict=True) if i not in s.flat.neutral]
+    return [tuple(s.alike([v[i] for v in values], node.words) for i in range(ndim))]
+
+
+def _selected(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    (axes,) = _sum(s, node._replace(ins=node.ins[1:]), ins[1:])
+    for of_condition, axis in zip(_of_rank(ins[0], len(axes)), axes, strict=True):
+        if of_condition is not None:
+            s.spoil([of_condition, axis], f"also go into {node.words}, with a condition for each of them")
+    return [axes]
+
+
+def _product_of(s: Streams, a: Axis | None, b: Axis | None, why: str) -> Axis | None:
+    """The axis of a product of values with these; of two, channels by channels are no product of rotated ones."""
+    if a is not None and b is not None:
+        s.spoil([a, b], why)
+    return a or b
+
+
+def _pairs(node: Node, ins: Sequence[Axes]) -> list[tuple[Axis | None, Axis | None]]:
+    a, b = (_of_rank(v, len(node.shapes[1][0])) for v in ins)
+    return list(zip(a, b, strict=True))
+
+
+def _gain_of(axes: tuple[Axis, Axis], order: tuple[int, int]) -> tuple[int, Made] | None:
+    """Which of two operands is a gain of the other along an axis, and the parameter it is made of."""
+    gains = ((k, made) for k in order if (made := axes[k].made) and not axes[1 - k].is_squared)
+    return next(gains, None)
+
+
+def _multiplied(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    if node.ins[0] == node.ins[1]:
+        return _squared(s, node, ins)
+    changing = [sum(axis is not None for axis in v) for v in ins]
+    order = (0, 1) if changing[0] < changing[1] else (1, 0)  # a gain changes along fewer axes than what it multiplies
+    outs: list[Axis | None] = []
+    gains: dict[tuple[int, Made], list[int]] = {}
+    why = f"also go into {node.words}, with others"
+    for i, (a, b) in enumerate(_pairs(node, ins)):
+        if a is None or b is None or (found := _gain_of((a, b), order)) is None:
+            outs.append(_product_of(s, a, b, why))
+        else:
+            gains.setdefault(found, []).append(i)
+            of_gain, other = (a, b) if found[0] == 0 else (b, a)
+            s.spoil([of_gain], why)
+            outs.append(other._replace(made=None))
+    for (k, gain), axes in gains.items():
+        numbers = tuple(itertools.chain(*(axis.numbers for i in axes if (axis := outs[i]))))
+        s.gains.append((Gain(gain.path, node.ins[k], tuple(axes), gain.stack), numbers))
+    return [tuple(outs)]
+
+
+def _divided(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    s.spoil(ins[1], f"also go into {node.words}, which divides by them")
+    return [tuple(_product_of(s, a, b, f"also go into {node.words}, by others") for a, b in _pairs(node, ins))]
+
+
+def _squared(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    s.spoil([axis for axis in ins[0] if axis and axis.is_squared], f"also go into {node.words}, with their squares")
+    return [tuple(axis and Axis(axis.numbers, True) for axis in ins[0])]
+
+
+def _power(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    return (_squared if param(node.eqn, "y") == 2 else _pointwise)(s, node, ins)
+
+
+# Sums
+
+
+def _reduced(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    gone = tuple(param(node.eqn, "axes"))
+    sums = [axis for i in gone if (axis := ins[0][i]) is not None and not axis.is_squared]
+    s.spoil(sums, f"also go into {node.words}, which sums them, as the mean of a LayerNorm does")
+    return [tuple(axis for i, axis in enumerate(ins[0]) if i not in gone)]
+
+
+def _contracted(node: Node) -> Pairs:
+    """The axes that a contraction sums, of each of its operands."""
+    numbers = param(node.eqn, "dimension_numbers", "ragged_dot_dimension_numbers")
+    if node.name == "conv_general_dilated":
+        return (int(numbers.lhs_spec[1]),), (int(numbers.rhs_spec[1]),)
+    return int_pairs(getattr(numbers, "dot_dimension_numbers", numbers))[0]
+
+
+def _contracted_pair(s: Streams, a: Axis | None, b: Axis | None, words: str) -> None:
+    if a is not None and b is not None:
+        if a.is_squared or b.is_squared:
+            s.spoil([a, b], f"also go into {words}, with their squares")
+        s.channels.join(a.numbers, b.numbers, f"also go into {words}, with channels in other groups")
+    elif (one := a or b) is not None and not one.is_squared:
+        s.spoil([one], f"also go into {words}, with what is the same for all of them")
+
+
+def _dot(s: Streams, node: Node, ins: Sequence[Axes], numbers: Any = None, group: int | None = None) -> list[Axes]:
+    contracted, batch = numbers or int_pairs(param(node.eqn, "dimension_numbers"))
+    a, b = ins[:2]
+    for i, j in zip(*contracted, strict=True):
+        _contracted_pair(s, a[i], b[j], node.words)
+    why = f"also go into {node.words}, which takes one at a time"
+    outer = [_product_of(s, a[i], b[j], why) for i, j in zip(*batch, strict=True)]
+    taken = {*contracted[0], *batch[0]}, {*contracted[1], *batch[1], group}
+    free = [axis for v, gone in zip((a, b), taken, strict=True) for i, axis in enumerate(v) if i not in gone]
+    return [tuple(axis and axis._replace(made=None) for axis in (*outer, *free))]
+
+
+def _ragged_dot(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    if not OPS[node.name].can_replace(node.eqn.params):
+        return _mixed(s, node, ins)
+    numbers = param(node.eqn, "ragged_dot_dimension_numbers")
+    group = int(numbers.rhs_group_dimensions[0])
+    rows = [ins[0][int(i)] for i in numbers.lhs_ragged_dimensions]
+    s.spoil([ins[1][group], *rows, *ins[2]], f"also go into {node.words}, {CUTS}")
+    return _dot(s, node, ins, int_pairs(numbers.dot_dimension_numbers), group)
+
+
+# Moves
+
+
+def _in_order(f: Callable[[Node, Axes], Iterable[Axis | None]]) -> Rule:
+    """The rule of what keeps all axes whole."""
+    return lambda s, node, ins: [tuple(f(node, ins[0]))]
+
+
+def _broadcasted(node: Node, v: Axes) -> list[Axis | None]:
+    places = list(param(node.eqn, "broadcast_dimensions"))
+    return [v[places.index(i)] if i in places else None for i in range(len(node.shapes[1][0]))]
+
+
+def _whole(s: Streams, node: Node, v: Axes, cut: Iterable[int]) -> list[Axes]:
+    """Of what takes the channels along some axes of a value apart."""
+    cut = list(cut)
+    s.spoil([v[i] for i in cut], f"also go into {node.words}, {CUTS}")
+    made = s.new(node.shapes[1][0], f"come out of {node.words}, {CUTS}")
+    return [tuple(made[i] if i in cut else axis for i, axis in enumerate(v))]
+
+
+def _reshaped(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    order = order_read(node.eqn)
+    old, new = tuple(node.shapes[0][0][i] for i in order), node.shapes[1][0]
+    ins = [tuple(ins[0][i] for i in order)]
+    outs: list[Axis | None] = [None] * len(new)
+    for of_old, of_new in grouping.segments(old, new):
+        axes, places = [(ins[0][i], old[i]) for i in of_old if old[i] > 1], [j for j in of_new if new[j] > 1]
+        present = [axis for axis, _ in axes if axis is not None]
+        if len(axes) == len(places) == 1:
+            outs[places[0]] = axes[0][0]
+        elif present:
+            copies = lambda n: (s.channels.new(n, f"are the same in {node.words}"),)
+            numbers = itertools.chain(*(axis.numbers if axis else copies(n) for axis, n in axes))
+            groups = s.channels.grouped(tuple(numbers), [new[j] for j in places])
+            first = present[0]
+            if groups is None or any(axis.is_squared != first.is_squared for axis in present):
+                return _mixed(s, node, ins, "which groups them in other ways")
+            made = first.made if all(axis and axis.made == first.made for axis, _ in axes) else None
+            for j, group in zip(places, groups, strict=True):
+                outs[j] = Axis(group, first.is_squared, made)
+    return [tuple(outs)]
+
+
+def _part(s: Streams, node: Node, axis: Axis | None, n: int, cut: tuple[int, int, int]) -> Axis | None:
+    """What an axis of n channels is where it is cut by (start, stop, stride): blocks that are whole keep theirs."""
+    start, stop, stride = cut
+    if axis is None or cut == (0, n, 1):
+        return axis
+    block = math.gcd(start, stop, n) if stride == 1 else 1
+    outer, inner = s.channels.grouped(axis.numbers, (n // block, block)) or (axis.numbers, ())
+    s.channels.spoil(outer, f"also go into {node.words}, {CUTS}")
+    made = s.new([-(-(stop - start) // (stride * (block if inner else 1)))], f"come out of {node.words}, {CUTS}")[0]
+    return Axis((*(made.numbers if made else ()), *inner), axis.is_squared, axis.made) if made or inner else None
+
+
+def _sliced(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    starts, stops = param(node.eqn, "start_indices"), param(node.eqn, "limit_indices")
+    cuts = zip(starts, stops, param(node.eqn, "strides") or (1,) * len(starts), strict=True)
+    return [tuple(_part(s, node, *of) for of in zip(ins[0], node.shapes[0][0], cuts, strict=True))]
+
+
+def _split(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    at, n = param(node.eqn, "axis"), node.shapes[0][0][param(node.eqn, "axis")]
+    ends = [0, *itertools.accumulate(param(node.eqn, "sizes"))]
+    parts = [_part(s, node, ins[0][at], n, (*pair, 1)) for pair in itertools.pairwise(ends)]
+    return [(*ins[0][:at], part, *ins[0][at + 1 :]) for part in parts]
+
+
+def _dynamically_sliced(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    sizes = zip(node.shapes[0][0], param(node.eqn, "slice_sizes"), strict=True)
+    return _whole(s, node, ins[0], [i for i, (n, size) in enumerate(sizes) if n != size])
+
+
+def _padded(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    (axes,) = _sum(s, node, ins)
+    return _whole(s, node, axes, [i for i, config in enumerate(param(node.eqn, "padding_config")) if any(config)])
+
+
+def _tiled(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    return _whole(s, node, ins[0], [i for i, times in enumerate(param(node.eqn, "reps")) if times > 1])
+
+
+def _concatenated(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    at = param(node.eqn, "dimension")
+    s.spoil([v[at] for v in ins], f"also go into {node.words}, {CUTS}")
+    (axes,) = _sum(s, node, [(*v[:at], None, *v[at + 1 :]) for v in ins])
+    return _whole(s, node, axes, [at])
+
+
+def _stacked(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    at = param(node.eqn, "axis")
+    (axes,) = _sum(s, node, [(*v[:at], None, *v[at:]) for v in ins])
+    return _whole(s, node, axes, [at])
+
+
+def _unstacked(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    at = param(node.eqn, "axis")
+    s.spoil([ins[0][at]], f"also go into {node.words}, {CUTS}")
+    return [(*ins[0][:at], *ins[0][at + 1 :])] * len(node.outs)
+
+
+def _gathered(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    """What indices pick along some axes keeps the channels along the others: rows of an embedding."""
+    fill = param(node.eqn, "fill_value")
+    if fill and fill == fill:  # neither None, nor 0 or NaN, which are the same rotated
+        return _mixed(s, node, ins)
+    numbers, sizes = param(node.eqn, "dimension_numbers"), param(node.eqn, "slice_sizes")
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    picked = gone.union(numbers.start_index_map)
+    cut = [i for i, n in enumerate(node.shapes[0][0]) if i in picked or sizes[i] != n]
+    s.spoil([*(ins[0][i] for i in cut), *ins[1]], f"also go into {node.words}, {CUTS}")
+    made = list(s.new(node.shapes[1][0], f"come out of {node.words}, {CUTS}"))
+    kept = [i for i in range(len(ins[0])) if i not in gone]
+    for place, i in zip(numbers.offset_dims, kept, strict=True):
+        if i not in cut:
+            made[place] = (axis := ins[0][i]) and axis._replace(made=None)
+    return [tuple(made)]
+
+
+_POINTWISE = (
+    *("abs", "exp", "log", "logistic", "max", "min", "pow", "rsqrt", "sign", "sqrt", "tanh"),
+    *("and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or"),
+)
+_IN_PLACE = ("copy", "name", "neg", "reduce_precision", "stop_gradient", "sharding_constraint", "reshard", "mesh_cast")
+
+RULES: dict[str, Rule] = {
+    "transpose": _in_order(lambda node, v: [v[i] for i in param(node.eqn, "permutation")]),
+    "squeeze": _in_order(lambda node, v: [axis for i, axis in enumerate(v) if i not in param(node.eqn, "dimensions")]),
+    "broadcast_in_dim": _in_order(_broadcasted),
+    "reshape": _reshaped,
+    "slice": _sliced,
+    "split": _split,
+    "dynamic_slice": _dynamically_sliced,
+    "pad": _padded,
+    "tile": _tiled,
+    "rev": lambda s, node, ins: _whole(s, node, ins[0], param(node.eqn, "dimensions")),
+    "concatenate": _concatenated,
+    "stack": _stacked,
+    "unstack": _unstacked,
+    "gather": _gathered,
+    **dict.fromkeys((*_IN_PLACE, "pvary", "pcast", "optimization_barrier", "device_put"), _each),
+    "convert_element_type": _cast,
+    **dict.fromkeys(("add", "add_any", "sub"), _sum),
+    "select_n": _selected,
+    "mul": _multiplied,
+    "div": _divided,
+    "square": _squared,
+    "integer_pow": _power,
+    **dict.fromkeys(_POINTWISE, _pointwise),
+    "reduce_sum": _reduced,
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+}
