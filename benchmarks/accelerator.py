@@ -303,7 +303,6 @@ def contenders(apply: Callable) -> dict[str, Callable]:
         "float32": apply,
         "bfloat16": in_bfloat16(apply),
         "`quantize_fn`, int8": quantize_fn(apply, both, execution="int8"),
-        "`quantize_fn`, float32": quantize_fn(apply, both, execution="float32"),
         "`quantize_fn`, weights alone": quantize_fn(apply, [("**", weight_spec(8))]),
         "`quantize_fn`, int8, of the bfloat16 model": quantize_fn(in_bfloat16(apply), both, execution="int8"),
     }

@@ -342,12 +342,11 @@ def of_contractions(rng: np.random.Generator) -> Iterator[Case]:
         ("long sums", (symmetric, weight), IN_OUT, long),
         ("batched", (affine, symmetric), batched, (plain(rng, (3, 8, 32)), plain(rng, (3, 32, 16)))),
     ):
-        for execution in ("int8", "float32"):
 
-            def dot(a, b, specs=specs, dims=dims, execution=execution):
-                return {"value": dot_general(*map(quantize, (a, b), specs), dims, execution=execution)}
+        def dot(a, b, specs=specs, dims=dims):
+            return {"value": dot_general(*map(quantize, (a, b), specs), dims)}
 
-            yield Case(f"dot_general, {label}, {execution}", dot, inputs)
+        yield Case(f"dot_general, {label}", dot, inputs)
     image, kernel = plain(rng, (2, 12, 12, 8)), plain(rng, (3, 3, 8, 16))
     layout, per_output = ("NHWC", "HWIO", "NHWC"), QuantSpec(granularity=PerChannel(-1))
     for label, spec, strides, features in (
@@ -355,14 +354,13 @@ def of_contractions(rng: np.random.Generator) -> Iterator[Case]:
         ("affine, strides", affine, (2, 2), 1),
         ("affine, grouped", affine, (1, 1), 4),
     ):
-        for execution in ("int8", "float32"):
 
-            def conv(a, b, spec=spec, strides=strides, features=features, execution=execution):
-                a, b = quantize(a, spec), quantize(b, per_output)
-                options = {"dimension_numbers": layout, "feature_group_count": features, "execution": execution}
-                return {"value": conv_general_dilated(a, b, strides, "SAME", **options)}
+        def conv(a, b, spec=spec, strides=strides, features=features):
+            a, b = quantize(a, spec), quantize(b, per_output)
+            options = {"dimension_numbers": layout, "feature_group_count": features}
+            return {"value": conv_general_dilated(a, b, strides, "SAME", **options)}
 
-            yield Case(f"conv_general_dilated, {label}, {execution}", conv, (image, kernel[:, :, : 8 // features]))
+        yield Case(f"conv_general_dilated, {label}", conv, (image, kernel[:, :, : 8 // features]))
 
 
 def of_function(rng: np.random.Generator) -> Iterator[Case]:
@@ -371,11 +369,10 @@ def of_function(rng: np.random.Generator) -> Iterator[Case]:
 
     params = {"w1": plain(rng, (32, 64)), "b1": plain(rng, (1, 64)), "w2": plain(rng, (64, 10))}
     x, g = plain(rng, (16, 32)), integers(rng, (16, 10))
-    for execution in ("int8", "float32"):
-        q = quantize_fn(mlp, [Rule("w*", weight_spec(8), activation_spec(8))], execution=execution)
-        yield Case(f"quantize_fn of an MLP, {execution}", lambda params, x, q=q: {"value": q(params, x)}, (params, x))
-        gradient = lambda params, x, g, q=q: jax.vjp(q, params, x)[1](g)[0]
-        yield Case(f"gradient of quantize_fn of an MLP, {execution}", gradient, (params, x, g), exact=False)
+    q = quantize_fn(mlp, [Rule("w*", weight_spec(8), activation_spec(8))])
+    yield Case("quantize_fn of an MLP", lambda params, x: {"value": q(params, x)}, (params, x))
+    gradient = lambda params, x, g: jax.vjp(q, params, x)[1](g)[0]
+    yield Case("gradient of quantize_fn of an MLP", gradient, (params, x, g), exact=False)
 
 
 FAMILIES = {

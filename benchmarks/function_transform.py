@@ -128,7 +128,6 @@ def applies(name):
         "int8, affine activations": ours(AFFINE),
         "int8, gradient bfloat16": ours(dataclasses.replace(SYMMETRIC, gradient="bfloat16")),
         "int8, gradient int8": ours(dataclasses.replace(SYMMETRIC, gradient=QuantSpec())),
-        "float32": ours(SYMMETRIC, execution="float32"),
         "qwix": of_qwix(model),
         "qwix, gradient int8": of_qwix(model, bwd_qtype="int8"),
         "AQT, gradient int8": of_aqt(model),

@@ -36,7 +36,6 @@ def of_jax(rounds, x, w):
             "symmetric": kept(linear(QuantSpec(), OUT_IN), x, w_out_in),
             "affine": kept(linear(activation_spec(), OUT_IN), x, w_out_in),
             "in, out": kept(linear(QuantSpec(), IN_OUT), x, w_in_out),
-            "float32": kept(linear(QuantSpec(), OUT_IN, execution="float32"), x, w_out_in),
             "qwix": kept(theirs, x, w_qwix),
         },
         "x @ w",

@@ -31,7 +31,7 @@ from ._history import GradientHistory
 from ._paths import named_in_errors, unboxed, with_paths
 from ._spec._spec import QuantSpec, spec_from_json, spec_to_json
 
-_SCHEMA = 4  # 3 had no specs of qparams, and all arrays in full; those before were in no release
+_SCHEMA = 4
 _HEADER = "__jaxquant__"
 _WIDE = {"float64", "int64", "uint64", "complex128"}
 _GROUPS: dict[str, type] = {
@@ -138,8 +138,8 @@ def load(path: Any, like: Any = None) -> Any:
     with _unreadable(path):
         header, arrays = read(path)
         header = json.loads(header)
-        if header["schema"] not in (3, _SCHEMA):
-            raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads 3 and {_SCHEMA}")
+        if header["schema"] != _SCHEMA:
+            raise ValueError(f"it has schema {header['schema']}, and this jaxquant reads {_SCHEMA}")
         if header["sha256"] != _digest({name: header[name] for name in ("leaves", "tree")}, arrays):
             raise ValueError("its data do not match its digest")
         wide = set.union(set(), *({leaf.get("dtype"), *leaf["dtypes"].values()} for leaf in header["leaves"].values()))

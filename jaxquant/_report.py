@@ -124,37 +124,6 @@ class Report:
     def _repr_html_(self) -> str:
         return as_html(*self._table(), lambda row: False)
 
-    def plot(self) -> Any:
-        """The rows as bars: SQNR, and with a loss what each costs it, measured and predicted.
-
-        Returns:
-          `matplotlib.figure.Figure`: `savefig` writes it, and a notebook that has imported pyplot shows it. No bar
-          where the SQNR is infinite or NaN.
-
-        Raises:
-          ImportError: without matplotlib, the extra `plots`.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("A plot needs matplotlib. Install it: pip install 'jaxquant[plots]'.") from error
-        rows = self.rows[::-1]  # the first at the top
-        at = np.arange(len(rows))
-        has_costs = self.loss is not None
-        figure = Figure(figsize=(10, 1.2 + 0.32 * len(rows)), layout="constrained")
-        left, *right = figure.subplots(1, 1 + has_costs, sharey=True, squeeze=False)[0]
-        left.barh(at, [row.sqnr if math.isfinite(row.sqnr) else math.nan for row in rows])
-        left.set_yticks(at, [row.entry for row in rows])
-        left.set_xlabel("SQNR, dB")
-        for axes in right:
-            for k, name in enumerate(("predicted", "change")):
-                costs = [math.nan if (cost := getattr(row, name)) is None else cost for row in rows]
-                label = "measured" if name == "change" else name
-                axes.barh(at + 0.4 * k - 0.2, costs, 0.4, label=label, color=("0.6", "C1")[k])
-            axes.set_xlabel(f"change of the loss, {self.loss:.4g} in float")
-            axes.legend()
-        return figure
-
     def _table(self) -> tuple[Sequence[str], list[tuple[str, ...]], list[str]]:
         number = lambda v: "-" if v is None else f"{v:+.3g}"
         known = lambda v, text: "-" if math.isnan(v) else text.format(v)

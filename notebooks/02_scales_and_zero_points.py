@@ -741,34 +741,31 @@ assert traced_from_static == dict.fromkeys(rows, (0, 0))
 #
 #     acc * (x.scale * w.scale),    acc = (x.values - x.zero_point) @ w.values
 #
-# `execution="int8"` does it with int8 products summed in int32, `"float32"` in float32 that holds integers, in
-# chunks so short that no sum reaches 2 ** 24, above which float32 has gaps. So both are exact and give the same bits as
-# NumPy's int64.
+# Its products of int8 are summed in int32, so they are exact and give the same bits as NumPy's int64.
 #
 # `fake_quant(x) @ fake_quant(w)`, the usual simulation, rounds in every product and sum. It is close, and not the same.
 #
 # The activations here are affine int8, the weights symmetric int8 per channel. Both are mostly positive, so that the
-# sums grow. As a control we do the same contraction of integers in float32 in one go, without chunks.
+# sums grow. As a control we do the same contraction of integers in float32, which has gaps above 2 ** 24.
 
 # %%
 LENGTHS = (64, 256, 1024, 4096)
 COLUMNS = ((1,), (0,)), ((), ())  # contract the columns of x with the rows of w
 rng = np.random.default_rng(3)
 table = {}
-print(f"a chunk holds up to {2**24 // (255 * 127)} products of 255 * 127")
-print("       largest sum,  outputs that differ from int8            simulation:    error of       next codes")
-print("    K        2**24   chunked   in one go   simulation         largest diff.  quantization   that differ")
+print("       largest sum,  outputs that differ from int8   simulation:    error of       next codes")
+print("    K        2**24  integers in float32   simulation  largest diff.  quantization   that differ")
 for length in LENGTHS:
     x = jnp.asarray(rng.uniform(0.5, 1, (64, length)), jnp.float32)
     w = jnp.asarray(rng.normal(4, 1, (length, 256)), jnp.float32)
     qx, qw = quantize(x, activation_spec()), quantize(w, channel)
-    by_int8, by_float32 = (jaxquant.dot_general(qx, qw, COLUMNS, execution=e) for e in ("int8", "float32"))
+    by_int8 = jaxquant.dot_general(qx, qw, COLUMNS)
     simulated = fake_quant(x, activation_spec()) @ fake_quant(w, channel)
 
     centred = np.int64(qx.values) - np.int64(qx.zero_point), np.int64(qw.values)
     acc, scales = centred[0] @ centred[1], np.float32(qx.scale) * np.asarray(qw.scale)
-    in_one_go = np.asarray(jnp.matmul(*(jnp.asarray(v, jnp.float32) for v in centred))) * scales
-    differ = [differing(by_int8, y) / by_int8.size for y in (by_float32, in_one_go, simulated)]
+    in_float32 = np.asarray(jnp.matmul(*(jnp.asarray(v, jnp.float32) for v in centred))) * scales
+    differ = [differing(by_int8, y) / by_int8.size for y in (in_float32, simulated)]
 
     exact = acc * (np.float64(qx.scale) * np.float64(qw.scale))
     rms = np.sqrt((exact**2).mean())
@@ -783,8 +780,8 @@ for length in LENGTHS:
         "arithmetic": [abs(np.float64(y) - exact).max() / rms for y in (by_int8, simulated)],
         "codes": (codes[0] != codes[1]).mean(),
     }
-    shares = "{:>8.0%}{:>12.0%}{:>13.0%}".format(*differ)
-    errors = f"{row['apart']:>21.1e}{row['quantization']:>14.1e}{row['codes']:>14.3%}"
+    shares = "{:>19.0%}{:>13.0%}".format(*differ)
+    errors = f"{row['apart']:>15.1e}{row['quantization']:>14.1e}{row['codes']:>14.3%}"
     print(f"{length:>5}{row['sum']:>13.2f}  {shares}{errors}")
 print("differences and errors as a share of the outputs' rms")
 print("outputs that differ between int8 and NumPy's int64:", sum(row["int64"] for row in table.values()))
@@ -792,8 +789,8 @@ print("outputs that differ between int8 and NumPy's int64:", sum(row["int64"] fo
 # %%
 column = lambda name, *i: [np.array(row[name])[i] for row in table.values()]
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-for i, name in enumerate(("chunked float32", "float32 in one go", "simulation")):
-    left.plot(LENGTHS, 100 * np.array(column("differ", i)), "so^"[i] + "-", label=name)
+for i, name in enumerate(("integers in float32", "simulation")):
+    left.plot(LENGTHS, 100 * np.array(column("differ", i)), "o^"[i] + "-", label=name)
 left.set(ylabel="outputs that differ from int8, %", ylim=(-5, 105))
 right.plot(LENGTHS, column("quantization"), "d-", color="0.5", label="quantization itself, rms")
 right.plot(LENGTHS, column("arithmetic", 1), "^-", color="C2", label="arithmetic of the simulation, largest")
@@ -806,8 +803,7 @@ for axes in (left, right):
 save(figure, "02_integers.png")
 
 # %% [markdown]
-# Chunked float32 has the bits of int8 at every K. In one go float32 is exact as long as the sums are below 2 ** 24, and
-# at K = 4096 it is not.
+# Integers in float32 are exact as long as the sums are below 2 ** 24, and at K = 4096 they are not.
 #
 # Most outputs of the simulation differ from the integers in a bit. The difference is small, here less than a tenth of
 # the error of quantization. If the outputs are quantized again for a next layer, as in the last column, less than one
@@ -826,9 +822,8 @@ print((unpacked != four_bits.values).sum(), "codes differ after unpacking")
 # %% tags=["hide-cell"] jupyter={"source_hidden": true}
 for row in table.values():
     assert row["int64"] == 0
-    chunked, in_one_go, simulation = row["differ"]
-    assert chunked == 0
-    assert (in_one_go == 0) == (row["sum"] < 1)
+    in_float32, simulation = row["differ"]
+    assert (in_float32 == 0) == (row["sum"] < 1)
     assert simulation > 0.5
     assert row["arithmetic"][0] < row["arithmetic"][1]
     assert row["apart"] < 0.1 * row["quantization"]

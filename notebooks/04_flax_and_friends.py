@@ -250,28 +250,6 @@ for name, row in accuracies.items():
     assert recovered > lost * 5 / 6
 
 # %% [markdown]
-# ## In int8, and in float32
-#
-# Where both operands are quantized, the op is computed in integers and scaled once. `execution` says how: `"int8"`
-# multiplies int8 by int8 with an int32 accumulator, and is what `"auto"` takes; `"float32"` holds the integers in
-# float32, for machines that are slow in int8. Neither rounds before the scaling. So they are not merely close: they are
-# the same bits, and what was trained is what is served.
-
-# %%
-differences = {}
-print(f"of {len(x_test) * 10} logits differ:   int8 from float32   quantized from float")
-for name, (apply, _) in MODELS.items():
-    in_int8 = quantized[name](trained[name], x_test)
-    in_float32 = quantize_fn(apply, RULES, execution="float32")(trained[name], x_test)
-    differences[name] = differing(in_int8, in_float32), differing(in_int8, apply(trained[name], x_test))
-    print("{:<26}{:>17}{:>23}".format(name, *differences[name]))
-
-# %% tags=["hide-cell"] jupyter={"source_hidden": true}
-for of_execution, of_quantization in differences.values():
-    assert of_execution == 0
-    assert of_quantization > 5000
-
-# %% [markdown]
 # ## To a served file
 #
 # So far each batch has had its own activation ranges. A served model fixes them: `observe` returns the ranges of one

@@ -31,6 +31,7 @@ from jaxquant import (
     load,
     merge_grams,
     quantize_fn,
+    report,
     save,
     solve,
     weight_spec,
@@ -139,8 +140,20 @@ for path, gram in grams.items():
     print(f"{path:<12} weight {params['layers'][path[7:]].shape!s:<14} products {gram.products.shape}")
 
 # %% [markdown]
-# The weights are stacked, one slice for each layer, and so are the Grams.
-#
+# The weights are stacked, one slice for each layer, and so are the Grams. With them a report says what rounding each
+# weight to the nearest level costs its layers, before anything is solved.
+
+# %%
+figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+for i, (name, q) in enumerate(quantized.items()):
+    rows = [row for row in report(q, params, tokens, grams=grams) if row.layer_error is not None]
+    axes.barh(np.arange(len(rows)) + 0.4 * i, [row.layer_error for row in rows], 0.4, label=name)
+axes.set_yticks(np.arange(len(rows)) + 0.2, [row.entry for row in rows])
+axes.set_xlabel("squared error of the results, relative to them")
+axes.legend()
+figure.savefig(output / "10_report.png")
+
+# %% [markdown]
 # ## Solve
 #
 # `solve.ranges` fits the scales; `solve.gptq` chooses the levels on the scales it is given. "Its ranges" are of

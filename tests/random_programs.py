@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 
+import in_float32  # noqa: F401 - an execution
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -54,10 +54,10 @@ quantize, fit = (
 )
 from_range = jax.jit(jq.qparams_from_range, static_argnums=1)
 dot, conv = (
-    jax.jit(f, static_argnames="execution")
+    jax.jit(f)
     for f in (
-        lambda a, b, execution: jq.dot_general(a, b, (((1,), (0,)), ((), ())), execution=execution),
-        lambda a, b, execution: jq.conv_general_dilated(a, b, (1,), "SAME", execution=execution),
+        lambda a, b: jq.dot_general(a, b, (((1,), (0,)), ((), ()))),
+        lambda a, b: jq.conv_general_dilated(a, b, (1,), "SAME"),
     )
 )
 
@@ -378,21 +378,20 @@ centred = lambda q: np.asarray(q.values, np.int64) - int(q.zero_point)
 
 @pytest.mark.slow
 @pairs
-def test_a_dot_is_the_scaled_integer_product_in_both_executions(a, b, a_scale, b_scale, zero):
+def test_a_dot_is_the_scaled_integer_product(a, b, a_scale, b_scale, zero):
     a, b = arrays_of(a, b, a_scale, b_scale, zero)
     want = (centred(a) @ centred(b)).astype(np.float32) * (np.float32(a_scale) * np.float32(b_scale))
-    for execution in ("int8", "float32"):
-        assert_same_bits(dot(a, b, execution=execution), want, execution)
+    assert_same_bits(dot(a, b), want)
 
 
 @pairs
 def test_a_dot_transposes_and_scales(a, b, a_scale, b_scale, zero):
     a, b = arrays_of(a, b, a_scale, b_scale, zero)
-    y = np.asarray(dot(a, b, execution="int8"))
+    y = np.asarray(dot(a, b))
     turned = jax.tree.map(np.transpose, (b, a))
-    assert_same_bits(dot(*turned, execution="int8").T, y)
+    assert_same_bits(dot(*turned).T, y)
     twice, _ = arrays_of(a.values, b.values, 2 * a_scale, b_scale, zero)
-    assert_same_bits(dot(twice, b, execution="int8"), 2 * y)
+    assert_same_bits(dot(twice, b), 2 * y)
 
 
 @pairs
@@ -401,17 +400,16 @@ def test_a_dot_is_additive_in_the_integers(a, b, a_scale, b_scale, zero):
     a, b = arrays_of(a, b, 1.0, 1.0, zero)
     first = np.arange(8) < 3
     part = lambda keep: jq.QArray(np.where(keep, a.values, a.zero_point), a.scale, a.zero_point, a.spec, a.dtype)
-    parts = (np.asarray(dot(part(keep), b, execution="int8")) for keep in (first, ~first))
-    assert_same_bits(sum(parts), dot(a, b, execution="int8"))
+    parts = (np.asarray(dot(part(keep), b)) for keep in (first, ~first))
+    assert_same_bits(sum(parts), dot(a, b))
 
 
 @pytest.mark.slow
 @pairs
-def test_a_convolution_is_the_scaled_integer_sum_in_both_executions(a, b, a_scale, b_scale, zero):
+def test_a_convolution_is_the_scaled_integer_sum(a, b, a_scale, b_scale, zero):
     x, _ = arrays_of(a, b, a_scale, b_scale, zero, (2, 4, 8))
     _, w = arrays_of(a[:48], b[:48], a_scale, b_scale, zero, (4, 4, 3))
     padded = np.pad(centred(x), ((0, 0), (0, 0), (1, 1)))
     want = sum(np.einsum("nil,oi->nol", padded[..., k : k + 8], centred(w)[..., k]) for k in range(3))
     want = want.astype(np.float32) * (np.float32(a_scale) * np.float32(b_scale))
-    for execution in ("int8", "float32"):
-        assert_same_bits(conv(x, w, execution=execution), want, execution)
+    assert_same_bits(conv(x, w), want)

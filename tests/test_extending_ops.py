@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One entry from outside for a contraction, and one for a platform's way to compute its product."""
+"""One entry from outside for a contraction, and one for a way to add up its products."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from lanes import by_default
 from jaxquant import QuantSpec, Rule, activation_spec, dot_general, quantize, quantize_fn, weight_spec
 from jaxquant._contract._contract import ContractionOp
 from jaxquant._contract._dot import LOWERINGS, Dot
+from jaxquant._contract._lowering import Lowering
 from jaxquant._contract._ops import OPS
 from jaxquant._spec import _rule
 
@@ -121,66 +123,29 @@ def test_its_bias_is_read_in_float(with_entry):
         got.freeze(PARAMS, X)
 
 
-# ---- A platform's variant of the integer product.
+# ---- Another way to add up products of integers.
 
 
-def test_auto_takes_the_variant_of_the_platform(monkeypatch):
+def test_an_execution_of_an_author(monkeypatch):
     a, b = quantize(X, activation_spec(8)), quantize(PARAMS["w"], weight_spec(8, channel_axis=-1))
-    traced = []
 
     def product(op, a, b, length):
-        traced.append((op.contracted, length))
         x, w = (q.values.astype(jnp.int32) - q.zero_point.astype(jnp.int32) for q in (a, b))
         add = lambda k, acc: acc + x[:, k][:, None] * w[k][None]  # one row of b at a time
         return lax.fori_loop(0, length, add, jnp.zeros((x.shape[0], w.shape[1]), jnp.int32))
 
-    want = dot_general(a, b, MATMUL)
-    own = LOWERINGS["int8"]._replace(product=product, platforms=("cpu",))
-    monkeypatch.setitem(LOWERINGS, "one_row", own)
-    jax.clear_caches()
-    assert_same_bits(dot_general(a, b, MATMUL), want)
-    assert traced == [(((1,), (0,)), 16)]
-    text = jax.jit(lambda a, b: dot_general(a, b, MATMUL)).lower(a, b).compile().as_text()
-    assert "while" in text
-    assert " dot(" not in text
-    traced.clear()
-    assert_same_bits(dot_general(a, b, MATMUL, execution="int8"), want)  # by its name the variant is not taken
-    assert traced == []
-    assert_same_bits(dot_general(a, b, MATMUL, execution="one_row"), want)
-    assert len(traced) == 1
-    jax.clear_caches()
-
-
-def test_a_variant_of_another_platform_is_not_taken(monkeypatch):
-    def product(op, a, b, length):
-        return jnp.zeros((a.shape[0], b.shape[1]), jnp.int32)
-
-    a, b = quantize(X, activation_spec(8)), quantize(PARAMS["w"], weight_spec(8, channel_axis=-1))
-    want = dot_general(a, b, MATMUL)
-    monkeypatch.setitem(LOWERINGS, "zeros", LOWERINGS["int8"]._replace(product=product, platforms=("tpu",)))
-    jax.clear_caches()
-    assert_same_bits(dot_general(a, b, MATMUL), want)
-    assert np.any(want)
-    jax.clear_caches()
-
-
-def test_what_a_lowering_does_not_take_the_default_does(monkeypatch):
     def check(length, a, b):
-        if length > 8:
-            raise ValueError("only short ones")
+        if a.bits != 8:
+            raise ValueError("only 8 bits")
 
-    product = lambda op, a, b, length: jnp.zeros((a.shape[0], b.shape[1]), jnp.int32)
-    a, b = quantize(X, activation_spec(8)), quantize(PARAMS["w"], weight_spec(8, channel_axis=-1))
-    want = dot_general(a, b, MATMUL)
-    monkeypatch.setitem(
-        LOWERINGS, "short", LOWERINGS["int8"]._replace(product=product, check=check, platforms=("cpu",))
-    )
-    jax.clear_caches()
-    assert_same_bits(dot_general(a, b, MATMUL), want)
-    with pytest.raises(ValueError, match="only short ones"):
-        dot_general(a, b, MATMUL, execution="short")
-    assert np.any(want)
-    jax.clear_caches()
+    monkeypatch.setitem(LOWERINGS, "one_row", Lowering(product, check))
+    dot = lambda a, b, **options: dot_general(a, b, MATMUL, **options)
+    text = jax.jit(functools.partial(dot, execution="one_row")).lower(a, b).as_text()
+    assert "stablehlo.while" in text
+    assert "dot_general" not in text
+    assert_same_bits(dot(a, b, execution="one_row"), dot(a, b))
+    with pytest.raises(ValueError, match="only 8 bits"):
+        dot(quantize(X, activation_spec(4)), b, execution="one_row")
 
 
 def test_an_execution_that_another_op_has_is_refused_by_name(monkeypatch):
@@ -189,7 +154,7 @@ def test_an_execution_that_another_op_has_is_refused_by_name(monkeypatch):
         x, params["w"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
     )
     q = quantize_fn(conv, RULES, execution="of_dots")
-    with pytest.raises(ValueError, match=r"`execution` must be one of auto, int8, float32, native, got 'of_dots'"):
+    with pytest.raises(ValueError, match=r"`execution` must be one of auto, int8, native.*, got 'of_dots'"):
         q({"w": ones((3, 4, 4))}, ones((2, 5, 4)))
 
 

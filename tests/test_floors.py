@@ -15,7 +15,7 @@ import jaxquant.solve
 
 ROOT = pathlib.Path(jaxquant.__file__).parent
 FOLDERS = {  # from the ground up: a folder and its files, each of which stands on those before it; "" is the root
-    "_base": "_checks _numerics _groups _gradients _sharding _hadamard _axes _table",
+    "_base": "_checks _sharding _numerics _groups _gradients _hadamard _axes _table",
     "_platform": "_primitive _cpu _division _gpu _dots _tiles",
     "_spec": "_formats _granularity _scale_formats _spec _rule _recipes",
     "_arrays": "_qparams _grid _writing _range _histogram _fit _qarray _affine _straight_through _gram _pack _tally",
@@ -33,7 +33,7 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
 FLOORS = [[f"{folder}/{file}".strip("/") for file in files.split(" ")] for folder, files in FOLDERS.items()]
 FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}
 OUTSIDE = {"jax", "numpy"}
-EXTRAS = {"_files": "safetensors", "_report": "matplotlib"}  # imported by the function that needs it
+EXTRAS = {"_files": "safetensors"}  # imported by the function that needs it
 FILES = {str(p.relative_to(ROOT).with_suffix("")): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}
 
 
@@ -48,9 +48,9 @@ def imports(path):
 
 def inside(name, dots, module, names):
     """The files of the package that an import reaches."""
-    folder = pathlib.PurePosixPath(name).parents[dots - 1]
-    targets = [module] if module else names
-    return [str(folder / target.replace(".", "/")).lstrip("./") for target in targets]
+    folder = pathlib.PurePosixPath(name).parents[dots - 1] / module.replace(".", "/")
+    is_file = str(folder).lstrip("./") in FILES
+    return [str(path).lstrip("./") for path in ([folder] if is_file else [folder / name for name in names])]
 
 
 def is_below(name, other):
@@ -78,7 +78,7 @@ def test_imports_go_down(name):
 
 
 def test_the_check_sees_an_import_of_a_sibling():
-    assert inside("tf/_fake_quant", 2, "", ["_numerics"]) == ["_numerics"]
+    assert inside("tf/_fake_quant", 2, "_base", ["_numerics"]) == ["_base/_numerics"]
     assert inside("tf/_fake_quant", 1, "_grad_pass_through", ["f"]) == ["tf/_grad_pass_through"]
 
 

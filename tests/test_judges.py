@@ -45,7 +45,6 @@ from jaxquant import (
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
 SEED = int(os.environ.get("JAXQUANT_SEED", secrets.randbits(32)))
 ONNX, TORCH = f"onnxruntime, seed {SEED}", f"PyTorch, seed {SEED}"
-both_executions = pytest.mark.parametrize("execution", ["int8", "float32"])
 
 
 def installed(*names):
@@ -181,9 +180,8 @@ MATMULS = [  # the shapes of a, of b, and of the zero point of b; that of a is o
 ]
 
 
-@both_executions
 @pytest.mark.parametrize(("of_a", "of_b"), PAIRS)
-def test_matmul_integer(of_a, of_b, execution, node, compared):
+def test_matmul_integer(of_a, of_b, node, compared):
     rng = np.random.default_rng([SEED, *of_a.encode(), *of_b.encode()])
     matmul = node("MatMulInteger", [of_a, of_b] * 2, "int32")
     # Its uint8 x int8 kernel adds products in pairs in int16, with saturation, where the CPU has no VNNI.
@@ -192,9 +190,9 @@ def test_matmul_integer(of_a, of_b, execution, node, compared):
         a = integers(rng, shape_a, of_a, (), PerTensor())
         b = integers(rng, shape_b, of_b, groups, PerChannel(-1) if groups else PerTensor(), saturates)
         inner, batch = len(shape_b) - 2, tuple(range(len(shape_b) - 2))
-        got = dot_general(a, b, (((len(shape_a) - 1,), (inner,)), (batch, batch)), execution=execution)
+        got = dot_general(a, b, (((len(shape_a) - 1,), (inner,)), (batch, batch)))
         differ = differing(got, matmul(*operands(a, b)).astype(np.float32))
-        compared(ONNX, f"MatMulInteger, {execution}", got.size, differ)
+        compared(ONNX, "MatMulInteger", got.size, differ)
         assert differ == 0, f"seed {SEED}, {shape_a}, {shape_b}"
 
 
@@ -208,9 +206,8 @@ CONVS = [  # the shapes of input and kernel, strides, padding, dilations, groups
 ]
 
 
-@both_executions
 @pytest.mark.parametrize(("of_a", "of_b"), PAIRS)
-def test_conv_integer(of_a, of_b, execution, node, compared):
+def test_conv_integer(of_a, of_b, node, compared):
     """Both pad with the zero point. One for the kernel too: onnxruntime has none by output channel."""
     rng = np.random.default_rng([SEED, *of_a.encode(), *of_b.encode()])
     # The kernel is the left operand of its matmul, so that here int8 x uint8 saturates.
@@ -219,10 +216,10 @@ def test_conv_integer(of_a, of_b, execution, node, compared):
         attributes = {"strides": strides, "dilations": dilations, "group": groups}
         conv = node("ConvInteger", [of_a, of_b] * 2, "int32", pads=np.ravel(padding, "F").tolist(), **attributes)
         a, b = integers(rng, shape_a, of_a, (), PerTensor(), saturates), integers(rng, shape_b, of_b, (), PerTensor())
-        static = {"rhs_dilation": dilations, "feature_group_count": groups, "execution": execution}
+        static = {"rhs_dilation": dilations, "feature_group_count": groups}
         got = conv_general_dilated(a, b, strides, padding, **static)
         differ = differing(got, conv(*operands(a, b)).astype(np.float32))
-        compared(ONNX, f"ConvInteger, {execution}", got.size, differ)
+        compared(ONNX, "ConvInteger", got.size, differ)
         assert differ == 0, f"seed {SEED}, {shape_a}, {shape_b}"
 
 

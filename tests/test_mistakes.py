@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import pathlib
 import re
 
 import jax
@@ -252,16 +251,6 @@ def test_transforms_and_programs_keep_it():
     assert jax.tree.structure(gradient) == jax.tree.structure(qparams())
 
 
-def test_a_file_of_before_still_loads():
-    served = load(pathlib.Path(__file__).parent / "data" / "schema_3.npz")
-    q = quantize_fn(
-        lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"], [Rule("a", weight_spec(4), A8), Rule("b", weight_spec(8), A8)]
-    )
-    assert served["params"]["a"].frozen is None
-    assert served["qparams"]["a"].spec is None
-    assert_same_bits(q(served["params"], served["x"], qparams=served["qparams"]), served["y"])
-
-
 def test_no_instruction_is_added_to_a_served_call():
     """What was frozen knows more than a QArray by hand; the program is the same, but for the sums that come with it."""
     of_each = functools.partial(jax.tree.map, is_leaf=lambda v: isinstance(v, QArray))
@@ -313,8 +302,7 @@ def test_the_function_itself_called_with_frozen_params(call):
 
 
 def test_parameters_of_another_model():
-    texts = ["contracting dimensions", r"jaxquant: params with such a shape: 'w1' \(8, 16\), 'w2' \(15, 3\)"]
-    refused(texts, Q, PARAMS | {"w2": normal(1, 15, 3)}, X, kind=TypeError)
+    refused(["contracting dimensions"], Q, PARAMS | {"w2": normal(1, 15, 3)}, X, kind=TypeError)
     lacking = ["w2", "jaxquant: params lack 'w2', of which there are qparams"]
     refused(lacking, Q, {"w1": PARAMS["w1"]}, X, qparams=qparams(), kind=KeyError)
     refused(

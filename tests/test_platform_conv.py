@@ -48,7 +48,7 @@ def drawn(seed, kind, n):
     params = dict(zip(_gpu.PARAMS, (strides, padding, a_dilation, b_dilation, orders), strict=False))
     params |= {"feature_group_count": groups if kind == "features" else 1}
     params |= {"batch_group_count": groups if kind == "examples" else 1}
-    dtype = (np.int8, np.int8, np.float32, np.int32)[seed % 4]
+    dtype = (np.int8, np.int8, np.int8, np.int32)[seed % 4]
     return *(rng.integers(-128, 128, v).astype(dtype) for v in (x, w)), params
 
 
@@ -58,15 +58,13 @@ DRAWN = [(seed, ("plain", "features", "examples")[seed % 3], seed // 3 % 4) for 
 @cases(("seed", "kind", "n"), DRAWN, DRAWN[:4])
 def test_products_have_the_bits_of_the_convolution(seed, kind, n, monkeypatch, compared):
     x, w, params = drawn(seed, kind, n)
-    dtype = jnp.float32 if x.dtype == np.float32 else jnp.int32
-    plain = lambda x, w, dtype=dtype: lax.conv_general_dilated(x, w, **params, preferred_element_type=dtype)
-    want = np.asarray(jax.jit(lambda x, w: plain(x, w, jnp.int32))(*(v.astype(np.int32) for v in (x, w))))
+    plain = lambda x, w: lax.conv_general_dilated(x, w, **params, preferred_element_type=jnp.int32)
+    want = np.asarray(jax.jit(plain)(*(v.astype(np.int32) for v in (x, w))))
     for largest in (_gpu.LARGEST_STACK, 0):  # stacked, and one place in a window at a time
         monkeypatch.setattr(_gpu, "LARGEST_STACK", largest)
         got = jax.jit(lambda x, w: _gpu.of_products(x, w, jax.eval_shape(plain, x, w), params))(x, w)
-        assert got.dtype == dtype
         compared("XLA's int32", "convolution by products", got.size, int((np.asarray(got) != want).sum()))
-        assert_same_bits(got.astype(np.int32), want, str((largest, params)))
+        assert_same_bits(got, want, str((largest, params)))
 
 
 @pytest.fixture
@@ -86,8 +84,8 @@ def conv(p, x):
     return lax.conv_general_dilated(x, p["w"], (2, 1), ((3, -1), (1, 0)), rhs_dilation=(1, 2), dimension_numbers=NHWC)
 
 
-def value_and_gradients(activation, execution):
-    q = quantize_fn(conv, [Rule("w", weight_spec(8), activation, gradient=QuantSpec())], execution=execution)
+def value_and_gradients(activation):
+    q = quantize_fn(conv, [Rule("w", weight_spec(8), activation, gradient=QuantSpec())])
 
     def f(p, x, g):
         y, pull = jax.vjp(q, p, x)
@@ -101,24 +99,23 @@ ACTIVATIONS = {
     "affine": activation_spec(8),
     "12 bits": QuantSpec(bits=12),
 }
-SITES = [(name, execution) for name in ACTIVATIONS for execution in ("int8", "float32")]
 
 
-@cases(("name", "execution"), SITES, [("affine", "int8")])
-def test_a_site_has_the_bits_that_it_has_elsewhere(name, execution, of_gpus):
+@cases("name", list(ACTIVATIONS), ["affine"])
+def test_a_site_has_the_bits_that_it_has_elsewhere(name, of_gpus):
     y = jax.eval_shape(conv, PARAMS, IMAGE)
     args = PARAMS, IMAGE, np.random.default_rng(3).integers(-9, 10, y.shape).astype(np.float32)
-    run = lambda: jax.jit(value_and_gradients(ACTIVATIONS[name], execution))(*args)
+    run = lambda: jax.jit(value_and_gradients(ACTIVATIONS[name]))(*args)
     want = run()
     of_gpus()
     jax.tree.map(assert_same_bits, run(), want)
 
 
-@by_default("symmetric-int8-cuda", "affine-int8-rocm")
+@by_default("symmetric-cuda", "affine-rocm")
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
-@pytest.mark.parametrize(("name", "execution"), SITES)
-def test_gpus_get_no_convolution_of_integers(name, execution, platform):
-    """Nor one of integers in float32, whose algorithm need not be exact; those of gradients in float stay."""
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gpus_get_no_convolution_of_integers(name, platform):
+    """Convolutions of gradients in float stay."""
 
     def lowered(f, *args):
         text = jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
@@ -126,14 +123,13 @@ def test_gpus_get_no_convolution_of_integers(name, execution, platform):
         return {(op, *re.findall(r"[fi]\d+(?=>)", types)) for op, *parts in products for types in [" ".join(parts)]}
 
     y = jax.eval_shape(conv, PARAMS, IMAGE)
-    q = quantize_fn(conv, [Rule("w", weight_spec(8), ACTIVATIONS[name])], execution=execution)
-    in_int32 = ("dot_general", "i32", "i32", "i32")
-    in_int8, in_float32 = ("dot_general", "i8", "i8", "i32"), ("dot_general", "f32", "f32", "f32")
-    wanted = in_float32 if execution == "float32" else in_int32 if name == "12 bits" else in_int8
+    q = quantize_fn(conv, [Rule("w", weight_spec(8), ACTIVATIONS[name])])
+    in_int8, in_int32 = (("dot_general", kind, kind, "i32") for kind in ("i8", "i32"))
+    wanted = in_int32 if name == "12 bits" else in_int8
     # Beside the columns of a weight, which are a product of int8.
     assert lowered(q, PARAMS, IMAGE) - {in_int8} == {wanted} - {in_int8}
-    trained = lowered(value_and_gradients(ACTIVATIONS[name], execution), PARAMS, IMAGE, y)
-    assert {in_int8, wanted} <= trained <= {in_int8, in_int32, in_float32, ("convolution", "f32", "f32", "f32")}
+    trained = lowered(value_and_gradients(ACTIVATIONS[name]), PARAMS, IMAGE, y)
+    assert {in_int8, wanted} <= trained <= {in_int8, in_int32, ("convolution", "f32", "f32", "f32")}
 
 
 @by_default("groups")

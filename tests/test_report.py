@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import sys
 
 import hand_written as by_hand
 import jax
@@ -76,21 +75,6 @@ def test_errors_of_parameters_and_inputs_are_those_of_numpy():
         np.testing.assert_allclose(row.max_error, np.abs(nearest - real).max(), rtol=1e-5)
         assert (row.used_levels, row.levels) == (len(np.unique(values)), 16 if grid.affine else 15)
         assert row.clipped == 0
-
-
-def test_a_plot_has_a_bar_for_each_number():
-    rows, (errors, costs) = list(found())[::-1], found().plot().axes
-    widths = lambda axes: [[bar.get_width() for bar in bars] for bars in axes.containers]
-    assert widths(errors) == [[row.sqnr for row in rows]]
-    assert [text.get_text() for text in errors.get_yticklabels()] == [row.entry for row in rows]
-    assert widths(costs) == [[row.predicted for row in rows], [row.change for row in rows]]
-    assert len(report(Q, PARAMS, X).plot().axes) == 1
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxquant\[plots\]'"):
-        found().plot()
 
 
 def test_a_channel_of_zeros_is_dead_and_sizes_are_those_of_the_file(tmp_path):

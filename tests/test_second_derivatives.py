@@ -29,7 +29,6 @@ STEPS = {
     "per channel": lambda h, w: tf.fake_quant_with_min_max_vars_per_channel(h, -abs(w).max(0), abs(w).max(0)) @ w,
     "quantize_and_dequantize_v2": lambda h, w: tf.quantize_and_dequantize_v2(h, -1.0, 1.0, range_given=True) @ w,
     "integers": quantized(Rule("", W8, A8)),
-    "integers in float32": quantized(Rule("", W8, S8), execution="float32"),
     "blocks": quantized(Rule("", weight_spec(8, block_size=4), S8)),
     "gradient in integers": quantized(Rule("", W8, S8, gradient=QuantSpec(bits=16))),
 }

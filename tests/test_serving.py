@@ -24,9 +24,9 @@ each = pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), slow(ALL
 
 
 @functools.cache
-def q(names, execution="auto"):
+def q(names):
     f, _, rules = together(names)
-    return quantize_fn(f, rules, execution=execution)
+    return quantize_fn(f, rules)
 
 
 def params_of(names):
@@ -60,11 +60,10 @@ def trained(names, is_static):
 
 @each
 @pytest.mark.parametrize("is_static", [True, slow(False)])
-@pytest.mark.parametrize("execution", ["auto", slow("float32")])
-def test_what_was_trained_is_what_is_served(names, is_static, execution):
+def test_what_was_trained_is_what_is_served(names, is_static):
     s = qparams(names) if is_static else None
     want = trained(names, is_static)
-    same(q(names, execution)(frozen(names, is_static), X, qparams=s), want)
+    same(q(names)(frozen(names, is_static), X, qparams=s), want)
     assert all(np.isfinite(np.float32(y)).all() and np.any(y) for y in want.values())
 
 

@@ -351,7 +351,7 @@ def test_a_gradient_is_split_as_its_operand_on_an_explicit_mesh(equation, x, w, 
     rng, spec = np.random.default_rng(15), QuantSpec()
     x, w, g = (rng.integers(-127, 128, shape).astype(F) for shape in (x, w, (*x[:2], 5)))
     w[0] = 127  # a scale of 1
-    f = quantize_fn(lambda w, x: jnp.einsum(equation, x, w), [Rule("**", spec, spec)], execution="float32")
+    f = quantize_fn(lambda w, x: jnp.einsum(equation, x, w), [Rule("**", spec, spec)])
     with jax.set_mesh(of := mesh("Explicit", *GRID)):
         put = lambda v: jax.device_put(v, NamedSharding(of, P(*split)))
         dx = jax.jit(lambda w, x, g: jax.vjp(lambda x: f(w, x), x)[1](g)[0])(w, put(x), put(g))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import hand_written as by_hand
+import in_float32  # noqa: F401 - an execution
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -468,9 +468,9 @@ BAD = [
     *[
         (mlp, RULES, {name: value}, kind, [f"`{name}`", *texts])
         for name, value, kind, texts in [
-            ("execution", "int4", ValueError, ["auto, int8, float32", "'int4'"]),
-            ("execution", 8, TypeError, ["auto, int8, float32", "got int"]),
-            ("execution", None, TypeError, ["auto, int8, float32", "NoneType"]),
+            ("execution", "int4", ValueError, ["auto, int8, native", "'int4'"]),
+            ("execution", 8, TypeError, ["auto, int8, native", "got int"]),
+            ("execution", None, TypeError, ["auto, int8, native", "NoneType"]),
             ("params_argnum", True, TypeError, ["static int", "got bool"]),
             ("params_argnum", 1.5, TypeError, ["static int", "got float"]),
             ("params_argnum", "params", TypeError, ["static int", "got str"]),

@@ -423,11 +423,22 @@ def sqnr():
 
 
 def costs():
-    """A report's own plot."""
+    """A report as bars: SQNR, and what each operand costs the loss."""
     f, params, x = network()
     targets = f(params, x) + 0.1 * jax.random.normal(jax.random.key(1), (64, 32))
     q = quantize_fn(f, [Rule("*", weight_spec(4), activation_spec(4))])
-    return report(q, params, x, loss=lambda y: jnp.mean((y - targets) ** 2)).plot()
+    found = report(q, params, x, loss=lambda y: jnp.mean((y - targets) ** 2))
+    rows = list(found)[::-1]  # the first at the top
+    at, names = np.arange(len(rows)), [row.entry for row in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 1.2 + 0.32 * len(rows)), sharey=True, layout="constrained")
+    left.barh(at, [row.sqnr for row in rows])
+    left.set_yticks(at, names)
+    left.set_xlabel("SQNR, dB")
+    right.barh(at - 0.2, [row.predicted for row in rows], 0.4, label="predicted", color="0.6")
+    right.barh(at + 0.2, [row.change for row in rows], 0.4, label="measured", color="C1")
+    right.set_xlabel(f"change of the loss, {found.loss:.4g} in float")
+    right.legend()
+    return figure
 
 
 PACKAGE = FOLDER.parents[1] / "jaxquant"

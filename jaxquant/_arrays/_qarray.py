@@ -385,13 +385,13 @@ def frozen_to_json(frozen: Frozen) -> dict[str, Any]:
 
 
 def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
-    """The Frozen that `frozen_to_json` was given; older files and programs say nothing."""
+    """The Frozen that `frozen_to_json` was given."""
     if said is None:
         return None
     activation = said["activation"] and spec_from_json(said["activation"])
     flags = bool(said["from_qparams"]), bool(said["static_inputs"])
-    along = tuple(map(int, said.get("rotated_along", ())))
-    return Frozen(tuple(said["shape"]), *flags, activation, int(said.get("rotated", 0)), along)
+    along = tuple(map(int, said["rotated_along"]))
+    return Frozen(tuple(said["shape"]), *flags, activation, int(said["rotated"]), along)
 
 
 def _static_to_bytes(static: _Static) -> bytes:
@@ -402,10 +402,9 @@ def _static_to_bytes(static: _Static) -> bytes:
 
 def _static_from_bytes(data: bytes) -> _Static:
     said = json.loads(data)
-    order = said.get("order")
-    frozen = frozen_from_json(said.get("frozen"))
+    order, frozen = said["order"], frozen_from_json(said["frozen"])
     spec, dtype = spec_from_json(said["spec"]), jnp.dtype(said["dtype"])
-    return _Static(spec, dtype, order and tuple(order), frozen, said.get("summed"))
+    return _Static(spec, dtype, order and tuple(order), frozen, said["summed"])
 
 
 # So that an exported program can take and return QArrays.

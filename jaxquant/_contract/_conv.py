@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -23,9 +23,9 @@ from .._spec._spec import QuantSpec
 from ._contract import ContractionOp, contraction, is_weight_only, scaled, with_real_values, without_zeros
 from ._conv_gradient import Transposed
 from ._digits import in_digits, sum_of_digits
-from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen
+from ._lowering import Lowering, check_int32, checked_execution, chosen
 from ._native import is_native, is_of_floats
-from ._operands import Rounding, centred, codes, largest_magnitude, plain, rounded, sums_along
+from ._operands import Rounding, centred, codes, plain, rounded, sums_along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Conv(ContractionOp):
         }
 
     def _of_integers(self, x: Array, w: Array) -> Array:
-        """The convolution of integers, exact in int32; of integers in float32 where this holds the sums."""
+        """The convolution of integers, summed in int32."""
         x, conv = self._with_narrow_padding(x, w)
         return convolution(x, w, conv._params)
 
@@ -181,36 +181,6 @@ class Conv(ContractionOp):
         *operands, output = self._axes()
         return in_output("ab"[side], v, q.shape, operands[side], output)
 
-    def _in_float32(self, a: QArray, b: QArray, length: int) -> Array:
-        """Chunks of input features that are exact in float32, added in int32."""
-        total, largest = 0, largest_magnitude(a.spec) * largest_magnitude(b.spec)
-        for x, w in self._chunks(centred(a, jnp.float32), centred(b, jnp.float32), largest):
-            total = total + self._of_integers(x, w).astype(jnp.int32)
-        return jnp.asarray(total)
-
-    def _chunks(self, x: Array, w: Array, largest: int) -> Iterator[tuple[Array, Array]]:
-        feature, (_, inner, *window) = self.dimensions.lhs_spec[1], self.dimensions.rhs_spec
-        area, features = math.prod(w.shape[i] for i in window), w.shape[inner]
-        size = max(EXACT // (largest * max(area, 1)), 1)
-        if size >= features and area * largest <= EXACT:
-            yield x, w
-            return
-        grouped = lambda v: v.reshape(*v.shape[:feature], self.feature_groups, features, *v.shape[feature + 1 :])
-        for start in range(0, max(features, 1), size):
-            end = min(start + size, features)
-            part = lax.slice_in_dim(grouped(x), start, end, axis=feature + 1)
-            part = part.reshape(*x.shape[:feature], self.feature_groups * (end - start), *x.shape[feature + 1 :])
-            kernel = lax.slice_in_dim(w, start, end, axis=inner)
-            # A window that is too large by itself: all but a run of it is 0 in each chunk.
-            place = sum(
-                lax.broadcasted_iota(jnp.int32, kernel.shape, i) * math.prod(w.shape[j] for j in window[n + 1 :])
-                for n, i in enumerate(window)
-            )
-            run = EXACT // largest
-            for low in range(0, area, run):
-                inside = (low <= place) & (place < low + run)
-                yield part, kernel if area <= run else jnp.where(inside, kernel, 0)
-
     def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
         wide = max(a.spec.bits, b.spec.bits) > 8
         (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
@@ -248,7 +218,6 @@ class Conv(ContractionOp):
 
 LOWERINGS = {
     "int8": Lowering(Conv._in_integers, check_int32),
-    "float32": Lowering(Conv._in_float32, check_float32),
     "native": Lowering(Conv._in_integers, check_int32),  # of integers; floats have no need of one
 }
 

@@ -25,9 +25,9 @@ from .._spec._granularity import granularity_of
 from .._spec._spec import QuantSpec, checked_spec
 from ._contract import ContractionOp, checked_either, contract, contraction, is_weight_only, scaled, without_zeros
 from ._digits import in_digits, sum_of_digits
-from ._lowering import EXACT, Lowering, check_float32, check_int32, checked_execution, chosen, chunks
+from ._lowering import Lowering, check_int32, checked_execution, chosen
 from ._native import asks_native, is_of_floats, native_dot
-from ._operands import QuantizedOperand, Rounding, centred, codes, largest_magnitude, plain, rounded, sums_along
+from ._operands import QuantizedOperand, Rounding, centred, codes, plain, rounded, sums_along
 from ._weight_only import by_columns, part_of
 
 
@@ -221,31 +221,6 @@ class Dot(ContractionOp):
         *names, output = dot_axes(self.contracted, self.batch, [q.ndim for q in operands])
         return in_output("ab"[side], v, operands[side].shape, names[side], output)
 
-    def _in_float32(self, a: QArray, b: QArray, length: int) -> Array:
-        """Chunks that are exact in float32, added in int32."""
-        x, w = centred(a, jnp.float32), centred(b, jnp.float32)
-        contracted = self.contracted
-        if len(contracted[0]) != 1:  # to one contracted axis, the last
-            x, w = (
-                lax.reshape(lax.transpose(v, (*batch, *free, *inner)), [*(v.shape[i] for i in (*batch, *free)), length])
-                for v, batch, free, inner in (
-                    (x, self.batch[0], self._free(a.ndim, 0), contracted[0]),
-                    (w, self.batch[1], self._free(b.ndim, 1), contracted[1]),
-                )
-            )
-            leading = tuple(range(len(self.batch[0])))
-            contracted, batch = ((x.ndim - 1,), (w.ndim - 1,)), (leading, leading)
-        else:
-            batch = self.batch
-        (i,), (j,) = contracted
-        size = EXACT // (largest_magnitude(a.spec) * largest_magnitude(b.spec))
-        total = 0
-        for start, end in chunks(length, size):
-            parts = lax.slice_in_dim(x, start, end, axis=i), lax.slice_in_dim(w, start, end, axis=j)
-            part = lax.dot_general(*parts, (contracted, batch), lax.Precision.HIGHEST, jnp.float32)
-            total = total + part.astype(jnp.int32)
-        return jnp.asarray(total)
-
     def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
         if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector is a row, which a CPU pads
             return self.turned._in_integers(b, a, length)
@@ -278,7 +253,6 @@ class Dot(ContractionOp):
 
 LOWERINGS = {
     "int8": Lowering(Dot._in_integers, check_int32),
-    "float32": Lowering(Dot._in_float32, check_float32),
     "native": Lowering(Dot._in_integers, check_int32),  # of integers; floats have no need of one
 }
 
@@ -481,9 +455,9 @@ def dot_general(
       spec: static QuantSpec for an operand in float; None leaves it in float. PerToken() is a scale for each of its
         rows along the contracted axes, PerBlock(None, size) for blocks of them; other granularities name its axes.
       execution: static; does not affect the result, but for "native". "int8": int8 x int8 -> int32, int32 for values
-        wider than 8 bits. "float32": integers in float32, in chunks that are exact. "auto" is "int8". "native": float8
-        values themselves are multiplied, by the float8 unit of a device that has one, and added up in float32 in the
-        order of the device: within `(n + 3) 2 ** -24 sum |a b|` of the exact result, for n products. Both operands are
+        wider than 8 bits. "auto" is "int8". "native": float8 values themselves are multiplied, by the float8 unit of a
+        device that has one, and added up in float32 in the order of the device: within
+        `(n + 3) 2 ** -24 sum |a b|` of the exact result, for n products. Both operands are
         in the dtype float8_e4m3fn or float8_e5m2, with one scale along the contracted axes; or in blocks along one of
         these, both of MX or both of NVFP4, which are bfloat16 products where no unit takes blocks. XLA cannot compile
         blocks for GPUs older than compute capability 8.9. Two of integers are as in "int8".
@@ -498,8 +472,8 @@ def dot_general(
       TypeError: for anything but two QArrays, or one and a floating array, and for `spec` with two QArrays.
       ValueError: for dimension numbers or shapes that do not fit, stochastic rounding by `spec`, a scale that changes
         with every element along a contracted axis of two QArrays, or a contraction so long that it may not fit int32:
-        133,144 products at 8 x 8 bits symmetric, 66,311 if one is affine, 516 at 16 x 8. Products beyond 2 ** 24 have
-        no execution="float32", and other floats than those above no execution="native".
+        133,144 products at 8 x 8 bits symmetric, 66,311 if one is affine, 516 at 16 x 8. Other floats than those above
+        have no execution="native".
 
     Source: Jacob et al., 2018; ONNX MatMulInteger.
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the products of integers are added up exactly, by name and by platform."""
+"""How the products of integers are added up exactly, by name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
-from jax import Array, lax
+from jax import Array
 
 from .._arrays._qarray import QArray
 from .._base import _checks as checks
@@ -15,8 +15,7 @@ from ._operands import largest_magnitude
 
 _HOME = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation") else jax.core
 _INCONCLUSIVE = getattr(_HOME, "InconclusiveDimensionOperation")  # noqa: B009
-EXACT = 2**24  # float32 holds every integer up to it
-_DEFAULT = "int8"  # what "auto" is where no lowering is for the platform
+_AUTO = "int8"  # what "auto" is
 
 
 class Lowering(NamedTuple):
@@ -26,12 +25,10 @@ class Lowering(NamedTuple):
       product: (op, a, b, length) -> int32, the contraction of `values - zero_point` of two QArrays of integers, of
         `length` products each.
       check: (length, spec of a, spec of b) -> None; raises ValueError for operands that it does not take.
-      platforms: those on which "auto" takes it in place of the default, for operands that it takes.
     """
 
     product: Callable[[Any, QArray, QArray, Any], Array]
     check: Callable[[Any, QuantSpec, QuantSpec], None]
-    platforms: tuple[str, ...] = ()
 
     def takes(self, length: Any, a: QuantSpec, b: QuantSpec) -> bool:
         """Whether sums of `length` products of operands of these specs pass its check."""
@@ -46,20 +43,9 @@ Lowerings = Mapping[str, Lowering]  # of an op, by the names that `execution` ta
 
 
 def chosen(lowerings: Lowerings, execution: str) -> Lowering:
-    """The lowering of a name; of "auto" one that is chosen for the platform that a program is compiled for."""
-    if checked_execution(execution, lowerings) != "auto":
-        return lowerings[execution]
-    default = lowerings[_DEFAULT]
-    by_platform = {platform: own for own in lowerings.values() for platform in own.platforms}
-    if not by_platform:
-        return default
-
-    def product(op: Any, a: QArray, b: QArray, length: Any) -> Array:
-        of = lambda lowering: lambda a, b: lowering.product(op, a, b, length)
-        platforms = {name: of(own) for name, own in by_platform.items() if own.takes(length, a.spec, b.spec)}
-        return lax.platform_dependent(a, b, **platforms, default=of(default))
-
-    return default._replace(product=product)
+    """The lowering of a name."""
+    name = checked_execution(execution, lowerings)
+    return lowerings[_AUTO if name == "auto" else name]
 
 
 def checked_execution(value: Any, lowerings: Lowerings) -> str:
@@ -88,27 +74,3 @@ def check_int32(length: Any, a: QuantSpec, b: QuantSpec) -> None:
             f"more than {limit} of them fit. Use fewer bits, or in a dot product PerBlock along the contracted axis"
             f"{symbolic}."
         )
-
-
-def check_float32(length: Any, a: QuantSpec, b: QuantSpec) -> None:
-    """Raises for a contraction whose products float32 does not hold, or whose accumulator may not fit int32."""
-    check_int32(length, a, b)
-    largest = largest_magnitude(a) * largest_magnitude(b)
-    if largest > EXACT:
-        raise ValueError(
-            f'`execution="float32"` holds integers up to 2 ** 24, got products up to {largest} of {a} and {b}. '
-            'Pass execution="int8", which takes int32 for them.'
-        )
-
-
-def chunks(length: Any, size: int) -> list[tuple[int, Any]]:
-    """Where the chunks of at most `size` of a contracted axis start and end."""
-    if isinstance(length, int):
-        return [(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
-    if not is_at_most(length, size):
-        raise ValueError(
-            f'`execution="float32"` contracts in chunks of {size}, and cannot count those of a symbolic length, '
-            f'{length}. Pass execution="int8", or say that it is short enough: jax.export.symbolic_shape(..., '
-            f"constraints=['{length} <= {size}'])."
-        )
-    return [(0, length)]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions of integers for GPUs, where XLA has none that sum in int32: products of matrices.
 
-The windows of the input, stacked, meet the kernel in one product. Its sums are those of the convolution, and exact
-where they are: in int32, and in float32 below 2 ** 24, in any order. cuDNN's convolutions are not used: those of int8
-return float32, how they accumulate is not documented, and in groups they are wrong (openxla/xla 49123); those of
-float32 may be Winograd's or by FFT, whose intermediate values are no integers.
+The windows of the input, stacked, meet the kernel in one product, whose sums are those of the convolution. cuDNN's
+convolutions of int8 are not used: they return float32, how they accumulate is not documented, and in groups they are
+wrong (openxla/xla 49123).
 """
 
 import functools
@@ -41,7 +40,7 @@ class _Axis(NamedTuple):
 
 
 def convolution(x: Array, w: Array, params: Mapping[str, Any]) -> Array:
-    """The convolution of integers in int32, or of integers in float32 that holds their sums: below 2 ** 24.
+    """The convolution of integers, summed in int32.
 
     `params` are those of the primitive `conv_general_dilated`; what they say of dtypes is not read.
     """
@@ -50,9 +49,8 @@ def convolution(x: Array, w: Array, params: Mapping[str, Any]) -> Array:
 
 @functools.partial(jax.jit, static_argnums=2)  # so that it is traced once for each shape
 def _convolution(x: Array, w: Array, items: tuple[tuple[str, Any], ...]) -> Array:
-    in_float, params = x.dtype == jnp.float32, dict(items)
-    dtype, precision = (jnp.float32, lax.Precision.HIGHEST) if in_float else (jnp.int32, None)
-    plain = lambda x, w: lax.conv_general_dilated(x, w, **params, precision=precision, preferred_element_type=dtype)
+    params = dict(items)
+    plain = lambda x, w: lax.conv_general_dilated(x, w, **params, preferred_element_type=jnp.int32)
 
     def by_products(x: Array, w: Array) -> Array:
         y = jax.eval_shape(plain, x, w)
@@ -66,9 +64,9 @@ def _convolution(x: Array, w: Array, items: tuple[tuple[str, Any], ...]) -> Arra
 
 
 def of_products(x: Array, w: Array, y: jax.ShapeDtypeStruct, params: Mapping[str, Any]) -> Array:
-    """The convolution of x and w, which has the shape and dtype of y, by products of matrices."""
+    """The convolution of x and w in int32, which has the shape of y, by products of matrices."""
     if 0 in (*x.shape, *w.shape, *y.shape):
-        return jnp.zeros(y.shape, y.dtype)
+        return jnp.zeros(y.shape, jnp.int32)
     (examples, features, *space), (outer, inner, *window), out = params["dimension_numbers"]
     x, w = lax.transpose(x, (examples, *space, features)), lax.transpose(w, (*window, inner, outer))
     sizes = [y.shape[i] for i in out[2:]]
@@ -81,21 +79,20 @@ def of_products(x: Array, w: Array, y: jax.ShapeDtypeStruct, params: Mapping[str
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
     w = lax.reshape(w, [math.prod(w.shape[:-2]), *w.shape[-2:]])
     groups = params["batch_group_count"], params["feature_group_count"]
-    product = lambda x, w: _product(x, w, groups, y.dtype)
+    product = lambda x, w: _product(x, w, groups)
     size = math.prod([x.shape[0], *sizes, w.shape[0], x.shape[-1], x.dtype.itemsize])
     is_large = isinstance(size, int) and size > LARGEST_STACK
     sums = _in_turn(x, w, axes, product) if is_large else product(_stacked(x, axes), w)
     return lax.transpose(sums, np.argsort([out[0], *out[2:], out[1]]))
 
 
-def _product(x: Array, w: Array, groups: tuple[int, int], dtype: Any) -> Array:
-    """(examples, *space, places, features) times (places, inner, outer), summed in dtype: (examples, *space, outer)."""
+def _product(x: Array, w: Array, groups: tuple[int, int]) -> Array:
+    """(examples, *space, places, features) times (places, inner, outer), in int32: (examples, *space, outer)."""
     (examples, *space, places, _), (_, inner, outer) = x.shape, w.shape
     x = lax.reshape(x, [groups[0], examples // groups[0], *space, places, groups[1], inner])
     w = lax.reshape(w, [places, inner, *groups, outer // math.prod(groups)])
     numbers = ((x.ndim - 3, x.ndim - 1), (0, 1)), ((0, x.ndim - 2), (2, 3))
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = lax.dot_general(x, w, numbers, precision, dtype)
+    y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.int32)
     y = lax.transpose(y, (*range(2, y.ndim - 1), 0, 1, y.ndim - 1))
     return lax.reshape(y, [*y.shape[:-3], outer])
 

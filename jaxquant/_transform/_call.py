@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -185,23 +184,10 @@ def noted(params: Any, qparams: Collection[str]) -> Iterator[None]:
     except Exception as error:
         known = {path for path, _ in with_paths(params)}
         lacking = [name for name in qparams if name not in known and f"{name}:input" in qparams]
-        notes = [f"params lack {', '.join(map(repr, lacking[:3]))}, of which there are qparams"] if lacking else []
-        found = _like_in_text(params, str(error))
-        notes += [f"params with such a shape: {found}"] if found else []
-        if notes:
-            error.add_note(f"jaxquant: {'; '.join(notes)}.")
+        if lacking:
+            lacking = ", ".join(map(repr, lacking[:3]))
+            error.add_note(f"jaxquant: params lack {lacking}, of which there are qparams.")
         raise
-
-
-def _like_in_text(params: Any, text: str) -> str:
-    """The parameters whose shapes a text speaks of, in words."""
-    of = {path: leaf for path, leaf in with_paths(params) if is_traced(leaf)}
-    shapes = {path: re.sub(r"[\s\[\]()]", "", str(list(leaf.shape))) for path, leaf in of.items()}
-    said = [re.sub(r"\s", "", found).rstrip(",") for found in re.findall(r"[\[(]([\d\s,]+)[\])]", text)]
-    whole = [path for path, shape in shapes.items() if shape and shape in said]
-    sizes = {n for one in said for n in one.split(",")} - {"1"}
-    found = whole or [path for path, shape in shapes.items() if sizes.intersection(shape.split(","))]
-    return ", ".join(f"{path!r} {of[path].shape}" for path in found[:4])
 
 
 def arrays_of(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
