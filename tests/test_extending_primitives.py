@@ -11,7 +11,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxquant import PerChannel, QuantSpec, Rule, activation_spec, quantize_fn
-from jaxquant._program._moves import MOVES, one
+from jaxquant._contract._dot import Dot
+from jaxquant._program._moves import MOVES, Run, one
+from jaxquant.solve._graph._biases import Contracted, biases
+from jaxquant.solve._graph._flat import Flat
+from jaxquant.solve._graph._folding import Operand, fold
+from jaxquant.solve._graph._streams import Streams
+
+MATMUL = ((1,), (0,)), ((), ())
 
 swap = Primitive("swap_of_an_author")  # the transpose of a matrix
 swap.def_impl(lambda x: x.T)
@@ -28,8 +35,7 @@ PARAMS, X = jax.device_put((PARAMS, X))
 
 @pytest.fixture
 def with_entry(monkeypatch):
-    entry = one(axes=lambda eqn, axes: axes[::-1], groups=lambda eqn, v, shape, rest: [v.T])
-    monkeypatch.setitem(MOVES, swap.name, entry)
+    monkeypatch.setitem(MOVES, swap.name, one(lambda eqn: [[Run((1,), (0,)), Run((0,), (1,))]]))
 
 
 def test_without_an_entry_it_computes_with_the_parameter():
@@ -52,3 +58,21 @@ def test_the_frozen_value_follows(with_entry):
     assert_same_bits(swapped["w"].values, transposed["w"].values)
     assert_same_bits(SWAPPED(swapped, X), SWAPPED(PARAMS, X))
     assert_same_bits(SWAPPED(swapped, X), TRANSPOSED(transposed, X))
+
+
+def test_solvers_follow(with_entry):
+    """What they read of a program says the same of parameters as through the transpose."""
+    params = {"a": np.ones((8, 6)), "b": np.ones(4), "g": np.ones((8, 1)), "w": np.ones((8, 4))}
+
+    def of(turn):
+        f = lambda p, x: turn(turn(x @ turn(p["a"])) * p["g"]) @ p["w"] + p["b"][None]
+        flat = Flat(jax.make_jaxpr(f)(params, X).jaxpr, [*params, None])
+        _, last = (node.at for node in flat.nodes if node.name == "dot_general")
+        folded = fold(flat, Operand(last, 0))
+        assert folded.size == 8
+        assert set(folded.factors) == {"g", "w"}
+        channels = Streams(flat).parameters()
+        assert channels["a"][0] == channels["w"][0]
+        return folded.factors, channels, biases(flat, [Contracted(last, 1, (), Dot(*MATMUL).matrix(1, 2))])
+
+    jax.tree.map(np.testing.assert_array_equal, of(swap.bind), of(jnp.transpose))

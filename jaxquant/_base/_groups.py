@@ -7,7 +7,7 @@ own, and between them the number of blocks. `v` is such an array, of the rank of
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def apart(v: Array, axis: int, n: int) -> Array:
     return lax.reshape(v, [*parts[:axis], n, *parts[axis + 2 :]])
 
 
-def segments(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range, range]]:
+def segments(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
     """The axes of a reshape in runs of equal size, as short as possible: (of the old shape, of the new one)."""
     i = j = 0
     while i < len(old) or j < len(new):
@@ -65,17 +65,25 @@ def segments(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range
             if ends[0] > len(old) or ends[1] > len(new):  # of an empty array
                 ends = len(old), len(new)
                 break
-        if (old[i : i + 1], new[j : j + 1]) == ((1,), (1,)) and len(old) - i != len(new) - j:
+        if tuple(old[i : i + 1]) == tuple(new[j : j + 1]) == (1,) and len(old) - i != len(new) - j:
             # An axis of size 1 is there, or not, on one side alone.
             ends = (i + 1, j) if len(old) - i > len(new) - j else (i, j + 1)
         yield range(i, ends[0]), range(j, ends[1])
         i, j = ends
 
 
-def reshaped(v: Array, old: tuple[int, ...], new: tuple[int, ...]) -> Array:
-    """The values where a tensor of shape `old` is reshaped: what are blocks no more have one for each element."""
-    sizes = []
-    for of_old, of_new in segments(old, new):
+def reshaped(
+    v: Array, old: Sequence[int], new: Sequence[int], runs: Iterable[tuple[Sequence[int], Sequence[int]]] | None = None
+) -> Array:
+    """The values where a tensor of shape `old` is reshaped: what are blocks no more have one for each element.
+
+    `runs` are the axes that become others, in their order; by default those of equal size.
+    """
+    sizes: list[int] = []
+    for of_old, of_new in runs or segments(old, new):
+        if len(of_old) == len(of_new) == 1 or not of_old:  # one that stays, or is stretched; or copies
+            sizes += [v.shape[i] for i in of_old] or [1] * len(of_new)
+            continue
         lengths = [new[j] for j in of_new]
         of_blocks = [v.shape[i] for i in of_old], [old[i] for i in of_old]
         fitting = None if 0 in lengths else _blocks_of(*of_blocks, lengths)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The primitives of jax that only move values, or cast them: what becomes of axes, of groups and of parameters.
 
-One entry a primitive in MOVES. A walk asks what the origins of its results are, an evaluation what becomes of quantized
-parameters; the two halves of an entry must agree, since a plan says of the results what an evaluation then does.
+One entry a primitive in MOVES, which says how the axes of a value become the axes of results: in runs. The origins that
+a walk follows, the scales that an evaluation moves, and the factors and channels of `solve/_graph` are derived from it.
 """
 
 import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,67 +28,110 @@ from ._param import QuantizedParam, dequantized, ordered, with_sums_of
 from ._writes import as_part, is_written, scattered, updated, written_origin
 
 
+class Run(NamedTuple):
+    """Axes of an operand that become axes of a result, row by row: each run of axes moves on its own.
+
+    Attributes:
+      old: axes of the operand, in the order in which they are read; none where the new ones hold copies.
+      new: axes of the result, next to each other; none where one element is left.
+      cut: which elements of one axis are there, (start, stop, stride); stride -1 is all of them backwards. None is all.
+      times: how often the elements of one axis stand there, one after the other.
+      is_picked: whether indices say which elements.
+    """
+
+    old: tuple[int, ...]
+    new: tuple[int, ...]
+    cut: tuple[int, int, int] | None = None
+    times: int = 1
+    is_picked: bool = False
+
+
 class Move(NamedTuple):
     """What a primitive makes of values.
 
     Attributes:
+      how: "moves" and "picks", by indices, are of one value; "each" of several, each of which it gives; "joins" puts
+        several side by side; "casts" leaves integers as they are; "devices" is between these; "writes" a part anew,
+        which only a cache takes.
+      runs: eqn -> of each result the runs of the first operand's axes; None where that is not how it moves.
       origins: (eqn, origins of the operands) -> those of the results.
       parameters: (eqn, operands, of which some are quantized parameters) -> the results.
       takes: (eqn, operands) -> whether it moves those parameters; if not, they are read in float.
-      is_same: whether equal moves of one value are one value in a plan. Not of those with indices or of several values:
-        each is an input of its own.
-      has_indices: whether all operands but the first are indices, which are read.
-      is_write: whether it writes a part anew, which only a cache takes.
     """
 
+    how: Literal["moves", "picks", "each", "joins", "casts", "devices", "writes"]
+    runs: Callable[[JaxprEqn], Sequence[Sequence[Run]]] | None
     origins: Callable[[JaxprEqn, Sequence[Origin]], Sequence[Origin]]
     parameters: Callable[[JaxprEqn, Sequence[Any]], list[Any]]
     takes: Callable[[JaxprEqn, Sequence[Any]], bool]
-    is_same: bool = True
-    has_indices: bool = False
-    is_write: bool = False
+
+    @property
+    def is_same(self) -> bool:
+        """Whether equal moves of one value are one value in a plan. With indices, or several, each is its own input."""
+        return self.how not in ("picks", "joins", "writes")
+
+    @property
+    def has_indices(self) -> bool:
+        """Whether all operands but the first are indices, which are read."""
+        return self.how in ("picks", "writes")
 
 
+_Runs = Callable[[JaxprEqn], Sequence[Sequence[Run]]]
 _Axes = tuple[frozenset[int], ...]  # as in Origin
-_OfAxes = Callable[[JaxprEqn, _Axes], _Axes]
 _OfGroups = Callable[[JaxprEqn, Array, tuple[int, ...], Sequence[Any]], list[Array]]
 
 
-def one(axes: _OfAxes | None = None, groups: _OfGroups | None = None) -> Move:
-    """The move of one value.
+def one(runs: _Runs | None = None, groups: _OfGroups | None = None) -> Move:
+    """The move of one value, which is all that there is to say of its primitive.
 
     Args:
-      axes: (eqn, axes that the value runs along) -> those of each result; None where it keeps them.
-      groups: (eqn, values for groups, shape of the value, other operands) -> those of each result; None where the
-        primitive itself moves an array of any shape.
+      runs: eqn -> of each result how the axes of the value become its axes; None where it keeps them.
+      groups: (eqn, values for groups, shape of the value, other operands) -> those of each result, where these do not
+        follow from the runs. Without both, the primitive itself moves an array of any shape.
     """
+    of_groups = groups or (runs and functools.partial(_by_runs, runs))
     return Move(
-        functools.partial(_first, axes),
-        functools.partial(_moved, groups),
+        "moves",
+        runs or _in_place,
+        functools.partial(_first, runs),
+        functools.partial(_moved, of_groups),
         lambda eqn, ins: isinstance(ins[0], QuantizedParam),
     )
 
 
-def _first(axes: _OfAxes | None, eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
+def _in_place(eqn: JaxprEqn) -> list[list[Run]]:
+    return [[Run((i,), (i,)) for i in range(avals(eqn.invars)[0].ndim)]]
+
+
+def _first(runs: _Runs | None, eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
     origin = ins[0]
-    if origin.axes:
-        origin = origin._replace(axes=origin.axes if axes is None else axes(eqn, origin.axes))
     if origin.parts:
-        origin = origin._replace(moves=_moves(eqn, origin.moves))
-    return [origin] * len(eqn.outvars)
+        origin = origin._replace(moves=_moves(eqn, origin.moves, runs))
+    if runs is None or not origin.axes:
+        return [origin] * len(eqn.outvars)
+    each = zip(runs(eqn), avals(eqn.outvars), strict=True)
+    return [origin._replace(axes=_axes(of, origin.axes, avals(eqn.invars)[0].shape, out.shape)) for of, out in each]
 
 
-_IN_ORDER = {"copy", "name", "stop_gradient", "sharding_constraint", "reshard", "mesh_cast"}
-_REORDER = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "rev", "slice"}
+def _axes(runs: Sequence[Run], axes: _Axes, old: tuple[int, ...], new: tuple[int, ...]) -> _Axes:
+    """Which axes those of a result run along: each one along all the old ones of its run, but those of size 1."""
+    result = [frozenset[int]()] * len(new)
+    for run in runs:
+        along = [axes[i] for i in run.old if old[i] > 1] or [axes[i] for i in run.old]
+        for j in [j for j in run.new if new[j] > 1] or run.new:
+            result[j] = frozenset([PICKED] if run.is_picked and not run.old else []).union(*along)
+    return tuple(result)
 
 
-def _moves(eqn: JaxprEqn, before: tuple[Moved, ...] | None) -> tuple[Moved, ...] | None:
-    name = eqn.primitive.name
-    if before is None or name in _IN_ORDER:
+def _moves(eqn: JaxprEqn, before: tuple[Moved, ...] | None, runs: _Runs | None) -> tuple[Moved, ...] | None:
+    if before is None or runs is None:
         return before
+    of_results = runs(eqn)
+    if len(of_results) > 1 or any(run.times > 1 for run in of_results[0]):
+        return None
     # A sharding is one of the program's mesh, which need not be there where the moves are made again.
     params = ((key, None if key == "sharding" else v) for key, v in sorted(eqn.params.items()))
-    return (*before, Moved(eqn.primitive, tuple(params))) if name in _REORDER else None
+    return (*before, Moved(eqn.primitive, tuple(params)))
 
 
 def in_order(v: Array, moves: Sequence[Moved], of_turn: Callable[[Array], Array]) -> Array:
@@ -126,85 +169,107 @@ def _results(eqn: JaxprEqn, *ins: Any, **changes: Any) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-# What becomes of axes and groups, by primitive.
+def _by_runs(runs: _Runs, eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+    sharding = eqn.params.get("sharding")
+    v = v if sharding is None else replicated(v)
+    made = [_regrouped(v, of, shape, out.shape) for of, out in zip(runs(eqn), avals(eqn.outvars), strict=True)]
+    return made if sharding is None else [jax.sharding.reshard(new, for_groups(sharding, new)) for new in made]
 
 
-def _transposed_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
-    return tuple(axes[i] for i in param(eqn, "permutation"))
+def _regrouped(v: Array, runs: Sequence[Run], old: tuple[int, ...], new: tuple[int, ...]) -> Array:
+    """Values for groups of a value of shape `old`, in the runs that make it one of shape `new`."""
+    for run in runs:
+        if run.cut and run.cut[2] < 0:
+            v = lax.rev(v, run.old)
+        elif run.cut:
+            v = grouping.sliced(v, run.old[0], old[run.old[0]], *run.cut)
+        elif run.times > 1 and v.shape[run.old[0]] > 1:
+            v = lax.concatenate([v] * run.times, run.old[0])
+    order = [i for run in runs for i in run.old]
+    ends = list(itertools.accumulate((len(run.old) for run in runs), initial=0))
+    pairs = [(range(*bounds), run.new) for bounds, run in zip(itertools.pairwise(ends), runs, strict=True)]
+    return grouping.reshaped(lax.transpose(v, order), [old[i] for i in order], new, pairs)
 
 
-def _squeezed_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
-    return tuple(of for i, of in enumerate(axes) if i not in param(eqn, "dimensions"))
+# The runs of primitives.
 
 
-def _broadcasted_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
-    places = param(eqn, "broadcast_dimensions")
-    return tuple(axes[places.index(i)] if i in places else frozenset() for i in range(avals(eqn.outvars)[0].ndim))
+def _transposed(eqn: JaxprEqn) -> list[list[Run]]:
+    return [[Run((i,), (j,)) for j, i in enumerate(param(eqn, "permutation"))]]
 
 
-def _broadcasted(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
-    places = param(eqn, "broadcast_dimensions")
-    return [_placed(eqn, lax.expand_dims(v, [i for i in range(avals(eqn.outvars)[0].ndim) if i not in places]))]
-
-
-def _reshaped_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
-    """Which axes the new ones run along: in runs of equal size, each new axis along all the old ones of its run."""
+def _reshaped(eqn: JaxprEqn) -> list[list[Run]]:
     order = order_read(eqn)
     old, new = tuple(avals(eqn.invars)[0].shape[i] for i in order), avals(eqn.outvars)[0].shape
-    axes = tuple(axes[i] for i in order)
-    result = [frozenset[int]()] * len(new)
-    for of_old, of_new in grouping.segments(old, new):
-        along = [axes[i] for i in of_old if old[i] > 1] or [axes[i] for i in of_old]  # those of size 1 do not count
-        for j in [j for j in of_new if new[j] > 1] or of_new:
-            result[j] = frozenset().union(*along)
-    return tuple(result)
+    return [[Run(tuple(order[i] for i in of), tuple(to)) for of, to in grouping.segments(old, new)]]
 
 
-def _reshaped(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
-    order = order_read(eqn)
-    v = replicated(v) if param(eqn, "sharding") is not None else v
-    new = grouping.reshaped(lax.transpose(v, order), tuple(shape[i] for i in order), avals(eqn.outvars)[0].shape)
-    return [_placed(eqn, new)]
+def _squeezed(eqn: JaxprEqn) -> list[list[Run]]:
+    gone, left = param(eqn, "dimensions"), itertools.count()
+    return [[Run((i,), () if i in gone else (next(left),)) for i in range(avals(eqn.invars)[0].ndim)]]
 
 
-def _placed(eqn: JaxprEqn, v: Array) -> Array:
-    """Values for groups where an equation says how its result lies on a mesh."""
-    sharding = param(eqn, "sharding")
-    return v if sharding is None else jax.sharding.reshard(v, for_groups(sharding, v))
+def _broadcasted(eqn: JaxprEqn) -> list[list[Run]]:
+    places = param(eqn, "broadcast_dimensions")
+    old = lambda j: (places.index(j),) if j in places else ()
+    return [[Run(old(j), (j,)) for j in range(avals(eqn.outvars)[0].ndim)]]
 
 
-def _unstacked_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
-    return tuple(of for i, of in enumerate(axes) if i != param(eqn, "axis"))
+def _reversed(eqn: JaxprEqn) -> list[list[Run]]:
+    back = {i: (0, avals(eqn.invars)[0].shape[i], -1) for i in param(eqn, "dimensions")}
+    return [_cut(eqn, back)]
 
 
-def _unstacked(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
-    axis = param(eqn, "axis")
-    if v.shape[axis] == 1:
-        return [lax.squeeze(v, [axis])] * shape[axis]
-    v = grouping.apart(v, axis, shape[axis])
-    return [lax.index_in_dim(v, i, axis, keepdims=False) for i in range(shape[axis])]
+def _cut(eqn: JaxprEqn, cuts: Mapping[int, tuple[int, int, int]]) -> list[Run]:
+    """The runs of what is cut along some axes, and stays along the others."""
+    return [
+        Run((i,), (i,), None if cuts.get(i) == (0, n, 1) else cuts.get(i))
+        for i, n in enumerate(avals(eqn.invars)[0].shape)
+    ]
 
 
-def _sliced(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
+def _sliced(eqn: JaxprEqn) -> list[list[Run]]:
     starts, stops = param(eqn, "start_indices"), param(eqn, "limit_indices")
-    strides = param(eqn, "strides") or (1,) * len(shape)
-    for axis, bounds in enumerate(zip(shape, starts, stops, strides, strict=True)):
-        v = grouping.sliced(v, axis, *bounds)
-    return [v]
+    strides = param(eqn, "strides") or (1,) * len(starts)
+    return [_cut(eqn, dict(enumerate(zip(starts, stops, strides, strict=True))))]
 
 
-def _split(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
-    axis, ends = param(eqn, "axis"), list(itertools.accumulate(param(eqn, "sizes")))
-    return [grouping.sliced(v, axis, shape[axis], *bounds) for bounds in itertools.pairwise([0, *ends])]
+def _split(eqn: JaxprEqn) -> list[list[Run]]:
+    ends = itertools.accumulate(param(eqn, "sizes"), initial=0)
+    return [_cut(eqn, {param(eqn, "axis"): (*bounds, 1)}) for bounds in itertools.pairwise(ends)]
+
+
+def _unstacked(eqn: JaxprEqn) -> list[list[Run]]:
+    at, ndim = param(eqn, "axis"), avals(eqn.invars)[0].ndim
+    rest = [Run((i,), (i - (i > at),)) for i in range(ndim) if i != at]
+    return [[Run((at,), (), (k, k + 1, 1)), *rest] for k in range(len(eqn.outvars))]
+
+
+def _tiled(eqn: JaxprEqn) -> list[list[Run]]:
+    return [[Run((i,), (i,), times=n) for i, n in enumerate(param(eqn, "reps"))]]
+
+
+def _dynamically_sliced(eqn: JaxprEqn) -> list[list[Run]]:
+    sizes = zip(avals(eqn.invars)[0].shape, param(eqn, "slice_sizes"), strict=True)
+    return [[Run((i,), (i,), is_picked=n != size) for i, (n, size) in enumerate(sizes)]]
+
+
+def _gathered(eqn: JaxprEqn) -> list[list[Run]]:
+    """Windows run along axes of the operand; each index, along the other axes, picks a part of it."""
+    numbers, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    places, picked = iter(numbers.offset_dims), gone.union(numbers.start_index_map)
+    shape, new = avals(eqn.invars)[0].shape, range(avals(eqn.outvars)[0].ndim)
+    of_indices = [Run((), (j,), is_picked=True) for j in new if j not in numbers.offset_dims]
+    return [[
+        *(Run((i,), () if i in gone else (next(places),), is_picked=i in picked or sizes[i] != n)
+          for i, n in enumerate(shape)),
+        *of_indices,
+    ]]  # fmt: skip
 
 
 def _resharded(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
     return _results(eqn, v, dst_sharding=for_groups(param(eqn, "dst_sharding"), v))
-
-
-def _tiled(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
-    times = [n if v.shape[i] > 1 else 1 for i, n in enumerate(param(eqn, "reps"))]
-    return [jnp.tile(v, times)]
 
 
 # Primitives with indices.
@@ -214,29 +279,20 @@ def _picked_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
     return [ins[0]._replace(picked=ins[0].picked or any(index.data for index in ins[1:]), moves=None)]
 
 
-def _dynamic_slice(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], starts: Sequence[Any]) -> list[Array]:
+def _groups_of_slice(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], starts: Sequence[Any]) -> list[Array]:
     for axis, (n, start, size) in enumerate(zip(shape, starts, param(eqn, "slice_sizes"), strict=True)):
         v = grouping.picked(v, axis, n, start, size)
     return [v]
 
 
-def _gathered_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
-    """The axes of what a gather makes: windows run along those of the parameter, each index picks a part of it."""
-    numbers = param(eqn, "dimension_numbers")
-    gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
-    windows = iter([of for i, of in enumerate(axes) if i not in gone])
-    ndim = avals(eqn.outvars)[0].ndim
-    return tuple(next(windows) if i in numbers.offset_dims else frozenset([PICKED]) for i in range(ndim))
-
-
 def _gathered_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
-    origin, axes = computed(ins), _gathered_axes(eqn, ins[0].axes) if ins[0].axes else ()
+    origin, axes = computed(ins), _first(_gathered, eqn, ins)[0].axes
     if ins[0].parts:
         origin = origin._replace(gathered=True, parts=ins[0].parts, axes=axes, moves=None, picked=True)
     return [origin if ins[0].cache is None else origin._replace(cache=ins[0].cache, axes=axes)]
 
 
-def _gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
+def _groups_of_gather(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[Any]) -> list[Array]:
     numbers, sizes = param(eqn, "dimension_numbers"), list(param(eqn, "slice_sizes"))
     fills = param(eqn, "mode") == lax.GatherScatterMode.FILL_OR_DROP
     for axis, n in enumerate(shape):
@@ -256,6 +312,10 @@ def _gathered(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], rest: Sequence[An
 # Primitives between devices.
 
 
+def _permuted_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
+    return [ins[0]._replace(moves=None)]
+
+
 def _on_axis(eqn: JaxprEqn, ins: Sequence[Any], groups: _OfGroups | None = None) -> list[QuantizedParam]:
     """The parameter moved by a primitive that wants values which vary over the axis of the mesh."""
     parameter = ins[0]
@@ -264,11 +324,10 @@ def _on_axis(eqn: JaxprEqn, ins: Sequence[Any], groups: _OfGroups | None = None)
     return _moved(groups, eqn, [varying, *ins[1:]])
 
 
-def _of_devices_axes(eqn: JaxprEqn, axes: tuple) -> tuple:
-    if param(eqn, "tiled"):
-        return axes
-    at = param(eqn, "all_gather_dimension")
-    return (*axes[:at], frozenset(), *axes[at:])
+def _from_devices(eqn: JaxprEqn) -> list[list[Run]]:
+    at, is_tiled = param(eqn, "all_gather_dimension"), param(eqn, "tiled")
+    own = [Run((i,), (i + (not is_tiled and i >= at),)) for i in range(avals(eqn.invars)[0].ndim)]
+    return [own if is_tiled else [*own, Run((), (at,))]]
 
 
 def _of_devices_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
@@ -277,7 +336,7 @@ def _of_devices_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
         return [ins[0]._replace(points=(), axes=())]
     # What each device has as it was passed is the parameter again.
     whole = () if ins[0].moves == () and param(eqn, "tiled") else None
-    return [origin._replace(moves=whole) for origin in _first(_of_devices_axes, eqn, ins)]
+    return [origin._replace(moves=whole) for origin in _first(_from_devices, eqn, ins)]
 
 
 def _of_devices(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
@@ -416,35 +475,41 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
     return [joined]
 
 
+def _picks(runs: _Runs, groups: _OfGroups, origins: Callable[[JaxprEqn, Sequence[Origin]], list[Origin]]) -> Move:
+    return one(runs, groups)._replace(how="picks", origins=origins)
+
+
+_EACH = Move("each", None, _each, _together, lambda eqn, ins: True)
+
 MOVES: dict[str, Move] = {
-    "transpose": one(_transposed_axes, lambda eqn, v, shape, _: [lax.transpose(v, param(eqn, "permutation"))]),
-    "reshape": one(_reshaped_axes, _reshaped),
-    "squeeze": one(_squeezed_axes, lambda eqn, v, shape, _: [lax.squeeze(v, param(eqn, "dimensions"))]),
-    "broadcast_in_dim": one(_broadcasted_axes, _broadcasted),
-    "unstack": one(_unstacked_axes, _unstacked),
-    # The axes of these stay, with some of the elements, or in another order.
-    "rev": one(groups=lambda eqn, v, shape, _: [lax.rev(v, param(eqn, "dimensions"))]),
-    "slice": one(groups=_sliced),
-    "split": one(groups=_split),
-    "tile": one(groups=_tiled),
-    "dynamic_slice": one(groups=_dynamic_slice)._replace(origins=_picked_origin, is_same=False, has_indices=True),
-    "gather": one(groups=_gathered)._replace(origins=_gathered_origin, is_same=False, has_indices=True),
+    "transpose": one(_transposed),
+    "reshape": one(_reshaped),
+    "squeeze": one(_squeezed),
+    "broadcast_in_dim": one(_broadcasted),
+    "rev": one(_reversed),
+    "slice": one(_sliced),
+    "split": one(_split),
+    "unstack": one(_unstacked),
+    "tile": one(_tiled),
+    "dynamic_slice": _picks(_dynamically_sliced, _groups_of_slice, _picked_origin),
+    "gather": _picks(_gathered, _groups_of_gather, _gathered_origin),
     # These take an array of any shape, and leave it as it is.
     "copy": one(),
     "name": one(),  # whose origin has the name, too: `Walk.named`
     "stop_gradient": one(),
-    "pvary": one()._replace(origins=_each),  # several values in older versions of jax
-    "pcast": one()._replace(origins=_each),
-    "ppermute": one()._replace(parameters=_on_axis),
-    "all_gather": Move(_of_devices_origin, functools.partial(_on_axis, groups=_of_devices), _is_parameter),
-    **dict.fromkeys(("convert_element_type", "reduce_precision"), Move(_cast_origin, _cast, _is_cast)),
-    **dict.fromkeys(("optimization_barrier", "device_put"), Move(_each, _together, lambda eqn, ins: True)),
-    **dict.fromkeys(("concatenate", "stack"), Move(_joined_origin, _joined, _are_joined, is_same=False)),
-    **{
-        name: Move(written_origin, write, is_written, is_same=False, has_indices=True, is_write=True)
-        for name, write in {"dynamic_update_slice": updated, "scatter": scattered}.items()
-    },
     # A sharding is one of the shape of the value, which the arrays for its groups have not.
     "sharding_constraint": one(groups=lambda eqn, v, shape, _: [v]),
     **dict.fromkeys(("reshard", "mesh_cast"), one(groups=_resharded)),
+    **dict.fromkeys(("pvary", "pcast"), one()._replace(how="each", origins=_each)),  # several in older versions of jax
+    **dict.fromkeys(("optimization_barrier", "device_put"), _EACH),
+    **dict.fromkeys(("convert_element_type", "reduce_precision"), Move("casts", None, _cast_origin, _cast, _is_cast)),
+    **dict.fromkeys(("concatenate", "stack"), Move("joins", None, _joined_origin, _joined, _are_joined)),
+    "ppermute": one()._replace(how="devices", origins=_permuted_origin, parameters=_on_axis),
+    "all_gather": Move(
+        "devices", None, _of_devices_origin, functools.partial(_on_axis, groups=_of_devices), _is_parameter
+    ),
+    **{
+        name: Move("writes", None, written_origin, write, is_written)
+        for name, write in {"dynamic_update_slice": updated, "scatter": scattered}.items()
+    },
 }

@@ -126,7 +126,7 @@ class Walk:
             return [self.named(eqn, ins[0], place)]
         if name in MOVES or is_contraction(name, eqn.params):
             self._refuse_unread(eqn, ins)
-        if name in MOVES and (ins[0].cache is not None or not MOVES[name].is_write):
+        if name in MOVES and (ins[0].cache is not None or MOVES[name].how != "writes"):
             if MOVES[name].has_indices:
                 self.read(ins[1:], name)
             return MOVES[name].origins(eqn, ins)

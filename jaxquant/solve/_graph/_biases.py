@@ -11,14 +11,12 @@ from ..._base._axes import Matrix
 from ..._contract._ops import OPS
 from ..._program._jaxpr import Location
 from ..._program._moves import MOVES
-from ._channels import RULES, sides_of
+from ._channels import OF_MOVES, rule_of, runs_of, sides_of
 from ._factors import Factors, NoFactorsError, joined, lean, level, nothing
 from ._flat import END, SHARED, TURN, Flat, Node, length_of
 from ._folding import Scans, of_all_turns, of_turn
 
-_MOVES = {name for name in MOVES.keys() & RULES.keys() if not MOVES[name].is_write} - {"tile", "gather"}
 _SUMS = "add", "add_any", "sub"
-_CUTS = "slice", "split", "unstack", "dynamic_slice"
 
 
 class NoBiasError(Exception):
@@ -68,6 +66,13 @@ def _numbered(matrix: Matrix, shape: tuple[int, ...]) -> Factors:
 def _rows(shape: tuple[int, ...], channels: Factors) -> int:
     """How many elements there are for each channel."""
     return math.prod(shape) // channels.size
+
+
+def _is_moved(node: Node) -> bool:
+    """Whether an equation moves values, and says of no element several times that it is there, by tiles or indices."""
+    how = MOVES[node.name].how if node.name in MOVES else ""
+    repeats = lambda run: run.times > 1 or (run.is_picked and not run.old)
+    return how in OF_MOVES and not (how in ("moves", "picks") and any(map(repeats, runs_of(node, 0))))
 
 
 class _Search:
@@ -127,7 +132,8 @@ class _Search:
         except NoFactorsError:
             raise self._error(f"its output {'is' if node.name == END else 'goes into'} {node.words}") from None
         before = _rows(node.shapes[0][0], env.get(node.ins[0], np.ones(1)))
-        if node.name in _CUTS and any(_rows(self.flat.shapes[i], v) < before for i, v in outs.items()):
+        is_cut = node.name in MOVES and MOVES[node.name].how in ("moves", "picks")
+        if is_cut and any(_rows(self.flat.shapes[i], v) < before for i, v in outs.items()):
             raise self._error(f"some rows of its output are taken apart by {node.words}")
         return outs
 
@@ -174,7 +180,7 @@ class _Search:
         if value in self.flat.paths:
             return [value]
         node = self.flat.maker.get(value)
-        if node is None or node.name not in (*_MOVES, TURN, SHARED):
+        if node is None or not (node.name in (TURN, SHARED) or _is_moved(node)):
             return []
         parts = [self._parts(i) for i in node.ins]
         return [i for part in parts for i in part] if all(parts) else []
@@ -191,7 +197,7 @@ class _Search:
         if node.name == TURN:
             way = [(0, of_all_turns(channels, stride, length_of(node)))]
         else:
-            rule = None if node.name == SHARED else RULES[node.name]
+            rule = None if node.name == SHARED else rule_of(node.name)
             (way,) = rule.backward(node, node.outs.index(value), channels) if rule else [[(0, channels)]]
         for k, v in way:
             self._back(node.ins[k], v, found)
@@ -203,8 +209,8 @@ class _Search:
             outs = [of_turn(ins[0], self.strides.get(node.at, 0), length_of(node))]
         elif node.name == SHARED:
             outs = ins
-        elif node.name in _MOVES:
-            outs = RULES[node.name].forward(node, ins)
+        elif _is_moved(node) and (rule := rule_of(node.name)):
+            outs = rule.forward(node, ins)
         else:
             raise NoFactorsError("which is no move")
         return {i: v for i, v in zip(node.outs, outs, strict=True) if v.any()}

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of factors of channels in the primitives of jax: which elements are divided, or multiplied, by which.
 
-One entry a primitive in RULES; what has none passes no factor.
+Those that only move data are known by MOVES; the others have an entry in RULES. What has neither passes no factor.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..._base import _checks as checks
-from ..._base import _groups as grouping
 from ..._base._axes import int_pairs
 from ..._contract._ops import OPS
-from ..._program._jaxpr import order_read, param
+from ..._program._jaxpr import param
+from ..._program._moves import MOVES, Run
 from ._factors import Factors, NoFactorsError, UnmetError, apart, known, lean, level, nothing, product
 from ._flat import Node, dtype_of_result
 
@@ -33,22 +34,79 @@ class Rule(NamedTuple):
     backward: Callable[[Node, int, Factors], list[Wanted]]
 
 
-# Moves
+# Moves, by the runs of axes that MOVES has of each
 
 
-def _one(forward: Callable[[Node, Factors], Any], backward: Callable[[Node, int, Factors], Factors]) -> Rule:
-    """The rule of a primitive that moves its first operand; others, such as indices, must have no factors."""
-
-    def ahead(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
-        if any(v is not None and v.any() for v in ins[1:]):
-            raise NoFactorsError("by an index that would be divided")
-        made = forward(node, known(ins[0], len(node.shapes[0][0])))
-        return list(map(lean, made)) if isinstance(made, list) else [lean(made)]
-
-    return Rule(ahead, lambda node, k, v: [[(0, backward(node, k, v))]])
+def runs_of(node: Node, k: int) -> list[Run]:
+    """The runs that make a result of a move, in the order of its axes."""
+    of_results = MOVES[node.name].runs
+    assert of_results is not None
+    return sorted(of_results(node.eqn)[k], key=lambda run: run.new)
 
 
-def _same() -> Rule:
+def _moved(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
+    if any(v is not None and v.any() for v in ins[1:]):
+        raise NoFactorsError("by an index that would be divided")
+    if (fill := node.eqn.params.get("fill_value")) and fill == fill:  # neither None, nor 0 or NaN, which stay
+        raise NoFactorsError("with a value that would not be divided")
+    v, shape = known(ins[0], len(node.shapes[0][0])), node.shapes[0][0]
+    return [ahead(runs_of(node, k), v, shape, new) for k, new in enumerate(node.shapes[1])]
+
+
+def ahead(runs: Sequence[Run], v: Factors, old: tuple[int, ...], new: tuple[int, ...]) -> Factors:
+    """The factors of a result in these runs, of shape `new`, where the value of shape `old` has some."""
+    for run in runs:
+        if run.is_picked:
+            v = apart(v, run.old)
+        elif run.cut and v.shape[run.old[0]] > 1:
+            start, stop, stride = run.cut
+            at = slice(start, stop, stride) if stride > 0 else slice(None, None, -1)
+            v = v[(slice(None),) * run.old[0] + (at,)]
+        elif run.times > 1 and v.shape[run.old[0]] > 1:
+            v = np.concatenate([v] * run.times, run.old[0])
+    full, sizes = [], []
+    for run in runs:
+        one_each = len(run.old) == len(run.new) == 1
+        changes = any(v.shape[i] > 1 for i in run.old) and not one_each
+        full += [old[i] if changes else v.shape[i] for i in run.old]
+        sizes += [new[j] if changes else v.shape[run.old[0]] if one_each else 1 for j in run.new]
+    v = v.transpose([i for run in runs for i in run.old])
+    return lean(np.broadcast_to(v, full).reshape(sizes))
+
+
+def _moved_back(node: Node, k: int, v: Factors) -> list[Wanted]:
+    return [[(0, behind(runs_of(node, k), v, node.shapes[0][0], node.shapes[1][k]))]]
+
+
+def behind(runs: Sequence[Run], v: Factors, old: tuple[int, ...], new: tuple[int, ...]) -> Factors:
+    """The factors that a value of shape `old` must have for a result in these runs, of shape `new`, to have these."""
+    stretched = lambda run: not run.old or (len(run.old) == len(run.new) == 1 and old[run.old[0]] == 1)
+    v = level(v, [j for run in runs if run.is_picked or stretched(run) for j in run.new])
+    full, sizes = [], []
+    for run in runs:
+        one_each = len(run.old) == len(run.new) == 1
+        changes = any(v.shape[j] > 1 for j in run.new) and not one_each
+        full += [new[j] if changes else v.shape[j] for j in run.new]
+        sizes += [old[i] if changes else v.shape[run.new[0]] if one_each else 1 for i in run.old]
+    v = np.broadcast_to(v, full).reshape(sizes).transpose(np.argsort([i for run in runs for i in run.old]))
+    for run in runs:
+        if run.times > 1 and v.shape[i := run.old[0]] > 1:
+            v = level(v.reshape(*v.shape[:i], run.times, old[i], *v.shape[i + 1 :]), [i]).squeeze(i)
+        elif run.cut and not run.is_picked:
+            v = _uncut(v, run.old[0], run.cut, old)
+    return lean(v)
+
+
+def _uncut(v: Factors, axis: int, cut: tuple[int, int, int], shape: tuple[int, ...]) -> Factors:
+    """Factors of the whole where a part has these; 0 elsewhere."""
+    if cut[2] < 0:
+        return np.flip(v, axis)
+    made = np.zeros([shape[i] if i == axis else n for i, n in enumerate(v.shape)], v.dtype)
+    made[(slice(None),) * axis + (slice(*cut),)] = v
+    return made
+
+
+def _each() -> Rule:
     """The rule of what takes several values and gives each."""
     ndim = lambda node, k: len(node.shapes[0][k])
     return Rule(lambda node, ins: [known(v, ndim(node, k)) for k, v in enumerate(ins)], lambda node, k, v: [[(k, v)]])
@@ -63,114 +121,33 @@ def _cast() -> Rule:
     return _one(through, lambda node, _, v: through(node, v))
 
 
-def _reshaped(v: Factors, old: tuple[int, ...], new: tuple[int, ...]) -> Factors:
-    full, sizes = list(v.shape), []
-    for of_old, of_new in grouping.segments(old, new):
-        changes = any(v.shape[i] > 1 for i in of_old)
-        for i in of_old:
-            full[i] = old[i] if changes else 1
-        sizes += [new[j] if changes else 1 for j in of_new]
-    return lean(np.broadcast_to(v, full).reshape(sizes))
-
-
-def _as_read(node: Node) -> tuple[int, ...]:
-    """The shape of the operand of a reshape with its axes in the order in which they are read."""
-    return tuple(node.shapes[0][0][i] for i in order_read(node.eqn))
-
-
-def _broadcast(node: Node, v: Factors) -> Factors:
-    places, sizes = param(node.eqn, "broadcast_dimensions"), [1] * len(node.shapes[1][0])
-    for place, n in zip(places, v.shape, strict=True):
-        sizes[place] = n
-    return v.reshape(sizes)
-
-
-def _unbroadcast(node: Node, _: int, v: Factors) -> Factors:
-    places, shape = param(node.eqn, "broadcast_dimensions"), node.shapes[0][0]
-    kept = [i for i, n in zip(places, shape, strict=True) if n > 1]
-    v = level(v, [i for i in range(v.ndim) if i not in kept])
-    return v.reshape([v.shape[i] for i in places])
-
-
-def _cut(v: Factors, cuts: Sequence[tuple[int, int, int]]) -> Factors:
-    return v[tuple(slice(None) if n == 1 else slice(*cut) for n, cut in zip(v.shape, cuts, strict=True))]
-
-
-def _uncut(v: Factors, cuts: Sequence[tuple[int, int, int]], shape: tuple[int, ...]) -> Factors:
-    """Factors of the whole where a part has these; 0 elsewhere."""
-    partial = [cut != (0, n, 1) for cut, n in zip(cuts, shape, strict=True)]
-    made = np.zeros([n if p else v.shape[i] for i, (p, n) in enumerate(zip(partial, shape, strict=True))], v.dtype)
-    made[tuple(slice(*cut) if p else slice(None) for p, cut in zip(partial, cuts, strict=True))] = v
-    return lean(made)
-
-
-def _slice_cuts(node: Node) -> list[tuple[int, int, int]]:
-    starts, stops = param(node.eqn, "start_indices"), param(node.eqn, "limit_indices")
-    strides = param(node.eqn, "strides") or (1,) * len(starts)
-    return [
-        (int(a), n if s == 1 and b == n else int(b), int(s))
-        for a, b, s, n in zip(starts, stops, strides, node.shapes[0][0], strict=True)
-    ]
-
-
-def _parts(shapes: Sequence[tuple[int, ...]], axis: int) -> list[list[tuple[int, int, int]]]:
-    """How arrays of these shapes lie side by side in one of them all."""
-    ends = np.cumsum([0, *(shape[axis] for shape in shapes)]).tolist()
-    return [
-        [(ends[k], ends[k + 1], 1) if i == axis else (0, n, 1) for i, n in enumerate(shape)]
-        for k, shape in enumerate(shapes)
-    ]
-
-
-def _split_cuts(node: Node) -> list[list[tuple[int, int, int]]]:
-    return _parts(node.shapes[1], param(node.eqn, "axis"))
-
-
-def _side_by_side(parts: Sequence[Factors], sizes: Sequence[int], axis: int) -> Factors:
-    """The factors of values of these sizes along an axis, one after the other."""
-    if all(v.shape[axis] == 1 and np.array_equal(v, parts[0]) for v in parts):
-        return parts[0]
-    others = np.broadcast_shapes(*(np.take(v, [0], axis).shape for v in parts))
-    full = lambda v, n: np.broadcast_to(v, (*others[:axis], n, *others[axis + 1 :]))
-    return lean(np.concatenate([full(v, n) for v, n in zip(parts, sizes, strict=True)], axis))
-
-
-def _concatenated(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
-    axis, parts = param(node.eqn, "dimension"), [known(v, len(node.shapes[1][0])) for v in ins]
-    return [_side_by_side(parts, [shape[axis] for shape in node.shapes[0]], axis)]
-
-
-def _unconcatenated(node: Node, _: int, v: Factors) -> list[Wanted]:
-    cuts = _parts(node.shapes[0], param(node.eqn, "dimension"))
-    return [[(k, lean(_cut(v, of))) for k, of in enumerate(cuts)]]
-
-
-def _stacked(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
-    axis, ndim = param(node.eqn, "axis"), len(node.shapes[1][0]) - 1
-    return [_side_by_side([np.expand_dims(known(v, ndim), axis) for v in ins], [1] * len(ins), axis)]
-
-
-def _turn_of(v: Factors, k: int, axis: int) -> Factors:
-    """The factors at place k of an axis, without it."""
-    return lean(v.take(k if v.shape[axis] > 1 else 0, axis))
-
-
-def _unstacked_of(node: Node, k: int, v: Factors) -> Factors:
-    axis, shape = param(node.eqn, "axis"), node.shapes[0][0]
-    return _uncut(
-        np.expand_dims(v, axis), [(k, k + 1, 1) if i == axis else (0, n, 1) for i, n in enumerate(shape)], shape
+def _one(forward: Callable[[Node, Factors], Factors], backward: Callable[[Node, int, Factors], Factors]) -> Rule:
+    """The rule of what takes one value and keeps its channels along the axes that stay."""
+    return Rule(
+        lambda node, ins: [lean(forward(node, known(ins[0], len(node.shapes[0][0]))))],
+        lambda node, k, v: [[(0, backward(node, k, v))]],
     )
 
 
-def _tiled(node: Node, v: Factors) -> Factors:
-    return np.tile(v, [r if n > 1 else 1 for r, n in zip(param(node.eqn, "reps"), v.shape, strict=True)])
+def _joined(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
+    """Of values side by side: with a size along the axis, unless all are alike."""
+    axis, is_new, shapes = param(node.eqn, "dimension", "axis"), node.name == "stack", node.shapes[0]
+    parts = [known(v, len(shape)) for v, shape in zip(ins, shapes, strict=True)]
+    parts = [np.expand_dims(v, axis) for v in parts] if is_new else parts
+    if all(v.shape[axis] == 1 and np.array_equal(v, parts[0]) for v in parts):
+        return [parts[0]]
+    others = np.broadcast_shapes(*(np.take(v, [0], axis).shape for v in parts))
+    full = lambda v, n: np.broadcast_to(v, (*others[:axis], n, *others[axis + 1 :]))
+    sizes = [1 if is_new else shape[axis] for shape in shapes]
+    return [lean(np.concatenate([full(v, n) for v, n in zip(parts, sizes, strict=True)], axis))]
 
 
-def _untiled(node: Node, _: int, v: Factors) -> Factors:
-    for i, (n, times) in enumerate(zip(node.shapes[0][0], param(node.eqn, "reps"), strict=True)):
-        if times > 1 and v.shape[i] > 1:
-            v = level(v.reshape(*v.shape[:i], times, n, *v.shape[i + 1 :]), [i]).squeeze(i)
-    return v
+def _apart(node: Node, _: int, v: Factors) -> list[Wanted]:
+    axis, is_new = param(node.eqn, "dimension", "axis"), node.name == "stack"
+    ends = np.cumsum([0, *(1 if is_new else shape[axis] for shape in node.shapes[0])]).tolist()
+    part = lambda a, b: v if v.shape[axis] == 1 else v.take(range(a, b), axis)
+    parts = [part(*bounds) for bounds in itertools.pairwise(ends)]
+    return [[(k, lean(w.squeeze(axis) if is_new else w)) for k, w in enumerate(parts)]]
 
 
 def _padded_axes(node: Node) -> list[int]:
@@ -181,45 +158,6 @@ def _padded(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
     if ins[1] is not None:  # neither 0 nor infinite
         raise NoFactorsError("with a value that would not be divided")
     return [apart(known(ins[0], len(node.shapes[0][0])), _padded_axes(node))]
-
-
-def _picked_axes(node: Node) -> list[int]:
-    """The axes along which indices say which part of a value is taken."""
-    sizes = zip(node.shapes[0][0], param(node.eqn, "slice_sizes"), strict=True)
-    return [i for i, (whole, part) in enumerate(sizes) if part != whole]
-
-
-class _Picked(NamedTuple):
-    """What a gather makes of axes: of the operand those along which indices pick, and where the others are."""
-
-    cut: list[int]
-    kept: list[int]
-    places: Sequence[int]
-
-
-def _picked_by_indices(node: Node) -> _Picked:
-    numbers, sizes = param(node.eqn, "dimension_numbers"), param(node.eqn, "slice_sizes")
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    shape = node.shapes[0][0]
-    cut = [i for i, n in enumerate(shape) if i in gone or i in numbers.start_index_map or sizes[i] != n]
-    return _Picked(cut, [i for i in range(len(shape)) if i not in gone], numbers.offset_dims)
-
-
-def _gathered(node: Node, v: Factors) -> Factors:
-    fill = param(node.eqn, "fill_value")
-    if fill and fill == fill:  # neither None, nor 0 or NaN, which are the same divided
-        raise NoFactorsError("with a value that would not be divided")
-    cut, kept, places = _picked_by_indices(node)
-    sizes = dict(zip(places, (apart(v, cut).shape[i] for i in kept), strict=True))
-    return v.reshape([sizes.get(i, 1) for i in range(len(node.shapes[1][0]))])
-
-
-def _ungathered(node: Node, _: int, v: Factors) -> Factors:
-    cut, kept, places = _picked_by_indices(node)
-    own = {place: i for place, i in zip(places, kept, strict=True) if i not in cut}
-    v = level(v, [i for i in range(v.ndim) if i not in own])
-    sizes = {i: v.shape[place] for place, i in own.items()}
-    return v.reshape([sizes.get(i, 1) for i in range(len(node.shapes[0][0]))])
 
 
 def _written(node: Node) -> tuple[list[int], list[int], Sequence[int]]:
@@ -475,52 +413,17 @@ def _to_operand(node: Node, _: int, v: Factors) -> list[Wanted]:
 
 _LINEAR, _PRODUCT = Rule(_alike, _to_all), Rule(_multiplied, _to_one)
 
+OF_MOVES: dict[str, Rule] = {  # by how they move
+    **dict.fromkeys(("moves", "picks"), Rule(_moved, _moved_back)),
+    "each": _each(),
+    "casts": _cast(),
+    "joins": Rule(_joined, _apart),
+}
 RULES: dict[str, Rule] = {
-    "transpose": _one(
-        lambda node, v: v.transpose(param(node.eqn, "permutation")),
-        lambda node, _, v: v.transpose(np.argsort(param(node.eqn, "permutation"))),
-    ),
-    "reshape": _one(
-        lambda node, v: _reshaped(v.transpose(order_read(node.eqn)), _as_read(node), node.shapes[1][0]),
-        lambda node, _, v: _reshaped(v, node.shapes[1][0], _as_read(node)).transpose(np.argsort(order_read(node.eqn))),
-    ),
-    "squeeze": _one(
-        lambda node, v: v.squeeze(tuple(param(node.eqn, "dimensions"))),
-        lambda node, _, v: np.expand_dims(v, tuple(param(node.eqn, "dimensions"))),
-    ),
-    "broadcast_in_dim": _one(_broadcast, _unbroadcast),
-    "rev": _one(
-        lambda node, v: np.flip(v, param(node.eqn, "dimensions")),
-        lambda node, _, v: np.flip(v, param(node.eqn, "dimensions")),
-    ),
-    "slice": _one(
-        lambda node, v: _cut(v, _slice_cuts(node)),
-        lambda node, _, v: _uncut(v, _slice_cuts(node), node.shapes[0][0]),
-    ),
-    "split": _one(
-        lambda node, v: [_cut(v, cuts) for cuts in _split_cuts(node)],
-        lambda node, k, v: _uncut(v, _split_cuts(node)[k], node.shapes[0][0]),
-    ),
-    "concatenate": Rule(_concatenated, _unconcatenated),
-    "stack": Rule(
-        _stacked,
-        lambda node, _, v: [[(k, _turn_of(v, k, param(node.eqn, "axis"))) for k in range(len(node.ins))]],
-    ),
-    "unstack": _one(
-        lambda node, v: [_turn_of(v, k, param(node.eqn, "axis")) for k in range(len(node.outs))], _unstacked_of
-    ),
-    "tile": _one(_tiled, _untiled),
     "pad": Rule(_padded, lambda node, _, v: [[(0, level(v, _padded_axes(node)))]]),
-    "gather": _one(_gathered, _ungathered),
     "sort": _sorted(),
     "dynamic_update_slice": _writes(1),
     **dict.fromkeys(("scatter", "scatter-add"), _writes(2)),
-    "dynamic_slice": _one(
-        lambda node, v: apart(v, _picked_axes(node)), lambda node, _, v: level(v, _picked_axes(node))
-    ),
-    **dict.fromkeys(("copy", "name", "stop_gradient", "sharding_constraint", "reshard", "mesh_cast"), _IDENTITY),
-    **dict.fromkeys(("convert_element_type", "reduce_precision"), _cast()),
-    **dict.fromkeys(("optimization_barrier", "device_put"), _same()),
     **dict.fromkeys(("neg", "abs"), _IDENTITY),
     **dict.fromkeys(("add", "add_any", "sub", "max", "min"), _LINEAR),
     "select_n": Rule(_selected, functools.partial(_to_all, start=1)),
@@ -532,3 +435,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows()),
     **dict.fromkeys(OPS, Rule(_contracted, _to_operand)),
 }
+
+
+def rule_of(name: str) -> Rule | None:
+    """The rule of a primitive; None of one that passes no factor."""
+    return RULES.get(name) or (OF_MOVES.get(MOVES[name].how) if name in MOVES else None)

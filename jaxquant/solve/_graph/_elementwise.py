@@ -5,7 +5,7 @@ The parameter becomes f^-1 of what the gain must be, so that factors pass such a
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.core
@@ -65,14 +65,14 @@ class Elementwise(NamedTuple):
 
 
 def functions_of(
-    nodes: Sequence[Any], paths: Mapping[int, str], numbers: Mapping[int, float], moves: Sequence[str]
+    nodes: Sequence[Any], paths: Mapping[int, str], numbers: Mapping[int, float], moves_one: Callable[[str], bool]
 ) -> dict[str, Elementwise]:
-    """The functions of parameters that nothing else reads, by their paths. `moves` pass on the values of one."""
+    """The functions of parameters that nothing else reads, by their paths; what moves one value passes it on."""
     owner, inside = dict(paths), dict[int, str]()
     of_path: dict[str, list[Any]] = {path: [] for path in paths.values()}
     for node in nodes:
         found = {path for i in node.ins if (path := owner.get(i) or inside.get(i))}
-        if node.name in moves and node.ins[0] in owner:
+        if moves_one(node.name) and node.ins[0] in owner:
             owner |= dict.fromkeys(node.outs, owner[node.ins[0]])
         elif node.name in _FUNCTIONS and len(found) == 1 and all(i in numbers for i in _others(node, owner, inside)):
             (path,) = found

@@ -13,7 +13,6 @@ from ..._program._moves import MOVES
 from ._elementwise import functions_of, number_of
 
 TURN, SHARED = "turn of a scan", "constant of a scan"  # what a scan takes, and what its program has of it
-_OF_ONE = tuple(name for name, move in MOVES.items() if move.is_same and not move.is_write)  # moves of one value
 END = "end"  # where a value leaves what is followed
 
 
@@ -36,6 +35,11 @@ class Node(NamedTuple):
     eqn: JaxprEqn
     at: Location
     words: str
+
+
+def _moves_one(name: str) -> bool:
+    """Whether an equation moves one value."""
+    return name in (TURN, SHARED) or (name in MOVES and MOVES[name].is_same)
 
 
 class Flat:
@@ -69,7 +73,7 @@ class Flat:
             del self.sources[i]
         outs = self._program(jaxpr, args, (), "")
         self._end(outs, jaxpr.eqns[-1] if jaxpr.eqns else None, (), "the result of the function")
-        self.functions = functions_of(self.nodes, self.paths, self._numbers, (*_OF_ONE, TURN, SHARED))
+        self.functions = functions_of(self.nodes, self.paths, self._numbers, _moves_one)
         made = (node for function in self.functions.values() for node in function.nodes)
         self.passes = {node.outs[0]: next(k for k, i in enumerate(node.ins) if i not in self._numbers) for node in made}
 
@@ -92,7 +96,7 @@ class Flat:
         self.maker |= dict.fromkeys(made, node)
         if name in (*MOVES, TURN, SHARED) and all(i in self.neutral for i in ins):
             self.neutral.update(made)
-        if name in _OF_ONE and ins[0] in self._numbers:
+        if _moves_one(name) and ins[0] in self._numbers:
             self._numbers |= dict.fromkeys(made, self._numbers[ins[0]])
         return made
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..._contract._ops import OPS
 from ..._program._jaxpr import Location
 from ..._program._moves import MOVES
-from ._channels import RULES, sides_of
+from ._channels import rule_of, sides_of
 from ._factors import Factors, NoFactorsError, UnmetError, joined, lean, level, nothing
 from ._flat import END, SHARED, TURN, Flat, Node, length_of
 
@@ -183,9 +183,9 @@ class _Attempt:
         if value in self.flat.passes:
             return [(node.ins[self.flat.passes[value]], factors)]
         try:
-            if node.name not in RULES:
+            if (rule := rule_of(node.name)) is None:
                 raise NoFactorsError("which passes no factor")
-            ways = RULES[node.name].backward(node, node.outs.index(value), factors)
+            ways = rule.backward(node, node.outs.index(value), factors)
         except NoFactorsError as error:
             named = [self.flat.paths[i] for i in node.ins if i in self.flat.paths]
             of = f" of the parameter {named[0]!r}" if named else ""
@@ -252,9 +252,9 @@ class _Attempt:
         if node.outs and node.outs[0] in self.flat.passes:
             factors = ins[self.flat.passes[node.outs[0]]]
             return [] if factors is None else [factors]
-        if node.name not in RULES:
+        if (rule := rule_of(node.name)) is None:
             raise NoFactorsError("which passes no factor")
-        return RULES[node.name].forward(node, ins)
+        return rule.forward(node, ins)
 
 
 class _Missing(Exception):

@@ -4,7 +4,8 @@
 Each axis runs along channels: numbers, of which an axis has several where it is reshaped into others. An equation says
 that axes of what it takes and gives have the same channels, or that what it computes of some would not be the same,
 rotated, if they were. A rotation of channels of which none says so, on all axes of parameters that have them, leaves
-the program as it is. One entry a primitive in RULES; what has none passes no rotation.
+the program as it is. Primitives that only move data are known by MOVES; the others have an entry in RULES; what has
+neither passes no rotation.
 """
 
 import itertools
@@ -13,10 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..._base import _checks as checks
-from ..._base import _groups as grouping
 from ..._base._axes import Pairs, int_pairs
 from ..._contract._ops import OPS
-from ..._program._jaxpr import order_read, param
+from ..._program._jaxpr import param
+from ..._program._moves import MOVES, Run
+from ._channels import runs_of
 from ._flat import END, SHARED, TURN, Flat, Node, dtype_of_result, length_of
 from ._folding import Gain, Operand, Scans
 
@@ -169,7 +171,7 @@ class Streams:
             return ins
         if node.outs[0] in self.flat.passes:  # a function of a gain is one, too
             return [ins[self.flat.passes[node.outs[0]]]]
-        return RULES.get(node.name, _mixed)(self, node, ins)
+        return _rule_of(node.name)(self, node, ins)
 
     def inputs(self, operand: Operand) -> Numbers:
         """Of the channels that an operand contracts, the numbers by now; none where it does not change along them."""
@@ -359,17 +361,56 @@ def _ragged_dot(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     return _dot(s, node, ins, int_pairs(numbers.dot_dimension_numbers), group)
 
 
-# Moves
+# Moves, by the runs of axes that MOVES has of each
 
 
-def _in_order(f: Callable[[Node, Axes], Iterable[Axis | None]]) -> Rule:
-    """The rule of what keeps all axes whole."""
-    return lambda s, node, ins: [tuple(f(node, ins[0]))]
+def _moved(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    if (fill := node.eqn.params.get("fill_value")) and fill == fill:  # neither None, nor 0 or NaN, the same rotated
+        return _mixed(s, node, ins)
+    s.spoil(itertools.chain(*ins[1:]), f"also go into {node.words}, {CUTS}")
+    try:
+        return [_in_runs(s, node, k, ins[0]) for k in range(len(node.outs))]
+    except _RegroupedError:
+        return _mixed(s, node, ins, "which groups them in other ways")
 
 
-def _broadcasted(node: Node, v: Axes) -> list[Axis | None]:
-    places = list(param(node.eqn, "broadcast_dimensions"))
-    return [v[places.index(i)] if i in places else None for i in range(len(node.shapes[1][0]))]
+class _RegroupedError(Exception):
+    """Channels are in groups that are not theirs."""
+
+
+def _in_runs(s: Streams, node: Node, k: int, v: Axes) -> Axes:
+    old, new, runs = node.shapes[0][0], node.shapes[1][k], runs_of(node, k)
+    outs: list[Axis | None] = [None] * len(new)
+    is_gathered = any(run.is_picked and not run.old for run in runs)
+    for run in runs:
+        axes = [v[i] for i in run.old if old[i] > 1]
+        if run.is_picked or run.times > 1:
+            s.spoil(axes, f"also go into {node.words}, {CUTS}")
+            made = s.new([new[j] for j in run.new], f"come out of {node.words}, {CUTS}")
+        elif run.cut:
+            made = [_part(s, node, v[run.old[0]], old[run.old[0]], run.cut)]
+        else:
+            sizes = [new[j] for j in run.new if new[j] > 1]
+            made = axes if len(axes) == len(sizes) == 1 else _regrouped(s, node, run, v, sizes)
+        places = run.new if len(made) == len(run.new) else [j for j in run.new if new[j] > 1]
+        for j, axis in zip(places, made, strict=False):
+            outs[j] = axis and axis._replace(made=None) if is_gathered else axis
+    return tuple(outs)
+
+
+def _regrouped(s: Streams, node: Node, run: Run, v: Axes, sizes: Sequence[int]) -> list[Axis | None]:
+    """The axes of these sizes that axes become together."""
+    axes = [(v[i], n) for i in run.old if (n := node.shapes[0][0][i]) > 1]
+    present = [axis for axis, _ in axes if axis is not None]
+    if not present or not sizes:
+        return [None] * len(sizes)
+    copies = lambda n: (s.channels.new(n, f"are the same in {node.words}"),)
+    numbers = itertools.chain(*(axis.numbers if axis else copies(n) for axis, n in axes))
+    groups, first = s.channels.grouped(tuple(numbers), sizes), present[0]
+    if groups is None or any(axis.is_squared != first.is_squared for axis in present):
+        raise _RegroupedError
+    made = first.made if all(axis and axis.made == first.made for axis, _ in axes) else None
+    return [Axis(group, first.is_squared, made) for group in groups]
 
 
 def _whole(s: Streams, node: Node, v: Axes, cut: Iterable[int]) -> list[Axes]:
@@ -380,29 +421,6 @@ def _whole(s: Streams, node: Node, v: Axes, cut: Iterable[int]) -> list[Axes]:
     return [tuple(made[i] if i in cut else axis for i, axis in enumerate(v))]
 
 
-def _reshaped(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    order = order_read(node.eqn)
-    old, new = tuple(node.shapes[0][0][i] for i in order), node.shapes[1][0]
-    ins = [tuple(ins[0][i] for i in order)]
-    outs: list[Axis | None] = [None] * len(new)
-    for of_old, of_new in grouping.segments(old, new):
-        axes, places = [(ins[0][i], old[i]) for i in of_old if old[i] > 1], [j for j in of_new if new[j] > 1]
-        present = [axis for axis, _ in axes if axis is not None]
-        if len(axes) == len(places) == 1:
-            outs[places[0]] = axes[0][0]
-        elif present:
-            copies = lambda n: (s.channels.new(n, f"are the same in {node.words}"),)
-            numbers = itertools.chain(*(axis.numbers if axis else copies(n) for axis, n in axes))
-            groups = s.channels.grouped(tuple(numbers), [new[j] for j in places])
-            first = present[0]
-            if groups is None or any(axis.is_squared != first.is_squared for axis in present):
-                return _mixed(s, node, ins, "which groups them in other ways")
-            made = first.made if all(axis and axis.made == first.made for axis, _ in axes) else None
-            for j, group in zip(places, groups, strict=True):
-                outs[j] = Axis(group, first.is_squared, made)
-    return [tuple(outs)]
-
-
 def _part(s: Streams, node: Node, axis: Axis | None, n: int, cut: tuple[int, int, int]) -> Axis | None:
     """What an axis of n channels is where it is cut by (start, stop, stride): blocks that are whole keep theirs."""
     start, stop, stride = cut
@@ -411,26 +429,10 @@ def _part(s: Streams, node: Node, axis: Axis | None, n: int, cut: tuple[int, int
     block = math.gcd(start, stop, n) if stride == 1 else 1
     outer, inner = s.channels.grouped(axis.numbers, (n // block, block)) or (axis.numbers, ())
     s.channels.spoil(outer, f"also go into {node.words}, {CUTS}")
-    made = s.new([-(-(stop - start) // (stride * (block if inner else 1)))], f"come out of {node.words}, {CUTS}")[0]
+    made = s.new([-(-(stop - start) // (abs(stride) * (block if inner else 1)))], f"come out of {node.words}, {CUTS}")[
+        0
+    ]
     return Axis((*(made.numbers if made else ()), *inner), axis.is_squared, axis.made) if made or inner else None
-
-
-def _sliced(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    starts, stops = param(node.eqn, "start_indices"), param(node.eqn, "limit_indices")
-    cuts = zip(starts, stops, param(node.eqn, "strides") or (1,) * len(starts), strict=True)
-    return [tuple(_part(s, node, *of) for of in zip(ins[0], node.shapes[0][0], cuts, strict=True))]
-
-
-def _split(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    at, n = param(node.eqn, "axis"), node.shapes[0][0][param(node.eqn, "axis")]
-    ends = [0, *itertools.accumulate(param(node.eqn, "sizes"))]
-    parts = [_part(s, node, ins[0][at], n, (*pair, 1)) for pair in itertools.pairwise(ends)]
-    return [(*ins[0][:at], part, *ins[0][at + 1 :]) for part in parts]
-
-
-def _dynamically_sliced(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    sizes = zip(node.shapes[0][0], param(node.eqn, "slice_sizes"), strict=True)
-    return _whole(s, node, ins[0], [i for i, (n, size) in enumerate(sizes) if n != size])
 
 
 def _padded(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
@@ -438,70 +440,27 @@ def _padded(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     return _whole(s, node, axes, [i for i, config in enumerate(param(node.eqn, "padding_config")) if any(config)])
 
 
-def _tiled(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    return _whole(s, node, ins[0], [i for i, times in enumerate(param(node.eqn, "reps")) if times > 1])
-
-
-def _concatenated(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    at = param(node.eqn, "dimension")
-    s.spoil([v[at] for v in ins], f"also go into {node.words}, {CUTS}")
-    (axes,) = _sum(s, node, [(*v[:at], None, *v[at + 1 :]) for v in ins])
+def _joined(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    at, is_new = param(node.eqn, "dimension", "axis"), node.name == "stack"
+    if not is_new:
+        s.spoil([v[at] for v in ins], f"also go into {node.words}, {CUTS}")
+    (axes,) = _sum(s, node, [(*v[:at], None, *v[at + (not is_new) :]) for v in ins])
     return _whole(s, node, axes, [at])
-
-
-def _stacked(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    at = param(node.eqn, "axis")
-    (axes,) = _sum(s, node, [(*v[:at], None, *v[at:]) for v in ins])
-    return _whole(s, node, axes, [at])
-
-
-def _unstacked(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    at = param(node.eqn, "axis")
-    s.spoil([ins[0][at]], f"also go into {node.words}, {CUTS}")
-    return [(*ins[0][:at], *ins[0][at + 1 :])] * len(node.outs)
-
-
-def _gathered(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    """What indices pick along some axes keeps the channels along the others: rows of an embedding."""
-    fill = param(node.eqn, "fill_value")
-    if fill and fill == fill:  # neither None, nor 0 or NaN, which are the same rotated
-        return _mixed(s, node, ins)
-    numbers, sizes = param(node.eqn, "dimension_numbers"), param(node.eqn, "slice_sizes")
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    picked = gone.union(numbers.start_index_map)
-    cut = [i for i, n in enumerate(node.shapes[0][0]) if i in picked or sizes[i] != n]
-    s.spoil([*(ins[0][i] for i in cut), *ins[1]], f"also go into {node.words}, {CUTS}")
-    made = list(s.new(node.shapes[1][0], f"come out of {node.words}, {CUTS}"))
-    kept = [i for i in range(len(ins[0])) if i not in gone]
-    for place, i in zip(numbers.offset_dims, kept, strict=True):
-        if i not in cut:
-            made[place] = (axis := ins[0][i]) and axis._replace(made=None)
-    return [tuple(made)]
 
 
 _POINTWISE = (
     *("abs", "exp", "log", "logistic", "max", "min", "pow", "rsqrt", "sign", "sqrt", "tanh"),
     *("and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or"),
 )
-_IN_PLACE = ("copy", "name", "neg", "reduce_precision", "stop_gradient", "sharding_constraint", "reshard", "mesh_cast")
-
+OF_MOVES: dict[str, Rule] = {  # by how they move
+    **dict.fromkeys(("moves", "picks"), _moved),
+    "each": _each,
+    "casts": _cast,
+    "joins": _joined,
+}
 RULES: dict[str, Rule] = {
-    "transpose": _in_order(lambda node, v: [v[i] for i in param(node.eqn, "permutation")]),
-    "squeeze": _in_order(lambda node, v: [axis for i, axis in enumerate(v) if i not in param(node.eqn, "dimensions")]),
-    "broadcast_in_dim": _in_order(_broadcasted),
-    "reshape": _reshaped,
-    "slice": _sliced,
-    "split": _split,
-    "dynamic_slice": _dynamically_sliced,
     "pad": _padded,
-    "tile": _tiled,
-    "rev": lambda s, node, ins: _whole(s, node, ins[0], param(node.eqn, "dimensions")),
-    "concatenate": _concatenated,
-    "stack": _stacked,
-    "unstack": _unstacked,
-    "gather": _gathered,
-    **dict.fromkeys((*_IN_PLACE, "pvary", "pcast", "optimization_barrier", "device_put"), _each),
-    "convert_element_type": _cast,
+    "neg": _each,
     **dict.fromkeys(("add", "add_any", "sub"), _sum),
     "select_n": _selected,
     "mul": _multiplied,
@@ -513,3 +472,8 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
 }
+
+
+def _rule_of(name: str) -> Rule:
+    of_move = OF_MOVES.get(MOVES[name].how) if name in MOVES else None
+    return RULES.get(name) or of_move or _mixed
