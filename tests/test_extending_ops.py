@@ -15,12 +15,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from lanes import by_default
 
-from jaxquant import QuantSpec, Rule, activation_spec, dot_general, quantize, quantize_fn, weight_spec
+from jaxquant import QuantSpec, Rule, activation_spec, dot_general, quantize, quantize_fn, solve, weight_spec
 from jaxquant._contract._contract import ContractionOp
 from jaxquant._contract._dot import LOWERINGS, Dot
 from jaxquant._contract._lowering import Lowering
 from jaxquant._contract._ops import OPS
-from jaxquant._spec import _rule
+from jaxquant.solve._graph._factors import NoFactorsError
+from jaxquant.solve._graph._flat import Flat
+from jaxquant.solve._graph._folding import Operand, fold
+from jaxquant.solve._graph._streams import Streams
 
 MATMUL = ((1,), (0,)), ((), ())
 RNG = np.random.default_rng(0)
@@ -69,8 +72,8 @@ class MatmulWithBias(ContractionOp):
     def operand_gradient(self, side, g, q, shape, key, bias):
         return self.dot.operand_gradient(side, g, q, shape, key)
 
-    def contracted_axes(self, ndims):
-        return MATMUL[0]
+    def axes(self, ndims):
+        return self.dot.axes(ndims)
 
 
 RULES = [Rule("w", weight_spec(8), activation_spec(8))]
@@ -90,7 +93,8 @@ def test_without_an_entry_the_rule_matches_no_op():
 
 
 def test_the_plan_has_its_operands(with_entry):
-    sites = list(quantize_fn(with_bias, RULES).plan(PARAMS, X))
+    (rule,) = RULES
+    sites = list(quantize_fn(with_bias, [dataclasses.replace(rule, op=fused.name)]).plan(PARAMS, X))
     assert [(site.name, site.op, site.length) for site in sites] == [
         ("w:input", "matmul_with_bias", 16),
         ("w", "matmul_with_bias", 16),
@@ -121,6 +125,25 @@ def test_its_bias_is_read_in_float(with_entry):
     assert_same_bits(got(PARAMS, X), want(PARAMS, X))
     with pytest.raises(ValueError, match=r"'w'.*also read in float, by 'matmul_with_bias'"):
         got.freeze(PARAMS, X)
+
+
+def test_solvers_read_its_axes(with_entry):
+    """Each makes of it what it makes of the dot; no factor comes out of it, of which its bias would know nothing."""
+    rng, shapes = np.random.default_rng(1), {"a": (16, 8), "b": (1, 8), "c": (4,), "d": (4, 4), "w": (8, 4)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    flat_of = lambda f: Flat(jax.make_jaxpr(f)(params, X).jaxpr, [*params, None])
+    read = []
+    for turn in (fused.bind, formula):
+        f = lambda p, x, turn=turn: turn(jnp.square(x @ p["a"]) * p["b"], p["w"], p["c"])
+        q, flat = quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))]), flat_of(f)
+        grams = q.observe(params, X, gram=True)
+        solved = solve.gptq(params, q, grams, X, qparams=q.init_qparams(params, X))
+        at = [node.at for node in flat.nodes if node.name in OPS][-1]
+        read.append((grams, solved, fold(flat, Operand(at, 0)).factors, Streams(flat).parameters()["w"]))
+    jax.tree.map(assert_same_bits, *read)
+    flat = flat_of(lambda p, x: fused.bind(x @ p["a"], p["w"], p["c"]) @ p["d"])
+    with pytest.raises(NoFactorsError, match="beside an operand that would not be divided"):
+        fold(flat, Operand([node.at for node in flat.nodes if node.name in OPS][-1], 0))
 
 
 # ---- Another way to add up products of integers.
@@ -156,7 +179,3 @@ def test_an_execution_that_another_op_has_is_refused_by_name(monkeypatch):
     q = quantize_fn(conv, RULES, execution="of_dots")
     with pytest.raises(ValueError, match=r"`execution` must be one of auto, int8, native.*, got 'of_dots'"):
         q({"w": ones((3, 4, 4))}, ones((2, 5, 4)))
-
-
-def test_rules_name_the_ops_that_there_are():
-    assert tuple(OPS) == _rule.OPS

@@ -73,6 +73,6 @@ def test_solvers_follow(with_entry):
         assert set(folded.factors) == {"g", "w"}
         channels = Streams(flat).parameters()
         assert channels["a"][0] == channels["w"][0]
-        return folded.factors, channels, biases(flat, [Contracted(last, 1, (), Dot(*MATMUL).matrix(1, 2))])
+        return folded.factors, channels, biases(flat, [Contracted(last, 1, (), Dot(*MATMUL).matrix(1, (2, 2)))])
 
     jax.tree.map(np.testing.assert_array_equal, of(swap.bind), of(jnp.transpose))

@@ -6,7 +6,8 @@ place in the operand that alone has them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,6 +42,47 @@ class Matrix(NamedTuple):
         if self.groups == 1:
             return v.reshape(*lead, *n)
         return jnp.moveaxis(v.reshape(*lead, n[0], self.groups, n[1] // self.groups), -2, -3)
+
+
+class Axes(NamedTuple):
+    """The names of the axes of a contraction: equal names meet, and are summed unless the output has them.
+
+    What one operand alone has, and the output has not, is a window, or an axis along which matrices are others.
+
+    Attributes:
+      operands: the names of the axes of both.
+      out: of the output.
+      apart: names along which indices take operands apart: rows in groups, and the matrices that these meet.
+      groups: in how many groups the axes of `of_groups` are, as features of a convolution, which meet group by group.
+      of_groups: of each such axis, by its name, the name that it has in a group.
+    """
+
+    operands: tuple[tuple[str, ...], tuple[str, ...]]
+    out: tuple[str, ...]
+    apart: frozenset[str] = frozenset()
+    groups: int = 1
+    of_groups: Mapping[str, str] = MappingProxyType({})
+
+    def parts(self, names: Names) -> list[str]:
+        """These names, with two for an axis in groups."""
+        of = self.of_groups
+        return [part for name in names for part in (("group", of[name]) if name in of else (name,))]
+
+    @property
+    def met(self) -> list[str]:
+        """The names that both operands have, in the order of the first."""
+        a, b = map(self.parts, self.operands)
+        return [name for name in a if name in b]
+
+    @property
+    def summed(self) -> list[str]:
+        """The names that are summed."""
+        return [name for name in self.met if name not in self.parts(self.out)]
+
+    def free(self, side: int) -> list[int]:
+        """The axes of an operand that the output has and the other one has not."""
+        own, other = self.operands[side], self.operands[1 - side]
+        return [i for i, name in enumerate(own) if name in self.out and name not in other]
 
 
 def dot_axes(contracted: Pairs, batch: Pairs, ndims: Sequence[int]) -> tuple[list[str], list[str], list[str]]:

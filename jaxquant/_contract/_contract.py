@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contraction of integers, scaled once, with the gradient of the float contraction.
 
-The value is `acc * (scale_a * scale_b)` with `acc` the contraction of `values - zero_point` in integers. It is
-computed in int8, or in float32 that holds integers, chunked so that no sum reaches 2 ** 24: the same bits, in any
-order of summation, because no step rounds.
+The value is `acc * (scale_a * scale_b)` with `acc` the contraction of `values - zero_point` in integers, which has the
+same bits in any order of summation, because no step rounds.
 """
 
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from .._arrays._qarray import QArray, changed, checked_operand
 from .._arrays._straight_through import with_gradient_of
 from .._base import _checks as checks
 from .._base import _numerics as num
-from .._base._axes import Matrix
+from .._base._axes import Axes, Matrix
 from .._base._gradients import custom_vjp
 from .._base._sharding import shard_like
 from .._history import DelayedQParams, with_seen
@@ -71,8 +71,61 @@ class ContractionOp(abc.ABC):
         """
 
     @abc.abstractmethod
+    def axes(self, ndims: Sequence[int]) -> Axes:
+        """The names of the axes of operands of these ranks, and of the output."""
+
+    # What follows from the names.
+
     def contracted_axes(self, ndims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes of each operand along which one result sums, or which share a scale all the same."""
+        """The axes of each operand along which one result sums, or which share a scale all the same.
+
+        First those that meet, which are pairs.
+        """
+        axes = self.axes(ndims)
+        kept = {*axes.parts(axes.out), *axes.apart}
+
+        def of(names: Sequence[str]) -> tuple[int, ...]:
+            met = [names.index(name) for name in axes.summed if name in names]
+            lost = (i for i, name in enumerate(names) if not kept.issuperset(axes.parts([name])))
+            return (*met, *(i for i in lost if i not in met))
+
+        return of(axes.operands[0]), of(axes.operands[1])
+
+    def pairs_axes(self, ndims: Sequence[int]) -> bool:
+        """Whether all of `contracted_axes` are pairs that meet, so that both operands can be rotated along them."""
+        axes = self.axes(ndims)
+        return all(len(of) == len(axes.summed) for of in self.contracted_axes(ndims)) and not axes.of_groups
+
+    def summed_in_gradient(self, side: int, ndims: Sequence[int]) -> Sequence[int]:
+        """The axes of the other operand that the gradient with respect to operand `side` sums."""
+        own, other = (self.axes(ndims).operands[i] for i in (side, 1 - side))
+        return [i for i, name in enumerate(other) if name not in own]
+
+    def rows(self, side: int, x: Array, shape: tuple[int, ...], *more: Array) -> tuple[Array, Array | None]:
+        """(..., rows, K): what operand `side`, of this shape, meets in x, for its Gram.
+
+        K runs along its contracted axes, in their order. And (experts, rows): whether a row meets the matrix of an
+        expert; None where there are none.
+        """
+        axes = self.axes((x.ndim, len(shape)) if side else (len(shape), x.ndim))
+        own, other = axes.operands[side], axes.operands[1 - side]
+        summed = [name for name in own if name in axes.summed]
+        batch = [name for name in own if name in axes.met and name not in summed]
+        order = *batch, *(name for name in other if name not in own), *summed
+        x = lax.transpose(x, [other.index(name) for name in order])
+        return x.reshape(*x.shape[: len(batch)], -1, math.prod(shape[own.index(name)] for name in summed)), None
+
+    def matrix(self, side: int, ndims: Sequence[int]) -> Matrix:
+        """How operand `side` lies in matrices whose K is that of `rows`."""
+        axes, summed = self.axes(ndims), self.axes(ndims).summed
+        places = lambda names: tuple(i for i, name in enumerate(axes.operands[side]) if name in names)
+        return Matrix(places({*axes.met, *axes.apart}.difference(summed)), places(summed), tuple(axes.free(side)))
+
+    def columns(self, side: int, ndims: Sequence[int]) -> tuple[int, int] | None:
+        """The last axis of operand `side` that is not summed, and where it is in the result; None if it is nowhere."""
+        axes = self.axes(ndims)
+        free = [i for i in axes.free(side) if axes.operands[side][i] not in axes.apart]
+        return (free[-1], axes.out.index(axes.operands[side][free[-1]])) if free else None
 
     # What a plan asks beyond that. The defaults suit an op whose scales are shared along what is contracted.
 
@@ -86,35 +139,10 @@ class ContractionOp(abc.ABC):
         """Whether a gradient brings the axes that it sums together, so that blocks can run along them."""
         return False
 
-    def summed_in_gradient(self, side: int, ndim: int) -> Sequence[int]:
-        """The axes of the other operand, of this rank, that the gradient with respect to operand `side` sums."""
-        return ()
-
     @property
     def why_one_scale(self) -> str:
         """Why a gradient has one scale, and not one for each of its rows, in words; empty if it may have them."""
         return ""
-
-    def rows(self, *args: Any, **kwargs: Any) -> tuple[Array, Array | None]:
-        """(side, x, shape, *more) -> (..., rows, K): what operand `side`, of this shape, meets in x, for its Gram.
-
-        K runs along its contracted axes, in their order. And (experts, rows): whether a row meets the matrix of an
-        expert; None where there are none.
-        """
-        raise ValueError(f"`gram=True` is not for {type(self).__name__}. Leave its weight out by a rule with None.")
-
-    def matrix(self, side: int, ndim: int) -> Matrix:
-        """How operand `side`, of this rank, lies in matrices whose K is that of `rows`."""
-        raise ValueError(f"`gram=True` is not for {type(self).__name__}. Leave its weight out by a rule with None.")
-
-    @property
-    def pairs_axes(self) -> bool:
-        """Whether `contracted_axes` are pairs that meet, so that both operands can be rotated along them."""
-        return False
-
-    def columns(self, side: int, ndims: Sequence[int]) -> tuple[int, int] | None:
-        """The last axis of operand `side` that is not summed, and where it is in the result; None if it is nowhere."""
-        return None
 
     def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:
         """The axes of an operand in the order in memory that an integer product reads fastest; empty if any will do."""

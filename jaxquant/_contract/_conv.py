@@ -14,7 +14,7 @@ from jax import Array, lax
 from .._arrays._qarray import QArray, checked_operand
 from .._base import _checks as checks
 from .._base import _numerics as num
-from .._base._axes import Matrix, in_output
+from .._base._axes import Axes, Matrix, in_output
 from .._base._groups import broadcast_groups
 from .._base._sharding import replicated
 from .._platform._dots import integer_sums
@@ -49,16 +49,25 @@ class Conv(ContractionOp):
         groups = params["feature_group_count"], params["batch_group_count"]
         return cls(strides, pads, a_dilation, b_dilation, params["dimension_numbers"], *groups, **attributes)
 
-    def contracted_axes(self, ndims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        kept = (self.dimensions.lhs_spec[0],) if self.batch_groups == 1 else (), (self.dimensions.rhs_spec[0],)
-        a, b = (tuple(i for i in range(n) if i not in own) for n, own in zip(ndims, kept, strict=True))
-        return a, b
+    def axes(self, ndims: Sequence[int]) -> Axes:
+        a, b, out = self._axes()
+        (_, feature, *_), (_, inner, *_) = self.dimensions.lhs_spec, self.dimensions.rhs_spec
+        b[inner] = "sum"
+        of_groups = {} if self.feature_groups == 1 else {"inputs": "sum", "features": "each"}
+        a[feature] = "inputs" if of_groups else "sum"
+        return Axes((tuple(a), tuple(b)), tuple(out), groups=self.feature_groups, of_groups=of_groups)
+
+    def summed_in_gradient(self, side: int, ndims: Sequence[int]) -> Sequence[int]:
+        return ()
+
+    def columns(self, side: int, ndims: Sequence[int]) -> None:
+        return None
 
     @property
     def why_one_scale(self) -> str:
         return "" if self.batch_groups == 1 else f"in groups of examples (batch_group_count={self.batch_groups})"
 
-    def rows(self, side: int, x: Array, shape: tuple[int, ...]) -> tuple[Array, None]:
+    def rows(self, side: int, x: Array, shape: tuple[int, ...], *more: Array) -> tuple[Array, None]:
         """The windows that meet the kernel: by a convolution with each of its values alone, for each feature group."""
         if side == 0 or self.batch_groups > 1:
             raise ValueError(
@@ -72,9 +81,9 @@ class Conv(ContractionOp):
         rows = jnp.moveaxis(y, feature, -1).reshape(-1, n, math.prod(own))
         return (rows[:, 0] if n == 1 else rows.swapaxes(0, 1)), None
 
-    def matrix(self, side: int, ndim: int) -> Matrix:
+    def matrix(self, side: int, ndims: Sequence[int]) -> Matrix:
         out = self.dimensions.rhs_spec[0]
-        return Matrix((), tuple(i for i in range(ndim) if i != out), (out,), self.feature_groups)
+        return Matrix((), tuple(i for i in range(ndims[1]) if i != out), (out,), self.feature_groups)
 
     def real(self, a: Array, b: Array, dtype: Any = jnp.float32) -> Array:
         """The float formulation, which has the gradient of the op."""

@@ -16,7 +16,7 @@ from .._arrays._qarray import QArray, changed, checked_operand, groups_of, moved
 from .._arrays._straight_through import quantize_straight_through
 from .._base import _checks as checks
 from .._base import _numerics as num
-from .._base._axes import Matrix, arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
+from .._base._axes import Axes, arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
 from .._base._groups import broadcast_groups
 from .._base._sharding import is_explicit, replicated, shard_like, vary_together
 from .._platform._cpu import computed_once
@@ -46,8 +46,9 @@ class Dot(ContractionOp):
     def of(cls, params: Mapping[str, Any], **attributes: Any) -> Self:
         return cls(*int_pairs(params["dimension_numbers"]), **attributes)
 
-    def contracted_axes(self, ndims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.contracted
+    def axes(self, ndims: Sequence[int]) -> Axes:
+        a, b, out = map(tuple, dot_axes(self.contracted, self.batch, ndims))
+        return Axes((a, b), out)
 
     @property
     def takes_blocks(self) -> bool:
@@ -59,32 +60,9 @@ class Dot(ContractionOp):
         (ca, cb), (ba, bb), (of_a, of_b) = self.contracted, self.batch, self.gradient
         return Dot((cb, ca), (bb, ba), self.most, execution=self.execution, gradient=(of_b, of_a))
 
-    def summed_in_gradient(self, side: int, ndim: int) -> Sequence[int]:
-        return self._free(ndim, 1 - side)
-
     def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:
         free, contracted = self._free(ndim, side), self.contracted[side]
         return (*self.batch[side], *free, *contracted) if len(free) == len(contracted) == 1 else ()
-
-    def columns(self, side: int, ndims: Sequence[int]) -> tuple[int, int] | None:
-        free = [self._free(ndim, i) for i, ndim in enumerate(ndims)]
-        if not free[side]:
-            return None
-        return free[side][-1], len(self.batch[0]) + len(free[0]) + (len(free[1]) if side else 0) - 1
-
-    @property
-    def pairs_axes(self) -> bool:
-        return True
-
-    def rows(self, side: int, x: Array, shape: tuple[int, ...]) -> tuple[Array, None]:
-        """The rows that meet operand `side`, for each index of the batch; in the order of that operand's axes."""
-        (batch, contracted) = (_in_order_of(axes[side], axes[1 - side]) for axes in (self.batch, self.contracted))
-        x = lax.transpose(x, (*batch, *self._free(x.ndim, 1 - side), *contracted))
-        return x.reshape(*x.shape[: len(batch)], -1, math.prod(shape[i] for i in self.contracted[side])), None
-
-    def matrix(self, side: int, ndim: int) -> Matrix:
-        batch, contracted = (tuple(sorted(axes[side])) for axes in (self.batch, self.contracted))
-        return Matrix(batch, contracted, tuple(self._free(ndim, side)))
 
     def real(self, a: Array, b: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
@@ -359,11 +337,6 @@ def _dimension_numbers(value: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
 def _axes(name: str, axes: tuple[int, ...], ndim: int) -> None:
     if not all(0 <= i < ndim for i in axes) or len(set(axes)) < len(axes):
         raise ValueError(f"`{name}` must be different axes in [0, {ndim}), got {axes}. Count them from the front.")
-
-
-def _in_order_of(own: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The axes `other`, which meet the axes `own` of the other operand, in the order that those have there."""
-    return [axis for _, axis in sorted(zip(own, other, strict=True))]
 
 
 def _check_spec(a: Any, b: Any, spec: Any) -> None:

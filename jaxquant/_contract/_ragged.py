@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from .._arrays._qarray import QArray, moved
 from .._base import _groups as grouping
-from .._base._axes import Matrix, arranged, dot_axes, dot_numbers, int_pairs
+from .._base._axes import Axes, Matrix, arranged, dot_axes, dot_numbers, int_pairs
 from ._contract import ContractionOp
 from ._dot import Dot
 from ._operands import Rounding
@@ -40,8 +40,11 @@ class Ragged(ContractionOp):
         is_free = not {*contracted, *batch}.intersection(numbers.lhs_ragged_dimensions)
         return params["group_offset"] is None and is_free
 
-    def contracted_axes(self, ndims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.contracted
+    def axes(self, ndims: Sequence[int]) -> Axes:
+        a, b, output = dot_axes(self.contracted, self.batch, ndims)
+        rows, experts = a[self.ragged], b[self.group]
+        output.remove(experts)
+        return Axes((tuple(a), tuple(b)), tuple(output), frozenset((rows, experts)))
 
     @property
     def takes_blocks(self) -> bool:
@@ -51,32 +54,21 @@ class Ragged(ContractionOp):
     def joins_summed(self) -> bool:
         return True
 
-    def summed_in_gradient(self, side: int, ndim: int) -> Sequence[int]:
-        return [i for i in range(ndim) if i not in (*self.contracted[1 - side], *self.batch[1 - side])]
-
-    def rows(self, side: int, x: Array, shape: tuple[int, ...], sizes: Array) -> tuple[Array, Array]:
+    def rows(self, side: int, x: Array, shape: tuple[int, ...], *more: Array) -> tuple[Array, Array]:
         """All rows, and for each expert whether they meet it."""
-        rows, _ = Dot(self.contracted, self.batch).rows(side, x, shape)
+        rows, _ = super().rows(side, x, shape)
         kept = [x.shape[i] for i in range(x.ndim) if i not in self.contracted[0]]
-        group = self._groups(kept, shape[self.group], sizes).reshape(-1)
+        group = self._groups(kept, shape[self.group], *more).reshape(-1)
         of_group = group[None] == jnp.arange(shape[self.group], dtype=group.dtype)[:, None]
         return rows, of_group
 
-    def columns(self, side: int, ndims: Sequence[int]) -> tuple[int, int] | None:
-        free = self._free(1, ndims[1])
-        return (free[-1], len(self.batch[0]) + len(self._free(0, ndims[0])) + len(free) - 1) if side and free else None
-
-    @property
-    def pairs_axes(self) -> bool:
-        return True
-
-    def matrix(self, side: int, ndim: int) -> Matrix:
+    def matrix(self, side: int, ndims: Sequence[int]) -> Matrix:
         if side == 0 or self.batch[0]:
             raise ValueError(
                 "second moments and rotations are for the matrices of the experts of a ragged dot without a batch, got "
                 f"the parameter as operand {side} and batch axes {self.batch}. Leave it out by a rule with None."
             )
-        return Matrix((self.group,), tuple(sorted(self.contracted[side])), tuple(self._free(side, ndim)))
+        return super().matrix(side, ndims)
 
     def real(self, a: Array, b: Array, sizes: Array) -> Array:
         """The float formulation, which has the gradient of the op."""

@@ -131,7 +131,8 @@ def _moves(eqn: JaxprEqn, before: tuple[Moved, ...] | None, runs: _Runs | None) 
         return None
     # A sharding is one of the program's mesh, which need not be there where the moves are made again.
     params = ((key, None if key == "sharding" else v) for key, v in sorted(eqn.params.items()))
-    return (*before, Moved(eqn.primitive, tuple(params)))
+    order = [i for run in of_results[0] for i in run.old]
+    return (*before, Moved(eqn.primitive, tuple(params), any(run.cut for run in of_results[0]), order != sorted(order)))
 
 
 def in_order(v: Array, moves: Sequence[Moved], of_turn: Callable[[Array], Array]) -> Array:
@@ -139,10 +140,10 @@ def in_order(v: Array, moves: Sequence[Moved], of_turn: Callable[[Array], Array]
 
     Linear in the array.
     """
-    for i, (primitive, params) in enumerate(moves):
-        if primitive is None:
+    for i, move in enumerate(moves):
+        if move.primitive is None:
             return jax.vmap(lambda turn, rest=moves[i + 1 :]: in_order(turn, rest, of_turn))(v)
-        v = primitive.bind(v, **dict(params))
+        v = move.primitive.bind(v, **dict(move.params))
     return of_turn(v)
 
 

@@ -13,7 +13,7 @@ from .._base import _checks as checks
 from ._granularity import PerTensor
 from ._spec import QuantSpec
 
-OPS = "dot_general", "conv_general_dilated", "ragged_dot_general"  # those of `_contract/_ops`
+OPS: dict[str, Any] = {}  # contractions by the names of their primitives; `_contract/_ops` has them
 KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value", "cache")
 _OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient", "history", "rotate")
 _OF_PRODUCTS = (
@@ -129,7 +129,7 @@ class Rule:
         checks.static_bool("everywhere", self.everywhere)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
-        words = {"kind": KINDS, "op": OPS, "custom": ("keep", "inline"), "rotate": ("hadamard",)}
+        words = {"kind": KINDS, "op": tuple(OPS), "custom": ("keep", "inline"), "rotate": ("hadamard",)}
         for name, choices in words.items():
             if (value := getattr(self, name)) is not None or name == "kind":
                 checks.one_of(name, value, choices)

@@ -64,7 +64,7 @@ def _check_gradient(op: MatchedOp, side: int, precision: QuantSpec | str, other:
         )
     if kind.sizes:
         shape = op.contraction.operands[1 - side].shape
-        summed = replaced.summed_in_gradient(side, len(shape))
+        summed = replaced.summed_in_gradient(side, [len(v.shape) for v in op.contraction.operands])
         if not summed or (not replaced.joins_summed and list(summed) != list(range(summed[0], summed[-1] + 1))):
             raise ValueError(
                 f"`gradient` has blocks along what is summed, which is "

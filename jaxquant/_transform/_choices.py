@@ -163,7 +163,7 @@ def _with_rotation(op: MatchedOp, choices: Sequence[Choice]) -> Sequence[Choice]
     with named_in_errors(*op.names, rule=rules[0]):
         if len({rule.rotate for rule in rules}) > 1:
             raise ValueError("one operand is rotated by its rule and the other is not. Give both rules one `rotate`.")
-        if not op.contraction.as_op().pairs_axes:
+        if not op.contraction.as_op().pairs_axes([len(v.shape) for v in op.contraction.operands]):
             raise ValueError(
                 f"`rotate` is for dots, got {op.contraction.op!r}, whose inputs meet several rows of the weight. "
                 'Give it a rule of its own before this one, or say op="dot_general" in this one.'

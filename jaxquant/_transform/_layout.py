@@ -73,16 +73,15 @@ def layout_of(decision: Decision, side: int, shape: tuple[int, ...]) -> Layout:
             f"{operand} made of {', '.join(origin.parts)}, of shape {shape}. Give each part a parameter of its own, or "
             "leave it out, by a rule with None, or by `entries`."
         )
-    matrix = decision.contraction.as_op().matrix(side, len(operand))
+    contraction = decision.contraction
+    matrix = contraction.as_op().matrix(side, [len(v.shape) for v in contraction.operands])
     return Layout(shape, origin.moves, matrix, _along(choice, matrix, shape))
 
 
 def _along(choice: Choice, matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The axes of the parameter, from its end, along which the contracted axes of an operand run; see `Layout`."""
     origin, found = choice.operand.origin, []
-    moves = [(move.primitive.name, dict(move.params)) for move in origin.moves or () if move.primitive is not None]
-    is_cut = any(name in ("rev", "slice") for name, _ in moves)
-    is_turned = any(name == "transpose" or params.get("dimensions") for name, params in moves if name != "squeeze")
+    is_cut, is_turned = (any(getattr(move, of) for move in origin.moves or ()) for of in ("is_cut", "is_turned"))
     for i in matrix.contracted:
         axes = sorted(origin.axes[i])
         length = math.prod(shape[axis] for axis in axes)

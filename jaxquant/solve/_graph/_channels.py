@@ -6,17 +6,18 @@ Those that only move data are known by MOVES; the others have an entry in RULES.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..._base import _checks as checks
-from ..._base._axes import int_pairs
+from ..._base._axes import Axes
 from ..._contract._ops import OPS
-from ..._program._jaxpr import param
+from ..._program._jaxpr import avals, param
 from ..._program._moves import MOVES, Run
-from ._factors import Factors, NoFactorsError, UnmetError, apart, known, lean, level, nothing, product
+from ._factors import Factors, NoFactorsError, UnmetError, apart, arranged, known, lean, level, nothing, product
 from ._flat import Node, dtype_of_result
 
 Wanted = list[tuple[int, Factors]]  # of operands, by their number, the factors that they must have
@@ -308,91 +309,61 @@ class Sides(NamedTuple):
         return lean(self.gather(1 - side, -self.spread(side, v)))
 
 
-def sides_of(node: Node) -> Sides:
-    """How the operands of a dot, a ragged dot or a convolution lie over common axes."""
-    if node.name == "conv_general_dilated":
-        return _conv_sides(node)
-    if node.name == "dot_general":
-        return _dot_sides(node, int_pairs(param(node.eqn, "dimension_numbers")))
-    if not OPS[node.name].can_replace(node.eqn.params):
+def axes_of(node: Node) -> Axes:
+    """The names of the axes of a contraction."""
+    op = OPS[node.name]
+    if not op.can_replace(node.eqn.params):
         raise NoFactorsError("whose groups are not of rows")
-    numbers = param(node.eqn, "ragged_dot_dimension_numbers")
-    return _dot_sides(node, int_pairs(numbers.dot_dimension_numbers), int(numbers.rhs_group_dimensions[0]))
+    return op.of(node.eqn.params).axes([len(shape) for shape in node.shapes[0][:2]])
 
 
-def _dot_sides(node: Node, numbers: Any, group: int | None = None) -> Sides:
-    """Over (batch, free of a, free of b, contracted); all matrices of a ragged dot, which `group` counts, are alike."""
-    contracted, batch = numbers
-    ndims, alike = [len(shape) for shape in node.shapes[0][:2]], ((), () if group is None else (group,))
-    taken = [{*contracted[side], *batch[side], *alike[side]} for side in range(2)]
-    free = [[i for i in range(ndims[side]) if i not in taken[side]] for side in range(2)]
-    orders = [(*alike[side], *batch[side], *free[side], *contracted[side]) for side in range(2)]
-    outer, kept = len(batch[0]), len(batch[0]) + len(free[0]) + len(free[1])
-    total = kept + len(contracted[0])
-    other = [range(outer + len(free[0]), kept), range(outer, outer + len(free[0]))]  # the free axes of the other one
+def sides_of(node: Node) -> Sides:
+    """How the operands of a contraction lie over common axes: those of the output, and those that are summed."""
+    axes, shapes = axes_of(node), (*node.shapes[0][:2], *node.shapes[1])
+    every = *axes.operands, axes.out
+    parts = [axes.parts(names) for names in every]
+    common = [*(name for name in parts[2] if name in (*parts[0], *parts[1])), *axes.summed]
+    without = lambda names, others: [i for i, name in enumerate(names) if name not in others]
 
-    def spread(side: int, v: Factors) -> Factors:
-        v = (
-            apart(v, alike[side])
-            .transpose(orders[side])
-            .reshape([v.shape[i] for i in orders[side][len(alike[side]) :]])
-        )
-        return np.expand_dims(v, tuple(other[side]))
+    def split(k: int, v: Factors) -> Factors:
+        """The factors of an operand, or the output, with two axes for each in groups."""
+        of_groups = lambda n: (axes.groups, n // axes.groups) if n > 1 else (1, 1)
+        sizes = lambda name, n: of_groups(n) if name in axes.of_groups else (n,)
+        return v.reshape([size for of in zip(every[k], v.shape, strict=True) for size in sizes(*of)])
 
-    def gather(side: int, v: Factors) -> Factors:
-        v = apart(v, other[side]).squeeze(tuple(other[side]))
-        return v.reshape([*(1 for _ in alike[side]), *v.shape]).transpose(np.argsort(orders[side]))
+    def joined(k: int, v: Factors) -> Factors:
+        full, sizes = [], []
+        for name, n in zip(every[k], shapes[k], strict=True):
+            own = v.shape[len(full) : len(full) + 1 + (name in axes.of_groups)]
+            own = (axes.groups, n // axes.groups) if len(own) > 1 and max(own) > 1 else own
+            full += own
+            sizes.append(math.prod(own))
+        return lean(np.broadcast_to(v, full).reshape(sizes))
 
-    summed, axes = tuple(range(kept, total)), frozenset(range(total))
-    own = axes.difference(other[0]), axes.difference(other[1])
+    def spread(k: int, v: Factors, alone: Callable[[Factors, list[int]], Factors] = apart) -> Factors:
+        v = alone(split(k, v), without(parts[k], common))
+        return lean(arranged(v, parts[k], common))
+
+    def gather(k: int, v: Factors) -> Factors:
+        return joined(k, arranged(apart(v, without(common, parts[k])), common, parts[k]))
+
+    own = [frozenset(i for i, name in enumerate(common) if name in names) for names in parts[:2]]
+    is_met = lambda name: {*axes.met}.issuperset(axes.parts([name]))
+    channels = [tuple(i for i, name in enumerate(names) if is_met(name)) for names in axes.operands]
     return Sides(
-        spread, gather, own, summed, lambda v: v.squeeze(summed), lambda v: np.expand_dims(v, summed),
-        ((*batch[0], *contracted[0]), (*batch[1], *contracted[1])),
+        spread, gather, (own[0], own[1]), tuple(i for i, name in enumerate(common) if name in axes.summed),
+        lambda v: gather(2, v), lambda v: spread(2, v, level), (channels[0], channels[1]),
     )  # fmt: skip
-
-
-def _conv_sides(node: Node) -> Sides:
-    """Over (groups, output features of each, input features of each)."""
-    numbers, groups = param(node.eqn, "dimension_numbers"), param(node.eqn, "feature_group_count")
-    if param(node.eqn, "batch_group_count") != 1:
-        raise NoFactorsError("in groups of examples")
-    (out, inner, *_), feature, ndim = numbers.rhs_spec, numbers.lhs_spec[1], len(node.shapes[0][0])
-    features, made, each = node.shapes[0][0][feature], node.shapes[0][1][out], node.shapes[0][1][inner]
-
-    def vector(v: Factors, axes: Sequence[int], sizes: Sequence[int]) -> Factors:
-        """The factors along some axes alone: of these sizes, or of size 1."""
-        apart(v, [i for i in range(ndim) if i not in axes])
-        v = v.transpose([*axes, *(i for i in range(ndim) if i not in axes)]).reshape([v.shape[i] for i in axes])
-        return np.broadcast_to(v, sizes)
-
-    def placed(v: Factors, axes: Sequence[int]) -> Factors:
-        v = v.reshape([*v.shape, *[1] * (ndim - len(axes))])
-        return lean(v.transpose(np.argsort([*axes, *(i for i in range(ndim) if i not in axes)])))
-
-    def spread(side: int, v: Factors) -> Factors:
-        if side == 0:
-            return lean(vector(v, [feature], [features]).reshape(groups, 1, each))
-        return lean(vector(v, [out, inner], [made, each]).reshape(groups, made // groups, each))
-
-    def gather(side: int, v: Factors) -> Factors:
-        if side == 0:
-            return placed(np.broadcast_to(apart(v, [1]), (groups, 1, each)).reshape(features), [feature])
-        return placed(np.broadcast_to(v, (groups, made // groups, each)).reshape(made, each), [out, inner])
-
-    at = numbers.out_spec[1]
-    result = lambda v: placed(np.broadcast_to(v, (groups, made // groups, 1)).reshape(made), [at])
-    rest = [i for i in range(ndim) if i != at]
-    of_result = lambda v: lean(vector(level(v, rest), [at], [made]).reshape(groups, made // groups, 1))
-    return Sides(
-        spread, gather, (frozenset((0, 2)), frozenset((0, 1, 2))), (2,), result, of_result, ((feature,), (inner,))
-    )
 
 
 def _contracted(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
     sides = sides_of(node)
+    if any(v is not None and v.any() for v in ins[2:]):
+        raise NoFactorsError("as an operand beside those that meet")
     spread = [sides.spread(side, known(ins[side], len(node.shapes[0][side]))) for side in range(2)]
     both = product(*spread)
     if all(both.shape[i] == 1 for i in sides.summed):
+        _check_more(node, both)
         return [lean(sides.result(both))]
     for side in range(2):
         if not spread[1 - side].any():
@@ -400,7 +371,14 @@ def _contracted(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
     raise NoFactorsError("which sums channels")
 
 
+def _check_more(node: Node, v: Factors) -> None:
+    """Refuses factors of a result into which more floats go than the two operands, such as a bias of its own."""
+    if v.any() and any(checks.is_float(aval.dtype) for aval in avals(node.eqn.invars)[2:]):
+        raise NoFactorsError("beside an operand that would not be divided")
+
+
 def _to_operand(node: Node, _: int, v: Factors) -> list[Wanted]:
+    _check_more(node, v)
     sides = sides_of(node)
     spread = sides.of_result(v)
     along = {i for i, n in enumerate(spread.shape) if n > 1}
@@ -433,10 +411,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("argmax", "argmin"), _reduce(forgets=True)),
     **dict.fromkeys(("cumsum", "cummax", "cummin"), _cumulative()),
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows()),
-    **dict.fromkeys(OPS, Rule(_contracted, _to_operand)),
 }
 
 
 def rule_of(name: str) -> Rule | None:
     """The rule of a primitive; None of one that passes no factor."""
+    if name in OPS:
+        return Rule(_contracted, _to_operand)
     return RULES.get(name) or (OF_MOVES.get(MOVES[name].how) if name in MOVES else None)

@@ -6,7 +6,7 @@ the factor of channel k, -k - 1 where it is multiplied by it. They are lean: siz
 change.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -75,6 +75,13 @@ def level(v: Factors, axes: Iterable[int]) -> Factors:
 def known(v: Factors | None, ndim: int) -> Factors:
     """Factors of this rank, also of a number without axes, which jax lets stand beside an array."""
     return nothing(ndim) if v is None else v.reshape((1,) * ndim) if v.ndim == 0 else v
+
+
+def arranged(v: Factors, names: Sequence[str], wanted: Sequence[str]) -> Factors:
+    """The factors with their axes where their names are wanted; they have size 1 on all others."""
+    sizes, kept = dict(zip(names, v.shape, strict=True)), [name for name in names if name in wanted]
+    v = v.reshape([sizes[name] for name in kept]).transpose([kept.index(name) for name in wanted if name in kept])
+    return v.reshape([sizes.get(name, 1) for name in wanted])
 
 
 def product(a: Factors, b: Factors) -> Factors:

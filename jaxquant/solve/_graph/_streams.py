@@ -11,14 +11,13 @@ neither passes no rotation.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..._base import _checks as checks
-from ..._base._axes import Pairs, int_pairs
 from ..._contract._ops import OPS
 from ..._program._jaxpr import param
 from ..._program._moves import MOVES, Run
-from ._channels import runs_of
+from ._channels import axes_of, runs_of
 from ._flat import END, SHARED, TURN, Flat, Node, dtype_of_result, length_of
 from ._folding import Gain, Operand, Scans
 
@@ -178,8 +177,9 @@ class Streams:
         node = next((node for node in self.flat.nodes if node.at == operand.at and node.name in OPS), None)
         if node is None:
             return (self.channels.new(1, "are inside a cond, a while loop or a shard_map"),)
-        axes = self.axes[node.ins[operand.side]]
-        each = [axis.numbers for i in _contracted(node)[operand.side] if (axis := axes[i]) is not None]
+        names, own = axes_of(node), self.axes[node.ins[operand.side]]
+        is_summed = (not {*names.summed}.isdisjoint(names.parts([name])) for name in names.operands[operand.side])
+        each = [axis.numbers for axis, of in zip(own, is_summed, strict=True) if axis and of]
         return self.channels.of(tuple(itertools.chain(*each)))
 
     def parameters(self) -> dict[str, list[Numbers]]:
@@ -322,14 +322,6 @@ def _reduced(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     return [tuple(axis for i, axis in enumerate(ins[0]) if i not in gone)]
 
 
-def _contracted(node: Node) -> Pairs:
-    """The axes that a contraction sums, of each of its operands."""
-    numbers = param(node.eqn, "dimension_numbers", "ragged_dot_dimension_numbers")
-    if node.name == "conv_general_dilated":
-        return (int(numbers.lhs_spec[1]),), (int(numbers.rhs_spec[1]),)
-    return int_pairs(getattr(numbers, "dot_dimension_numbers", numbers))[0]
-
-
 def _contracted_pair(s: Streams, a: Axis | None, b: Axis | None, words: str) -> None:
     if a is not None and b is not None:
         if a.is_squared or b.is_squared:
@@ -339,26 +331,19 @@ def _contracted_pair(s: Streams, a: Axis | None, b: Axis | None, words: str) -> 
         s.spoil([one], f"also go into {words}, with what is the same for all of them")
 
 
-def _dot(s: Streams, node: Node, ins: Sequence[Axes], numbers: Any = None, group: int | None = None) -> list[Axes]:
-    contracted, batch = numbers or int_pairs(param(node.eqn, "dimension_numbers"))
-    a, b = ins[:2]
-    for i, j in zip(*contracted, strict=True):
-        _contracted_pair(s, a[i], b[j], node.words)
-    why = f"also go into {node.words}, which takes one at a time"
-    outer = [_product_of(s, a[i], b[j], why) for i, j in zip(*batch, strict=True)]
-    taken = {*contracted[0], *batch[0]}, {*contracted[1], *batch[1], group}
-    free = [axis for v, gone in zip((a, b), taken, strict=True) for i, axis in enumerate(v) if i not in gone]
-    return [tuple(axis and axis._replace(made=None) for axis in (*outer, *free))]
-
-
-def _ragged_dot(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    if not OPS[node.name].can_replace(node.eqn.params):
+def _contracted(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    op, ndims = OPS[node.name], [len(shape) for shape in node.shapes[0][:2]]
+    if not op.can_replace(node.eqn.params) or not op.of(node.eqn.params).pairs_axes(ndims):
         return _mixed(s, node, ins)
-    numbers = param(node.eqn, "ragged_dot_dimension_numbers")
-    group = int(numbers.rhs_group_dimensions[0])
-    rows = [ins[0][int(i)] for i in numbers.lhs_ragged_dimensions]
-    s.spoil([ins[1][group], *rows, *ins[2]], f"also go into {node.words}, {CUTS}")
-    return _dot(s, node, ins, int_pairs(numbers.dot_dimension_numbers), group)
+    axes = axes_of(node)
+    a, b = (dict(zip(*of, strict=True)) for of in zip(axes.operands, ins[:2], strict=True))
+    cut = [of[name] for of in (a, b) for name in axes.apart if name in of]
+    s.spoil([*cut, *itertools.chain(*ins[2:])], f"also go into {node.words}, {CUTS}")
+    for name in axes.summed:
+        _contracted_pair(s, a[name], b[name], node.words)
+    why = f"also go into {node.words}, which takes one at a time"
+    outs = [_product_of(s, a.get(name), b.get(name), why) for name in axes.out]
+    return [tuple(axis and axis._replace(made=None) for axis in outs)]
 
 
 # Moves, by the runs of axes that MOVES has of each
@@ -469,11 +454,11 @@ RULES: dict[str, Rule] = {
     "integer_pow": _power,
     **dict.fromkeys(_POINTWISE, _pointwise),
     "reduce_sum": _reduced,
-    "dot_general": _dot,
-    "ragged_dot_general": _ragged_dot,
 }
 
 
 def _rule_of(name: str) -> Rule:
+    if name in OPS:
+        return _contracted
     of_move = OF_MOVES.get(MOVES[name].how) if name in MOVES else None
     return RULES.get(name) or of_move or _mixed
