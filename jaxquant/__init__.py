@@ -14,6 +14,8 @@ from ._arrays._histogram import Histogram as Histogram
 from ._arrays._histogram import histogram as histogram
 from ._arrays._histogram import merge_histograms as merge_histograms
 from ._arrays._histogram import range_from_histogram as range_from_histogram
+from ._arrays._merging import ema_ranges as ema_ranges
+from ._arrays._merging import merge_ranges as merge_ranges
 from ._arrays._pack import pack as pack
 from ._arrays._pack import unpack as unpack
 from ._arrays._qarray import QArray as QArray
@@ -22,8 +24,6 @@ from ._arrays._qparams import QParams as QParams
 from ._arrays._qparams import from_log2 as from_log2
 from ._arrays._qparams import to_log2 as to_log2
 from ._arrays._range import Range as Range
-from ._arrays._range import ema_ranges as ema_ranges
-from ._arrays._range import merge_ranges as merge_ranges
 from ._arrays._range import observe as observe
 from ._arrays._range import qparams_from_range as qparams_from_range
 from ._cache import dynamic_slice as dynamic_slice

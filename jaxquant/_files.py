@@ -21,15 +21,16 @@ import numpy as np
 
 from ._arrays._gram import Gram
 from ._arrays._histogram import Histogram
+from ._arrays._json import frozen_from_json, frozen_to_json, spec_from_json, spec_to_json
 from ._arrays._pack import pack, unpack
-from ._arrays._qarray import QArray, checked_qarray, frozen_from_json, frozen_to_json, scales_of
+from ._arrays._qarray import QArray, checked_qarray, scales_of
 from ._arrays._qparams import Log2QParams, QParams
 from ._arrays._range import Range
 from ._base import _checks as checks
 from ._contract._operands import with_own_sums
 from ._history import GradientHistory
 from ._paths import named_in_errors, unboxed, with_paths
-from ._spec._spec import QuantSpec, spec_from_json, spec_to_json
+from ._spec._spec import QuantSpec
 
 _SCHEMA = 4
 _HEADER = "__jaxquant__"

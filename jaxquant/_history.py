@@ -9,7 +9,6 @@ the largest magnitude of all.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ._arrays._json import spec_from_bytes, spec_to_bytes
 from ._arrays._qparams import QParams
 from ._arrays._range import LARGEST, Range, finite_or, qparams_from_range
 from ._base import _checks as checks
-from ._spec._spec import QuantSpec, spec_from_json, spec_to_json
+from ._spec._spec import QuantSpec
 
 _SHIFT = 20  # of the bits of a float32, so that 3 bits of its fraction are left: 8 bins for each power of two
 _INF = 0x7F800000
@@ -68,8 +68,8 @@ for _kind in (GradientHistory, DelayedQParams):
     jax.export.register_pytree_node_serialization(
         _kind,
         serialized_name=f"jaxquant.{_kind.__name__}",
-        serialize_auxdata=lambda of: json.dumps(spec_to_json(of[0])).encode(),
-        deserialize_auxdata=lambda data: (spec_from_json(json.loads(data)),),
+        serialize_auxdata=lambda of: spec_to_bytes(of[0]),
+        deserialize_auxdata=lambda data: (spec_from_bytes(data),),
     )
 
 

@@ -18,7 +18,8 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "_base": "_checks _sharding _numerics _groups _gradients _hadamard _axes _table",
     "_platform": "_primitive _cpu _division _gpu _dots _tiles",
     "_spec": "_formats _granularity _scale_formats _spec _rule _recipes",
-    "_arrays": "_qparams _grid _writing _range _histogram _fit _qarray _affine _straight_through _gram _pack _tally",
+    "_arrays": "_qparams _grid _writing _range _merging _histogram _fit _qarray _json _affine _straight_through _gram"
+    " _pack _tally",
     "tf": "_checks _nudge _fake_quant _grad_pass_through _quantize _quantize_and_dequantize",
     "": "_version _paths _cache _history _params",
     "_contract": "_operands _contract _lowering _digits _native _conv_gradient _conv _weight_only _dot _ragged _ops",
@@ -75,6 +76,19 @@ def test_imports_go_down(name):
             assert not any("_src" in m for m in full)
             reads_jax = name.startswith(("_program/", "solve/_graph/")) or name == "_platform/_primitive"
             assert reads_jax or not any(m.startswith("jax.extend") for m in full)
+
+
+def test_params_need_no_contraction():
+    """What `fake_quant_params` needs, and how much that is: Hadamard, because `dequantize` rotates back."""
+    needed, todo = set(), ["_params"]
+    while todo:
+        name = todo.pop()
+        if name not in needed:
+            needed.add(name)
+            todo += [found for dots, *of in imports(FILES[name]) if dots for found in inside(name, dots, *of)]
+    assert {name.partition("/")[0] for name in needed} == {"_base", "_platform", "_spec", "_arrays", "_params", "_paths"}
+    assert len(needed) <= 23
+    assert sum(len(FILES[name].read_text().splitlines()) for name in needed) <= 4400
 
 
 def test_the_check_sees_an_import_of_a_sibling():

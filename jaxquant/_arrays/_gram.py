@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._base._sharding import is_explicit, replicated
-from ._range import merged
+from ._merging import merged
 
 
 class Gram(NamedTuple):

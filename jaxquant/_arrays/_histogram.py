@@ -12,7 +12,8 @@ from jax import Array, lax
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._spec._spec import QuantSpec, checked_spec, qparams_shape
-from ._range import Range, for_each, merged, no_nonfinite, rows_of
+from ._merging import merged
+from ._range import Range, for_each, no_nonfinite, rows_of
 
 _FRACTION_BITS = 5
 _BINS = 2 ** (9 + _FRACTION_BITS)

@@ -2,7 +2,6 @@
 """Integers with their qparams, as a pytree."""
 
 import dataclasses
-import json
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from .._base import _numerics as num
 from .._base._sharding import is_inside_shard_map
 from .._platform._cpu import transposed
 from .._spec._granularity import PerChannel, PerTensor, granularity_of
-from .._spec._spec import QuantSpec, spec_from_json, spec_to_json
+from .._spec._spec import QuantSpec
 
 
 class Frozen(NamedTuple):
@@ -324,7 +323,7 @@ def moved(q: QArray, values: Any, f: Callable[[Array], Array]) -> QArray:
     return new if sums is None else with_sums(new, f(sums), q.summed)
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
     """The fields of a QArray that are no arrays."""
 
     spec: QuantSpec
@@ -334,7 +333,7 @@ class _Static(NamedTuple):
     summed: int | None
 
 
-def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], _Static]:
+def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], Static]:
     # By another name in another order, so that what restores arrays by their paths does not take one for the other.
     arrays = {"stored" if q.order else "values": q.stored, **scales_of(q)._asdict()}
     if not q.spec.has_tensor_scale:  # by the spec, not by what is there: trees of other leaves have the same structure
@@ -342,10 +341,10 @@ def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], _Static]:
     if q.summed is not None:
         arrays["sums"] = q.sums
     keyed = [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()]
-    return keyed, _Static(q.spec, q.dtype, q.order, q.frozen, q.summed)
+    return keyed, Static(q.spec, q.dtype, q.order, q.frozen, q.summed)
 
 
-def _of_arrays(static: _Static, arrays: Any) -> QArray:
+def _of_arrays(static: Static, arrays: Any) -> QArray:
     stored, scale, zero_point, *more = arrays
     new, sums = object.__new__(QArray), None if static.summed is None else more.pop()
     scales = Scales(scale, zero_point, more[0] if more else None)
@@ -377,43 +376,6 @@ def _transposed(v: Any, axes: Callable[[int], tuple[int, ...]]) -> Any:
     if isinstance(v, jax.ShapeDtypeStruct):
         return v.update(shape=tuple(v.shape[i] for i in axes(v.ndim)), sharding=None)
     return transposed(v, axes(v.ndim)) if checks.is_array(v) else v
-
-
-def frozen_to_json(frozen: Frozen) -> dict[str, Any]:
-    """What `q.freeze` noted, as JSON can hold it."""
-    return frozen._asdict() | {"activation": frozen.activation and spec_to_json(frozen.activation)}
-
-
-def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
-    """The Frozen that `frozen_to_json` was given."""
-    if said is None:
-        return None
-    activation = said["activation"] and spec_from_json(said["activation"])
-    flags = bool(said["from_qparams"]), bool(said["static_inputs"])
-    along = tuple(map(int, said["rotated_along"]))
-    return Frozen(tuple(said["shape"]), *flags, activation, int(said["rotated"]), along)
-
-
-def _static_to_bytes(static: _Static) -> bytes:
-    said = {"spec": spec_to_json(static.spec), "dtype": str(jnp.dtype(static.dtype)), "order": static.order}
-    frozen = static.frozen and frozen_to_json(static.frozen)
-    return json.dumps(said | {"frozen": frozen, "summed": static.summed}).encode()
-
-
-def _static_from_bytes(data: bytes) -> _Static:
-    said = json.loads(data)
-    order, frozen = said["order"], frozen_from_json(said["frozen"])
-    spec, dtype = spec_from_json(said["spec"]), jnp.dtype(said["dtype"])
-    return _Static(spec, dtype, order and tuple(order), frozen, said["summed"])
-
-
-# So that an exported program can take and return QArrays.
-jax.export.register_pytree_node_serialization(
-    QArray,
-    serialized_name="jaxquant.QArray",
-    serialize_auxdata=_static_to_bytes,
-    deserialize_auxdata=_static_from_bytes,
-)
 
 
 def checked_operand(name: str, q: Any) -> QArray:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of a quantized tensor, as they are passed and trained, and the spec that they were made for."""
 
-import json
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from .._base import _checks as checks
-from .._spec._spec import QuantSpec, spec_from_json, spec_to_json
+from .._spec._spec import QuantSpec
 
 
 class _OfSpec(tuple):
@@ -72,24 +71,8 @@ def _register(kind: type[_OfSpec]) -> None:
     jax.tree_util.register_pytree_with_keys(kind, with_keys, of)
 
 
-def _spec_to_bytes(spec: QuantSpec | None) -> bytes:
-    return json.dumps(spec and spec_to_json(spec)).encode()
-
-
-def _spec_from_bytes(data: bytes) -> QuantSpec | None:
-    fields = json.loads(data)
-    return spec_from_json(fields) if isinstance(fields, dict) else None  # a list of names in older programs
-
-
 for _kind in (QParams, Log2QParams):
     _register(_kind)
-    # So that an exported program can take and return them.
-    jax.export.register_pytree_node_serialization(
-        _kind,
-        serialized_name=f"jaxquant.{_kind.__name__}",
-        serialize_auxdata=_spec_to_bytes,
-        deserialize_auxdata=_spec_from_bytes,
-    )
 
 
 def to_log2(qparams: Any) -> Any:

@@ -176,21 +176,6 @@ def equal_but_for_rounding(spec: QuantSpec | None, other: QuantSpec | None) -> b
     return dataclasses.replace(spec, rounding=other.rounding) == other
 
 
-def spec_to_json(spec: QuantSpec) -> dict[str, Any]:
-    """The spec as what JSON can hold: for files, and for programs that are exported with QArrays as arguments."""
-    fields = {name: getattr(spec, name) for name in ("bits", "signed", "symmetric", "narrow_range", "rounding")}
-    for name in ("format", "scale_dtype", "scale_rule"):  # not of those before: their files stay
-        if getattr(spec, name) != QuantSpec.__dataclass_fields__[name].default:
-            fields[name] = getattr(spec, name)
-    return fields | spec.granularity.to_json()
-
-
-def spec_from_json(fields: dict[str, Any]) -> QuantSpec:
-    """The spec of which `spec_to_json` gave the fields."""
-    fields = dict(fields)
-    return QuantSpec(granularity=Granularity.from_json(fields), **fields)
-
-
 def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scale of an array of this shape; raises where the granularity does not fit it."""
     return spec.granularity.scale_shape(shape, spec)

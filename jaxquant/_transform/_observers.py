@@ -11,8 +11,9 @@ from jax import lax
 
 from .._arrays._gram import Gram, gram, merge_grams
 from .._arrays._histogram import Histogram, histogram, merge_histograms
+from .._arrays._merging import merge_ranges
 from .._arrays._qparams import QParams
-from .._arrays._range import Range, merge_ranges, observe
+from .._arrays._range import Range, observe
 from .._arrays._tally import merge_tallies, tally, tally_across
 from .._base import _checks as checks
 from .._paths import named_in_errors
