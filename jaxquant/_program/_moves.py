@@ -117,8 +117,8 @@ def _axes(runs: Sequence[Run], axes: _Axes, old: tuple[int, ...], new: tuple[int
     """Which axes those of a result run along: each one along all the old ones of its run, but those of size 1."""
     result = [frozenset[int]()] * len(new)
     for run in runs:
-        along = [axes[i] for i in run.old if old[i] > 1] or [axes[i] for i in run.old]
-        for j in [j for j in run.new if new[j] > 1] or run.new:
+        along = [axes[i] for i in run.old if old[i] not in (0, 1)] or [axes[i] for i in run.old]
+        for j in [j for j in run.new if new[j] not in (0, 1)] or run.new:
             result[j] = frozenset([PICKED] if run.is_picked and not run.old else []).union(*along)
     return tuple(result)
 
