@@ -21,7 +21,7 @@ from .runner import Part, verdict
 AFFINE = Rule("**", weight_spec(8), activation_spec(8), optional=True)
 RULES = {"affine": [AFFINE], "weight-only": [("**", weight_spec(8))]}
 KERNELS = [Rule("**/kernel", weight_spec(8), activation_spec(8, symmetric=True))]
-GOALS = {"affine": (200, 200, 12), "weight-only": (60, 60, 4)}
+GOALS = {"affine": (120, 220, 12), "weight-only": (45, 90, 5)}
 
 
 # One dot

@@ -5,7 +5,6 @@ Each function is the plain program elsewhere, by `lax.platform_dependent` or as 
 exported for several platforms, or compiled for one that is not there. All give the same bits on every platform.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from .._base import _numerics as num
 from .._base._groups import reduce_groups
-from .._base._sharding import is_explicit, is_split, vary_together
-from ._primitive import elementwise
+from .._base._sharding import is_explicit, vary_together
+from ._primitive import apart, elementwise, several
 
 
 def unknown(*values: Array) -> tuple[Array, ...]:
@@ -71,26 +69,26 @@ def extremes(
     What is on a mesh with explicit axes takes the plain program: JAX does not know what becomes of their shardings.
     """
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    of = {"groups": groups, "of_magnitude": of_magnitude, "nothing": nothing, "contracted": contracted}
-    plain = functools.partial(_in_passes, **of)
-    return plain(x) if is_explicit(x) else lax.platform_dependent(
-        x, cpu=functools.partial(_in_one_pass, **of), default=plain
-    )  # fmt: skip
+    contracted = None if contracted is None else tuple(contracted)
+    of = _in_passes if is_explicit(x) else _extremes
+    found = list(of(x, groups=groups, of_magnitude=of_magnitude, nothing=nothing, contracted=contracted))
+    low = None if of_magnitude else found.pop(0)
+    return low, found[0], None if contracted is None else found[1]
 
 
 def _in_passes(
-    x: Array, groups: tuple[int, ...], of_magnitude: bool, nothing: float, contracted: Sequence[int] | None
-) -> tuple[Array | None, Array, Array | None]:
+    x: Array, groups: tuple[int, ...], of_magnitude: bool, nothing: float, contracted: tuple[int, ...] | None
+) -> list[Array]:
     # The lowest by a maximum, too: over devices it travels with the other end.
     largest = lambda x, axes: lax.reduce_max(num.select(lax.abs(x) < np.inf, x, -np.inf), axes)
     highest = lambda x: lax.max(reduce_groups(largest, x, groups), np.asarray(-nothing, x.dtype))
-    flags = None if contracted is None else _nan_by_maximum(x, tuple(contracted))
-    return (None, highest(lax.abs(x)), flags) if of_magnitude else (-highest(-x), highest(x), flags)
+    ends = [highest(lax.abs(x))] if of_magnitude else [-highest(-x), highest(x)]
+    return ends if contracted is None else [*ends, _nan_by_maximum(x, contracted)]
 
 
 def _in_one_pass(
-    x: Array, groups: tuple[int, ...], of_magnitude: bool, nothing: float, contracted: Sequence[int] | None
-) -> tuple[Array | None, Array, Array | None]:
+    x: Array, groups: tuple[int, ...], of_magnitude: bool, nothing: float, contracted: tuple[int, ...] | None
+) -> list[Array]:
     # By the largest number instead of infinity, of which the masks take ten times as long.
     end = np.asarray(min(nothing, float(jnp.finfo(x.dtype).max)), x.dtype)
     is_finite = lax.abs(x) < np.inf
@@ -119,17 +117,26 @@ def _in_one_pass(
     ends = _reduced(parts if contracted is None else parts[:-1], rest(of_ends))
     *low, high = (lax.reshape(part.values, groups) for part in ends)
     if of_magnitude:
-        low, high = None, lax.max(-low[0], high) if low else high
+        found = [lax.max(-low[0], high) if low else high]
     else:
-        low = low[0]
+        found = [low[0], high]
         if end:
-            is_empty = low > high
-            low, high = num.select(is_empty, nothing, low), num.select(is_empty, -nothing, high)
+            is_empty = low[0] > high
+            found = [num.select(is_empty, nothing, low[0]), num.select(is_empty, -nothing, high)]
     if contracted is None:
-        return low, high, None
-    (found,) = _reduced(parts[-1:], rest(of_flags))
-    found = lax.reshape(found.values, [1 if i in contracted else n for i, n in enumerate(x.shape)])
-    return low, high, num.select(found, np.float32(np.nan), np.float32(0))
+        return found
+    (is_nan,) = _reduced(parts[-1:], rest(of_flags))
+    is_nan = lax.reshape(is_nan.values, [1 if i in contracted else n for i, n in enumerate(x.shape)])
+    return [*found, num.select(is_nan, np.float32(np.nan), np.float32(0))]
+
+
+def _shapes_of_extremes(x, groups, of_magnitude, nothing, contracted):
+    flags = [] if contracted is None else [([1 if i in contracted else n for i, n in enumerate(x.shape)], np.float32)]
+    return [(groups, x.dtype)] * (2 - of_magnitude) + flags
+
+
+_OF_EXTREMES = "groups", "of_magnitude", "nothing", "contracted"
+_extremes = several("extremes", _shapes_of_extremes, _in_passes, _OF_EXTREMES, cpu=_in_one_pass)
 
 
 class _Part(NamedTuple):
@@ -211,18 +218,12 @@ def computed_apart(f: Callable, x: Array, *others: Any) -> Any:
 
     XLA:CPU fuses cheap arithmetic into every pass that reads its result, and computes it again for each element: the
     arithmetic of a channel with its divisions, or the values that integers were rounded from. A call that is not
-    inlined is a wall between fusions. What is split over explicit axes takes the plain program.
+    inlined is a wall between fusions. What lies on a mesh with explicit axes takes the plain program.
     """
-    if is_split(x):
+    if is_explicit(x):
         return f(x, *others)
     leaves, structure = jax.tree.flatten(others)
-    of_leaves = lambda x, *leaves: f(x, *jax.tree.unflatten(structure, leaves))
-
-    def apart(*args: Array) -> Any:
-        with set_xla_metadata(inlineable="false"):
-            return jax.jit(of_leaves)(*args)
-
-    return lax.platform_dependent(x, *leaves, cpu=apart, default=of_leaves)
+    return apart(lambda x, *leaves: f(x, *jax.tree.unflatten(structure, leaves)), x, *leaves)
 
 
 def computed_once(f: Callable, x: Array, *others: Any) -> Any:
