@@ -217,7 +217,7 @@ def _part(name: str, part: str) -> str:
 
 
 def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
-    """What a leaf is, and its arrays: of a QArray by name, of an array by no name."""
+    """Describes a leaf, and gives its arrays: those of a QArray by name, an array by no name."""
     said: dict[str, Any] = {"kind": type(leaf).__name__ if _is_group(leaf) else "array"}
     fields = _fields(leaf) if _is_group(leaf) else {"": leaf}
     arrays = {part: _numpy(_part(name, part), v) for part, v in fields.items() if part not in _STATIC}
@@ -252,8 +252,8 @@ def saved_bytes(spec: QuantSpec, size: int, groups: int) -> int:
 def _needed(name: str, described: dict, parts: dict[str, np.ndarray], scales: dict[Any, str]) -> dict[str, np.ndarray]:
     """The arrays of a leaf that are written; of the others it says where they are. Each has some 300 bytes of headers.
 
-    Not those are written: a zero point of a symmetric spec, of which 0 is known; and a scale that stands elsewhere, as
-    the scale of a frozen parameter is in its qparams, too. `scales` are those before.
+    Two arrays are left out: the zero point of a symmetric spec, which is 0, and a scale that the file already has under
+    another name, as the scale of a frozen parameter is in its qparams, too. `scales` are the names of scales so far.
     """
     zero_point, scale = _part(name, "zero_point"), _part(name, "scale")
     of = parts[scale]
@@ -369,7 +369,7 @@ def _summed_axes(q: QArray) -> list[int]:
 
 
 def _signature(leaf: Any) -> str:
-    """What a leaf is, without its numbers."""
+    """Describes a leaf without its numbers."""
     if not _is_group(leaf):
         return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
     parts = ", ".join(f"{name}={v if name in _STATIC else _signature(v)}" for name, v in _fields(leaf).items())

@@ -111,7 +111,7 @@ def _keys_of(leaves: list[_Leaf], key: Any) -> dict[str, Any]:
 
 
 def match_rules(params: Any, rules: Rules) -> Any:
-    """Which parameter is quantized to what: the plan, to be printed.
+    """The plan of a params pytree, to be printed: the spec of each parameter.
 
     Paths are the keys from the root joined by "/": "encoder/0/kernel". The attribute `value` that unpacks a parameter
     of nnx, or a partitioned one of linen, is left out. The first rule that matches decides; parameters that no rule

@@ -108,7 +108,7 @@ _SHRINK_END = np.concatenate([[1.6, 1.25], 2.0 ** -np.arange(0, 4, 1 / 4), 2.0 *
 
 
 def _density(size: int, steps: int, fewest: int, most: int) -> int:
-    """How many scales to try where the best may lie.
+    """The number of scales to try where the best may lie.
 
     Each value of a group has a tie, where the parabola of the error changes, about every 1 / level of the scale: small
     groups have many deep valleys, close together for many levels. In large groups they average out.

@@ -55,7 +55,7 @@ def matmul(a: Array, b: Array) -> Array:
 
 
 def squared_errors(error: Array, products: Array) -> Array:
-    """What results of a layer are off by, squared and summed, for each column of an error (..., K, N) of its weight."""
+    """The summed squared error of a layer's results, for each column of an error (..., K, N) of its weight."""
     return (error * matmul(products, error)).sum(-2)
 
 

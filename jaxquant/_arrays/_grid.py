@@ -24,9 +24,12 @@ from ._qparams import QParams
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("qmin", "qmax"), meta_fields=("spec", "is_fitted"))
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """What of a grid is not trained: its ends, constants or arrays of a schedule of bits, and its spec, static.
+    """The untrained part of a grid.
 
-    Fitted, static too, are qparams of the values themselves, which no optimizer has moved.
+    Attributes:
+      qmin, qmax: its ends, traced if `bits` is scheduled.
+      spec: static.
+      is_fitted: static; whether the qparams were just fitted to these values, so that no limits need to be applied.
     """
 
     qmin: Any
@@ -38,7 +41,7 @@ class Frame:
 class Grid(NamedTuple):
     """The levels that values are rounded to, with a scale for each group, or for each value of a tensor.
 
-    No zero point is 0, of a symmetric spec. Where there is a scale of the tensor, it scales the others:
+    `zero_point` is None for a symmetric spec and means 0. A scale of the tensor scales the others:
     `value = (level * scale) * tensor_scale`.
     """
 

@@ -20,7 +20,7 @@ _BINS = 2 ** (9 + _FRACTION_BITS)
 
 
 class Histogram(NamedTuple):
-    """How many values fell into each of 16,384 bins that are the same for all data, so that merging is adding.
+    """The counts of values in 16,384 bins, which are the same for all data, so that merging is adding.
 
     Attributes:
       counts: uint32, of the shape of the scale and then the bins, which are in the order of their values. A bin holds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What arrays say beside their numbers, as JSON: for files, and for exported programs that take and return them."""
+"""The static fields of QArrays and QParams as JSON: for files, and for exported programs that take and return them."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ def spec_from_bytes(data: bytes) -> QuantSpec | None:
 
 
 def frozen_to_json(frozen: Frozen) -> dict[str, Any]:
-    """What `q.freeze` noted, as JSON can hold it."""
+    """The fields of a Frozen, as JSON can hold them."""
     return frozen._asdict() | {"activation": frozen.activation and spec_to_json(frozen.activation)}
 
 

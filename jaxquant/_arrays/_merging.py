@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What batches, shards and processes have observed, as one: the union of their ranges, or a moving average."""
+"""Merges of what batches, shards and processes observe: the union of ranges, and their moving average."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from ._range import Range, for_each
 
 
 def merged(merge: Callable, kind: type, function: str, values: Sequence[Any]) -> Any:
-    """What `merge` makes of two, of any number of values of one kind, or of dicts of them."""
+    """Merges any number of values of one kind, or of dicts of them, by a `merge` of two."""
     if not values or isinstance(values[0], list):
         raise TypeError(
             f"{function} takes {kind.__name__}s, got {'a list' if values else 'none'}. Unpack it: (*values)."

@@ -86,7 +86,7 @@ def _unpack(packed: Array, bits: int, shape: tuple[int, ...], dtype: Any) -> Arr
 
 
 def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8) -> Array:
-    """What `pack` packed.
+    """Unpacks what `pack` packed.
 
     Args:
       packed: uint8 of shape (ceil(size * bits / 8),).

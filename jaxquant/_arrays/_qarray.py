@@ -24,7 +24,7 @@ from .._spec._spec import QuantSpec
 
 
 class Frozen(NamedTuple):
-    """What `q.freeze` made a QArray of, and for: checked where it is served. Static.
+    """A note of `q.freeze` on what it made a QArray of and for, checked where it is served. Static.
 
     Attributes:
       shape: of the parameter.
@@ -235,7 +235,7 @@ def scales_of(q: QArray) -> Scales:
 
 
 def groups_of(q: QArray) -> tuple[int, ...]:
-    """How many groups with a scale there are along each axis of `q`."""
+    """The number of groups with a scale along each axis of `q`."""
     return (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
 
 
@@ -265,7 +265,7 @@ def _indexed(q: QArray, index: Any) -> tuple[grouping.Windows, list[int]]:
 
 
 def _bounds(i: slice, n: int) -> tuple[int, int]:
-    """Where a slice of an axis starts, and its size."""
+    """The start and the size of a slice of an axis."""
     for v in (i.start, i.stop, i.step):
         if v is not None:
             checks.static_int("a slice of a QArray", v)
@@ -276,7 +276,7 @@ def _bounds(i: slice, n: int) -> tuple[int, int]:
 
 
 def start_of(name: str, start: Any, axis: int, shape: tuple[int, ...], size: int) -> Any:
-    """Where a window starts, in bounds: of a static start that is checked, a traced one is clamped.
+    """The start of a window, in bounds: a static one is checked, a traced one is clamped.
 
     Negatives count from the end.
     """

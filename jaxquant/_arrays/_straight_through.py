@@ -31,11 +31,12 @@ _straight_through.defvjp(lambda *args: (_straight_through(*args), args), fake_qu
 def quantize_straight_through(
     x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Any, qparams: QParams | None = None
 ) -> tuple[Any, QArray, Array | None]:
-    """`x` with the gradients of `fake_quant(x, spec, qparams)`, and `quantize(x, spec, qparams)`: of a contraction.
+    """Quantizes one operand of a contraction.
 
-    And flags, to be added to the scale: NaN where the values along the contracted axes, of size 1 here, hold a NaN or
-    an infinity, so that the results which they enter are NaN; 0 elsewhere. `contracted=None` is for what is multiplied
-    in floats that have NaN: it has no flags.
+    Returns:
+      x itself, with the gradients of `fake_quant(x, spec, qparams)`; its QArray; and flags to add to the scale of the
+      result, of size 1 along the contracted axes: NaN where the values along these hold a NaN or an infinity, else 0.
+      None for `contracted=None`: for products of floats, which have NaN themselves.
     """
     frame, noise = frame_of(spec, is_fitted=qparams is None), noise_for(x, spec, key)
     values = lax.stop_gradient(x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantizing does to an array, in sums that merge over batches, layers and devices."""
+"""Quantization errors of an array, in sums that merge over batches, layers and devices."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ _COUNTED_BITS = 8  # levels are counted up to here
 
 
 class Tally(NamedTuple):
-    """What quantizing does to an array. Values that are not finite are left out.
+    """Quantization errors of an array. Values that are not finite are left out.
 
     Attributes:
       size: uint32, how many values there are.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What integers cannot hold, checked by all that write them, where the values are known."""
+"""Checks of parameters and scales that integers cannot hold, made where the values are known."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -20,7 +20,7 @@ Pairs = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Matrix(NamedTuple):
-    """How an operand lies in the matrices (..., K, N) that are contracted along K.
+    """The layout of an operand as matrices (..., K, N) that are contracted along K.
 
     Attributes:
       lead: its axes of which each index has a matrix of its own.

@@ -40,7 +40,7 @@ def is_float(dtype: Any) -> bool:
 
 
 def kind(value: Any) -> str:
-    """What came, in words: the dtype of an array, the type of anything else."""
+    """Describes an argument: the dtype of an array, the type of anything else."""
     return f"an array of dtype {value.dtype}" if is_array(value) else type(value).__name__
 
 

@@ -153,7 +153,7 @@ def with_part(v: Array, new: Array, windows: Windows) -> Array:
 
 
 def _starts(windows: Windows, ndim: int) -> list[Any]:
-    """Where a part starts along each axis, in int32: JAX wants one dtype, and its default may be int64."""
+    """The start indices of a part, in int32: JAX wants one dtype, and its default may be int64."""
     start = lambda i: windows[i][0] if i in windows else 0
     return [np.int32(v) if isinstance(v := start(i), int) else v.astype(jnp.int32) for i in range(ndim)]
 

@@ -13,7 +13,7 @@ from ._sharding import replicated
 
 
 def block_of(length: int) -> int:
-    """How many channels are rotated together: the largest power of two that divides their number."""
+    """The number of channels that are rotated together: the largest power of two that divides `length`."""
     return length & -length
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an array lies on a mesh, where its type says so: under `shard_map`, and on meshes with explicit axes."""
+"""The sharding of an array, where it is part of its type: under `shard_map`, and on meshes with explicit axes."""
 
 import math
 from collections.abc import Sequence

@@ -116,7 +116,7 @@ class ContractionOp(abc.ABC):
         return x.reshape(*x.shape[: len(batch)], -1, math.prod(shape[own.index(name)] for name in summed)), None
 
     def matrix(self, side: int, ndims: Sequence[int]) -> Matrix:
-        """How operand `side` lies in matrices whose K is that of `rows`."""
+        """The layout of operand `side` as matrices, whose K is the K of `rows`."""
         axes, summed = self.axes(ndims), self.axes(ndims).summed
         places = lambda names: tuple(i for i, name in enumerate(axes.operands[side]) if name in names)
         return Matrix(places({*axes.met, *axes.apart}.difference(summed)), places(summed), tuple(axes.free(side)))

@@ -33,7 +33,7 @@ class Transposed(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many products are summed."""
+        """The number of products in a sum."""
         length = 0  # of no products there is no convolution
         for eqn in self.jaxpr.eqns:
             if eqn.primitive.name == "conv_general_dilated":

@@ -67,7 +67,7 @@ def _digits(q: QArray, axes: Sequence[int]) -> list[QArray]:
 
 
 def _unit(spec: QuantSpec) -> float:
-    """What the values count; where their scales are among them, what the products count."""
+    """The unit of the values; where their scales are among them, the unit of the products."""
     return spec.levels.unit * spec.scales.unit
 
 

@@ -158,7 +158,7 @@ class Dot(ContractionOp):
         return dot, lax.reshape(g, as_one(g.shape, at)), q.reshape(as_one(q.shape, start))
 
     def _blocks(self, a: QArray, b: QArray, specs: tuple[QuantSpec, QuantSpec], i: int, j: int) -> int:
-        """How many runs of constant scale an axis has."""
+        """The number of runs of constant scale along an axis."""
         length = a.shape[i]
         runs = [groups_of(q)[axis] for q, axis in ((a, i), (b, j))]
         if all(n == 1 for n in runs):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the products of integers are added up exactly, by name."""
+"""Ways to add up products of integers exactly, by name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

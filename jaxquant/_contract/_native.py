@@ -87,7 +87,7 @@ def _scale_dtype_of_blocks(a: QArray, b: QArray, axes: tuple[Sequence[int], Sequ
 
 
 def _axis_in_blocks(a: QArray, b: QArray, axes: tuple[Sequence[int], Sequence[int]], size: int) -> int:
-    """Which of the contracted axes is in blocks of this size. Along others each element may have a scale."""
+    """The contracted axis that is in blocks of this size. Along others each element may have a scale."""
     lengths = [a.shape[i] for i in axes[0]]
     groups = [{groups_of(a)[i], groups_of(b)[j]} for i, j in zip(*axes, strict=True)]
     in_blocks = [k for k, n in enumerate(lengths) if n // size in groups[k] - {1}]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one platform wants where others take the plain program."""
+"""Variants of a function for one platform, with the bits of the plain program."""

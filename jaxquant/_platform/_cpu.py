@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What XLA:CPU wants of element-wise arithmetic and of ranges, where other platforms take the plain program.
+"""Variants of element-wise arithmetic and of ranges for XLA:CPU; other platforms take the plain program.
 
 Each function is the plain program elsewhere, by `lax.platform_dependent` or as a primitive: so is a program that is
 exported for several platforms, or compiled for one that is not there. All give the same bits on every platform.
@@ -140,7 +140,7 @@ _extremes = several("extremes", _shapes_of_extremes, _in_passes, _OF_EXTREMES, c
 
 
 class _Part(NamedTuple):
-    """Of a reduction of several arrays, all of one shape: an array, what it starts from, and what joins two values."""
+    """One array of a reduction of several, all of one shape, with its initial value and how two values are joined."""
 
     values: Array
     start: Any
@@ -249,7 +249,7 @@ def _in_halves(v: Array) -> Array:
 def loaded(g: Array) -> Array:
     """`g`, to be masked by a select: the identity.
 
-    Of a select of a plain load XLA:CPU makes a masked load, which takes twice the time. The guard costs nothing
-    elsewhere, so that it stands on every platform.
+    XLA:CPU lowers a select of a plain load to a masked load, which is twice as slow; the guard prevents it and is free
+    elsewhere.
     """
     return num.guard(g)

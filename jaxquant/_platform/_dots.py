@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What platforms want of products of integers and of floats: rows of them, their sums, the order of their axes."""
+"""Variants of products of integers and of floats by platform: rows, column sums, the order of axes."""
 
 import functools
 import math

@@ -35,7 +35,7 @@ class _Axis(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """How many inputs lie from the first to the last place of a window."""
+        """The number of inputs from the first to the last place of a window."""
         return (self.window - 1) * self.dilation + 1
 
 

@@ -15,7 +15,7 @@ _TILE = 2**19  # elements of a tile, which stays in the cache as floats
 
 
 def tile_of(rows: Any, size: int, columns: int) -> int:
-    """How many of the columns of a weight of this size are a tile for so many rows; 0 where all are converted."""
+    """The number of columns in a tile of a weight of this size, for so many rows; 0 where it is converted whole."""
     if not isinstance(rows, int) or not 0 < rows <= _MOST_ROWS or size < _LEAST or not columns:
         return 0
     tile = min(2 ** int(_TILE * columns / size).bit_length() // 2, columns & -columns)

@@ -146,7 +146,7 @@ def _instantiated(cotangent: Any, out: Any) -> Any:
 
 
 def _inside(ins: Sequence[Origin], place: Place) -> list[Origin]:
-    """What a loop or a branch takes: values of its own, which no op outside has."""
+    """Inputs of a loop or branch get new value numbers, so that none inside is merged with one outside."""
     return [origin._replace(value=(place.location, "taken", k)) for k, origin in enumerate(ins)]
 
 
@@ -173,7 +173,7 @@ def _settled(body: Callable[[Sequence[Origin]], list[Origin]], carry: Sequence[O
 
 
 class _Carry:
-    """What a loop carries, without the parameters that it passes on as they are; caches that it writes are in it.
+    """The carry of a loop, without the parameters that it passes on as they are; with caches that it writes.
 
     `with_integers` says of each what is one.
     """
@@ -216,7 +216,7 @@ def _of_turn(x: Origin, scan: tuple[Location, int]) -> Origin:
 
 
 def _of_turns(y: Origin) -> Origin:
-    """What turns of a scan give of a cache, stacked."""
+    """Stacks the parts of a cache that the iterations of a scan give."""
     return y._replace(axes=(frozenset([JOINED]), *y.axes) if y.axes else ())
 
 

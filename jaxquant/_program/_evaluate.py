@@ -16,7 +16,7 @@ from ._param import QuantizedParam, from_integers
 
 
 class Scope(NamedTuple):
-    """What a program is evaluated with, beside its arguments.
+    """The context of an evaluation, beside the arguments of the program.
 
     Attributes:
       qparams: of the inputs of the contractions in it, by entry.
@@ -32,7 +32,7 @@ class Scope(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Where the inputs of contractions have their qparams and are observed.
+    """The place of the qparams and observations of the inputs of contractions.
 
     Attributes:
       used: of each location of a contraction, the entries whose qparams it needs.
@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
         return {key: v for key, v in qparams.items() if key in needed}
 
     def seen(self, location: Location, ins: Sequence[Any]) -> dict[str, Any]:
-        """What is observed inside of a location where nothing is seen; on the devices where `ins` are."""
+        """The neutral observation of each entry below `location`, varying over the mesh axes of `ins`."""
         n = len(location)
         inside = [key for key, places in self.observed.items() if any(at[:n] == location for at in places)]
         seen = {key: self.nothing(key, [at for at in self.scans[key] if at[:n] == location]) for key in inside}
@@ -79,7 +79,7 @@ class Step(NamedTuple):
 
 
 class Replacements:
-    """What replaces contractions, and how the rest is treated.
+    """The replacements of contractions, and the treatment of the rest.
 
     Attributes:
       contractions: of each location the function (eqn, ins, scope) -> result.

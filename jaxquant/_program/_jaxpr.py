@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How jax spells a program: its equations, the programs inside them, and one equation evaluated."""
+"""Jaxprs: the equations of a program, the programs inside them, and the evaluation of one equation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -187,11 +187,11 @@ def while_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Sequence[Any], Se
 
 
 def unchanged(body: Jaxpr, before: int, n: int) -> list[bool]:
-    """Which of `n` values of a loop's carry, that come after others, it passes on as they are."""
+    """The values of a loop's carry, of the `n` that come after others, that it passes on as they are."""
     return [body.outvars[k] is body.invars[before + k] for k in range(n)]
 
 
 def while_programs(eqn: JaxprEqn) -> tuple[int, int]:
-    """Which of the programs of a loop is the condition, and which the body."""
+    """The indices of the programs that are the condition and the body of a loop."""
     condition, body = (programs(eqn).index(opened(param(eqn, name))) for name in ("cond_jaxpr", "body_jaxpr"))
     return condition, body

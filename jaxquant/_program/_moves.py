@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class Move(NamedTuple):
-    """What a primitive makes of values.
+    """The entry of a primitive that moves values.
 
     Attributes:
       how: "moves" and "picks", by indices, are of one value; "each" of several, each of which it gives; "joins" puts
@@ -114,7 +114,7 @@ def _first(runs: _Runs | None, eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Ori
 
 
 def _axes(runs: Sequence[Run], axes: _Axes, old: tuple[int, ...], new: tuple[int, ...]) -> _Axes:
-    """Which axes those of a result run along: each one along all the old ones of its run, but those of size 1."""
+    """The axes of parameters that the axes of a result run along: all of their run, but those of size 1."""
     result = [frozenset[int]()] * len(new)
     for run in runs:
         along = [axes[i] for i in run.old if old[i] not in (0, 1)] or [axes[i] for i in run.old]
@@ -136,7 +136,7 @@ def _moves(eqn: JaxprEqn, before: tuple[Moved, ...] | None, runs: _Runs | None) 
 
 
 def in_order(v: Array, moves: Sequence[Moved], of_turn: Callable[[Array], Array]) -> Array:
-    """What `of_turn` makes of an array of a parameter's shape after these moves, in all turns of the scans among them.
+    """Applies `of_turn` to an array of a parameter's shape after these moves, in all iterations of their scans.
 
     Linear in the array.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a value of a program was made of: which parameters it holds or was computed from, and along which axes."""
+"""Provenance of a value: the parameters that it holds or was computed from, and along which axes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Moved(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What a value was made of.
+    """The provenance of a value.
 
     Attributes:
       params: the paths of the parameters that it depends on.
@@ -79,7 +79,7 @@ class Origin(NamedTuple):
 
     @property
     def role(self) -> str:
-        """What it is as an operand: "weight", "data", "derived" from parameters alone, or "captured" from neither."""
+        """Its role as an operand: "weight", "data", "derived" from parameters alone, or "captured" from neither."""
         if self.weights:
             return "weight"
         return "data" if self.data else "derived" if self.params else "captured"
@@ -103,8 +103,8 @@ def computed(origins: Sequence[Origin]) -> Origin:
     """The origin of what is computed from values of these origins."""
     has_data = any(o.data for o in origins)
     products = frozenset[Location]().union(*(() if has_data else o.products for o in origins))
-    # Of one axis are biases and the scales of norms, which are no operands; and the same for each row of a product are
-    # the biases of several heads.
+    # Rank-1 parameters are biases or norm gains, never weights. One that is broadcast over the rows of a product is a
+    # bias too, such as one per attention head.
     is_bias = lambda o: sum(map(bool, o.axes)) < 2 or (bool(products) and not all(o.axes))
     matrices = (o.parts for o in origins if not is_bias(o) and not o.gathered)
     return Origin(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each value of a program is made of, and the contractions that it holds."""
+"""The provenance of each value of a program, and its contractions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class Contraction(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a walk is."""
+    """The place where a walk is."""
 
     location: Location = ()
     names: tuple[str, ...] = ()  # that jax.named_scope gave

@@ -57,12 +57,12 @@ def scattered(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
 
 
 def as_part(cache: QuantizedParam, new: Array) -> QuantizedParam:
-    """What is put beside a part of a cache, quantized as what is written to it."""
+    """Quantizes an array to be joined to a part of a cache, as what is written to it."""
     return _written(cache, new, part_of, Write(quantized_part, lambda _, new: new))
 
 
 class Write(NamedTuple):
-    """How a part is written: (cache, part, how it is quantized) in integers, and (cache, part) in float."""
+    """Functions that write a part: (cache, part, how it is quantized) in integers, and (cache, part) in float."""
 
     in_integers: Callable[[QArray, Any, Part], QArray]
     in_float: Callable[[Array, Array], Array]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the levels of a grid are: integers of some bits, or the finite values of a narrow float. Static; no arrays."""
+"""The levels of a grid: integers of some bits, or the finite values of a narrow float. Static; no arrays."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ class Integers:
 
     @property
     def number(self) -> int:
-        """How many levels there are."""
+        """The number of levels."""
         return self.qmax - self.qmin + 1
 
     def nearest(self, v: Array, rounding: str, noise: Array | None) -> Array:
@@ -44,7 +44,7 @@ class Integers:
         return _rounded(v, rounding, noise)
 
     def beyond(self, rounding: str) -> float | None:
-        """How far beyond the last level on either side values begin to round outwards; None if that is not all."""
+        """The distance beyond the last level at which values begin to round outwards; None if no distance says it."""
         return 0.5 if self.narrow and self.signed and rounding in ("half_even", "half_away") else None
 
     def in_dtype(self, level: Array, qmin: Array, qmax: Array) -> Array:
@@ -80,14 +80,14 @@ class Float:
 
     @property
     def number(self) -> int:
-        """How many levels there are, one zero among them."""
+        """The number of levels, with one zero among them."""
         octaves = math.frexp(self.qmax)[1] - 1 - self.lowest  # whole ones, each of 2 ** mantissa levels
         highest = self.qmax / 2.0 ** (octaves + self.lowest) - 1
         return 2 * (2**self.mantissa * (1 + octaves) + round(highest * 2**self.mantissa)) + 1
 
     @property
     def unit(self) -> float:
-        """What all levels are integer multiples of."""
+        """The largest number of which all levels are integer multiples."""
         return 2.0 ** (self.lowest - self.mantissa)
 
     @property
@@ -107,7 +107,7 @@ class Float:
         return rounded * num.power_of_two(exponent, v.dtype)
 
     def beyond(self, rounding: str) -> float | None:
-        """How far beyond the last level on either side values begin to round outwards; None if that is not all."""
+        """The distance beyond the last level at which values begin to round outwards; None if no distance says it."""
         is_odd = self.qmax / self.last_step % 2 == 1
         return self.last_step / 2 if rounding == "half_away" or (rounding == "half_even" and is_odd) else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values of a tensor share a scale. Static; no arrays."""
+"""The groups of values that share a scale. Static; no arrays."""
 
 import abc
 import dataclasses
@@ -11,7 +11,7 @@ from .._base import _checks as checks
 
 @dataclasses.dataclass(frozen=True)
 class Granularity(abc.ABC):
-    """Which values share a scale. A subclass, a frozen dataclass, says the shape of the scale of an array.
+    """The groups of values that share a scale. A subclass, a frozen dataclass, says the shape of the scale of an array.
 
     All else has a default, which suits one that depends on the shape of the array alone.
     """
@@ -50,7 +50,7 @@ class Granularity(abc.ABC):
 
     @property
     def words(self) -> str:
-        """What has one scale, in words for a table: tensor, channel -1."""
+        """The group that has one scale, for a table: tensor, channel -1."""
         return str(self)
 
     def to_json(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _FIELDS_OF_KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What the parameters whose path matches a pattern are quantized to. Static.
+    """Quantization of the parameters whose path matches a pattern. Static.
 
     Attributes:
       pattern: a path glob, in which `*` stands for anything within a segment and `**` for any number of segments, also
@@ -151,7 +151,7 @@ class Rule:
         return self.gradient if is_pair else (self.gradient, self.gradient)
 
     def of_quantize_fn(self) -> str:
-        """What it says that only `quantize_fn` can do, to be refused elsewhere; or nothing."""
+        """The fields that only `quantize_fn` understands, in words for an error; empty if there are none."""
         fields = [f for f in dataclasses.fields(self) if f.name in _OF_QUANTIZE_FN]
         return ", ".join(f"{f.name}={v!r}" for f in fields if (v := getattr(self, f.name)) != f.default)
 
@@ -275,7 +275,7 @@ def pattern_in_words(pattern: Any) -> str:
 
 
 def shadowed(i: int, rule: Rule, name: str, earlier: Rule) -> str:
-    """What is wrong with rule number i, which matches `name`, and nothing that an earlier one does not take."""
+    """The error for rule number i, which matches `name`, but nothing that an earlier rule leaves."""
     return (
         f"`rules[{i}]`, {rule.pattern!r}, is shadowed: all it matches, such as {name!r}, is taken by the earlier "
         f"rule {earlier.pattern!r}. Put the narrower rule first, drop one, or pass Rule(..., optional=True)."

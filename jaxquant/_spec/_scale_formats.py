@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds scales: which scale a format makes of a range, how it rounds one, and what it asks of a spec."""
+"""Formats of scales: the scale of a range, its rounding, and the specs that a format takes."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ TINY = np.float32(jnp.finfo(jnp.float32).tiny)
 
 @dataclasses.dataclass(frozen=True)
 class ScaleFormat:
-    """What holds scales. As it stands float32, which holds each as it is."""
+    """A format of scales. The base class is float32, which holds each scale as it is."""
 
     rules = "ceil", "half_step"  # those of QuantSpec that mean something
     is_exact = True
@@ -77,7 +77,7 @@ class PowersOfTwo(ScaleFormat):
         return num.select(largest > 0, _power_below(largest, qmax), 1)
 
     def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
-        # Of a scale, the largest value is that of the last level.
+        # The largest value that a scale can represent is `scale * qmax`.
         below = lambda scale: _power_below(scale * (qmax / _highest_bit(qmax)), 1.0)
         return computed_once(below if rule == "floor" else _power_above, scale), None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to quantize to: the grid, what shares a scale, how to round. All of it static and hashable; no arrays."""
+"""QuantSpec: the grid, the groups that share a scale, the rounding. Static and hashable; no arrays."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ ROUNDINGS = ("half_even", "half_up", "half_away", "stochastic")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class QuantSpec:
-    """How a tensor is quantized: `real = (q - zero_point) * scale` with `qmin <= q <= qmax`, integers or narrow floats.
+    """The grid of a tensor: `real = (q - zero_point) * scale` with `qmin <= q <= qmax`, integers or narrow floats.
 
     Static and hashable: it goes through `jax.jit` as a static argument, equal specs share one trace, and it is a leaf
     of a tree of specs. It holds no array; the numbers are in `QParams`.
@@ -118,12 +118,12 @@ class QuantSpec:
 
     @property
     def levels(self) -> Integers | Float:
-        """What q is."""
+        """The dtype of q."""
         return FLOATS[self.format] if self.format else Integers(self.bits, self.signed, bool(self.narrow_range))
 
     @property
     def scales(self) -> ScaleFormat:
-        """What holds scales."""
+        """The format of the scales."""
         return SCALE_FORMATS[self.scale_dtype]
 
     @property

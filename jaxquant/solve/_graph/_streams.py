@@ -237,7 +237,7 @@ def _of_rank(v: Axes, ndim: int) -> Axes:
 
 
 def _pointwise(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    """Of what passes no rotation, but does not change where its operands do not."""
+    """An elementwise op that does not commute with rotations. Axes along which all operands are constant stay so."""
     ndim = len(node.shapes[1][0])
     columns = list(zip(*(_of_rank(v, ndim) for v in ins), strict=True))
     (made,) = _mixed(s, node, ins)
