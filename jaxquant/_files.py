@@ -19,6 +19,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ._arrays._codes import with_own_sums
 from ._arrays._gram import Gram
 from ._arrays._histogram import Histogram
 from ._arrays._json import frozen_from_json, frozen_to_json, spec_from_json, spec_to_json
@@ -27,7 +28,6 @@ from ._arrays._qarray import QArray, checked_qarray, scales_of
 from ._arrays._qparams import Log2QParams, QParams
 from ._arrays._range import Range
 from ._base import _checks as checks
-from ._contract._operands import with_own_sums
 from ._history import GradientHistory
 from ._paths import named_in_errors, unboxed, with_paths
 from ._spec._spec import QuantSpec

@@ -6,9 +6,9 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
+from jaxquant._arrays._codes import centred, largest_magnitude
 from jaxquant._contract import _conv, _dot
 from jaxquant._contract._lowering import Lowering, check_int32
-from jaxquant._contract._operands import centred, largest_magnitude
 
 EXACT = 2**24  # float32 holds every integer up to it
 

@@ -18,12 +18,12 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "_base": "_checks _sharding _numerics _groups _gradients _hadamard _axes _table",
     "_platform": "_primitive _cpu _division _gpu _dots _tiles",
     "_spec": "_formats _granularity _scale_formats _spec _rule _recipes",
-    "_arrays": "_qparams _grid _writing _range _merging _histogram _fit _qarray _json _affine _straight_through _gram"
-    " _pack _tally",
+    "_arrays": "_qparams _grid _writing _range _merging _histogram _fit _qarray _json _codes _affine _straight_through"
+    " _gram _pack _tally",
     "tf": "_checks _nudge _fake_quant _grad_pass_through _quantize _quantize_and_dequantize",
     "": "_version _paths _cache _history _params",
-    "_contract": "_operands _contract _lowering _digits _native _conv_gradient _conv _weight_only _dot _ragged _ops",
     "_files": "",
+    "_contract": "_operands _contract _lowering _digits _native _conv_gradient _conv _weight_only _dot _ragged _ops",
     "_program": "_jaxpr _origin _param _writes _moves _walk _evaluate _calls",
     "_transform": "_plan _axes _match _backward _errors _choices _layout _entries _caches _call _decide _freezing _mask"
     " _observers _sites _source _quantize_fn",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .._arrays._codes import centred, codes, sums_along
 from .._arrays._qarray import QArray, checked_operand
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -25,7 +26,7 @@ from ._conv_gradient import Transposed
 from ._digits import in_digits, sum_of_digits
 from ._lowering import Lowering, check_int32, checked_execution, chosen
 from ._native import is_native, is_of_floats
-from ._operands import Rounding, centred, codes, plain, rounded, sums_along
+from ._operands import Rounding, plain, rounded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,13 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._arrays._codes import centred, largest_magnitude
 from .._arrays._qarray import QArray, changed
 from .._base import _numerics as num
 from .._base._groups import broadcast_groups
 from .._spec._granularity import PerTensor
 from .._spec._spec import QuantSpec
 from ._lowering import is_at_most
-from ._operands import centred, largest_magnitude, with_flags
+from ._operands import with_flags
 
 _LARGEST = 2**7  # magnitude of a digit
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._arrays._affine import real_values
+from .._arrays._codes import centred, codes, sums_along
 from .._arrays._qarray import QArray, changed, checked_operand, groups_of, moved, permutation, scales_of
 from .._arrays._straight_through import quantize_straight_through
 from .._base import _checks as checks
@@ -27,7 +28,7 @@ from ._contract import ContractionOp, checked_either, contract, contraction, is_
 from ._digits import in_digits, sum_of_digits
 from ._lowering import Lowering, check_int32, checked_execution, chosen
 from ._native import asks_native, is_of_floats, native_dot
-from ._operands import QuantizedOperand, Rounding, centred, codes, plain, rounded, sums_along
+from ._operands import QuantizedOperand, Rounding, plain, rounded
 from ._weight_only import by_columns, part_of
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.core
 from jax import Array
 
+from .._arrays._codes import largest_magnitude
 from .._arrays._qarray import QArray
 from .._base import _checks as checks
 from .._spec._spec import QuantSpec
-from ._operands import largest_magnitude
 
 _HOME = jax.errors if hasattr(jax.errors, "InconclusiveDimensionOperation") else jax.core
 _INCONCLUSIVE = getattr(_HOME, "InconclusiveDimensionOperation")  # noqa: B009

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 
 from .._arrays._affine import qparams_of_shape
+from .._arrays._codes import takes_sums
 from .._arrays._qarray import QArray
 from .._arrays._qparams import QParams
 from .._base import _checks as checks
-from .._contract._operands import takes_sums
 from .._history import BINS, DelayedQParams, GradientHistory, empty_history
 from .._paths import named_in_errors
 from .._program._jaxpr import Location

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._arrays._affine import is_quantized_with, quantize
+from .._arrays._codes import with_own_sums
 from .._arrays._qarray import Frozen, QArray, changed, check_dtypes, check_sums, packed_dtype
 from .._arrays._qparams import QParams
 from .._arrays._writing import refuse_not_finite
 from .._base import _checks as checks
 from .._base._sharding import is_inside_shard_map
-from .._contract._operands import with_own_sums
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._spec._spec import QuantSpec
 from ._entries import Entries, check_reads
