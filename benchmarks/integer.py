@@ -85,14 +85,11 @@ def linear_rows(rounds, *cases):
     for n, rows in cases:
         x, w = (RNG.normal(size=shape).astype(np.float32) for shape in ((rows, n), (n, n)))
         got = of_jax(rounds, x, w)
-        ours, others = got["symmetric"], (got[name] for name in ("affine", "in, out", "float32", "qwix"))
+        ours, others = got["symmetric"], (got[name] for name in ("affine", "in, out", "qwix"))
         theirs = of_torch(rounds, x, w) if rows > 16 else "needs 17 rows", of_onnxruntime(rounds, x, w)
         yield f"{n}^2", rows, ours, verdict(ours, {1: 0.6, 4: 0.4}.get(rows, 0.22)), *others, *theirs
 
 
 PACKAGES = "torch", "onnxruntime", "qwix"
-COLUMNS = (
-    *("size", "rows", "jaxquant", "goal", "affine x", "weight (in, out)", "float32 execution"),
-    *("qwix", "torch", "onnxruntime"),
-)
+COLUMNS = (*("size", "rows", "jaxquant", "goal", "affine x", "weight (in, out)", "qwix", "torch", "onnxruntime"),)
 PARTS = {"linear": Part(COLUMNS, linear_rows, 21, tuple(itertools.product((2048, 4096), (1, 4, 16, 128, 512))))}

@@ -14,11 +14,6 @@ def is_explicit(v: Array) -> bool:
     return not jax.typeof(v).sharding.mesh.empty
 
 
-def is_split(v: Array) -> bool:
-    """Whether the type of `v` says that it is in parts on the devices of a mesh with explicit axes."""
-    return any(axis is not None for axis in jax.typeof(v).sharding.spec)
-
-
 def axes_of(v: Array) -> list[frozenset[str]]:
     """The axes of the mesh along which each axis of `v` is split, where its type says so."""
     named = lambda axis: frozenset((axis,) if isinstance(axis, str) else axis or ())

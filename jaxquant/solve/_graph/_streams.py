@@ -414,9 +414,8 @@ def _part(s: Streams, node: Node, axis: Axis | None, n: int, cut: tuple[int, int
     block = math.gcd(start, stop, n) if stride == 1 else 1
     outer, inner = s.channels.grouped(axis.numbers, (n // block, block)) or (axis.numbers, ())
     s.channels.spoil(outer, f"also go into {node.words}, {CUTS}")
-    made = s.new([-(-(stop - start) // (abs(stride) * (block if inner else 1)))], f"come out of {node.words}, {CUTS}")[
-        0
-    ]
+    size = -(-(stop - start) // (abs(stride) * (block if inner else 1)))
+    (made,) = s.new([size], f"come out of {node.words}, {CUTS}")
     return Axis((*(made.numbers if made else ()), *inner), axis.is_squared, axis.made) if made or inner else None
 
 
