@@ -5,16 +5,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ._arrays._affine import fake_quant, quantize, real_values
-from ._arrays._qarray import QArray, Scales, changed, checked_operand, groups_of, packed_dtype, permutation, window_of
+from ._arrays._affine import fake_quant, quantize
+from ._arrays._qarray import QArray, changed, checked_operand, groups_of, inside, packed_dtype, window, window_of
 from ._arrays._qparams import QParams
+from ._arrays._quantized import Quantized, permutation
 from ._base import _checks as checks
-from ._base._groups import Windows, windows_of_groups, with_part
+from ._base._groups import Windows, of_rank, windows_of_groups, with_part
 from ._platform._cpu import transposed
-from ._spec._granularity import granularity_of
+from ._spec._granularity import PerTensor, granularity_of
 from ._spec._spec import QuantSpec, checked_spec, has_grid_of, qparams_shape
 
 
@@ -90,7 +92,7 @@ def dynamic_slice(operand: Any, start_indices: Any, slice_sizes: Any) -> QArray:
     sizes = checks.static_ints("slice_sizes", slice_sizes)
     _check_fits("slice_sizes", sizes, q.shape)
     starts = _one_for_each_axis("start_indices", start_indices, q.shape)
-    return q._part(_windows("start_indices", q, starts, sizes))
+    return window(q, _windows("start_indices", q.shape, groups_of(q), starts, sizes))
 
 
 def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray:
@@ -138,22 +140,41 @@ def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray
     """
     cache = checked_operand("cache", cache)
     new = checked_operand("new", new) if isinstance(new, QArray) else checks.float_array("new", new)
-    if cache.spec.has_tensor_scale:
-        raise ValueError(
-            f"`cache` must have scales of its groups alone, got {cache.spec}, whose scale of the tensor is of all "
-            "groups, also of those that are not written. Use mxfp4_spec(axis), or float32 scales."
-        )
     _check_fits("new", new.shape, cache.shape)
-    windows = _windows("index", cache, _one_for_each_axis("index", index, cache.shape), new.shape)
-    part = part_of(cache, new.shape)
+    index = _one_for_each_axis("index", index, cache.shape)
+    windows = _windows("index", cache.shape, groups_of(cache), index, new.shape)
+    of = "a QArray as `new`" if isinstance(new, QArray) else str(cache.spec)
+    key = checks.rounding_key(key, cache.spec.rounding == "stochastic" and not isinstance(new, QArray), of)
+    starts = {axis: start for axis, (start, _) in windows.items()}
+    return _updated(cache, new, starts, key)
+
+
+@jax.jit
+def _updated(cache: QArray, new: Array | QArray, starts: dict[int, Any], key: Any) -> QArray:
+    q, written = as_cache(cache), as_cache(new) if isinstance(new, QArray) else new
+    windows = {axis: (start, new.shape[axis]) for axis, start in starts.items()}
+    q = _with_window(q, written, windows, part_of(q, new.shape), key)
+    scales = {"scale": q.scale.reshape(cache.scale.shape), "zero_point": q.zero_point.reshape(cache.scale.shape)}
+    return changed(cache, stored=q.stored, **scales, sums=None, summed=None)
+
+
+def as_cache(q: QArray) -> Quantized:
+    """An array that is written in parts: with its zero points, be they 0, which are written in place as all else."""
+    return dataclasses.replace(inside(q), zero_point=of_rank(q.zero_point, q.ndim))
+
+
+def _with_window(
+    cache: Quantized, new: Array | Quantized, windows: Windows, part: "Part", key: Any = None
+) -> Quantized:
+    """A cache with new values where the windows are."""
     q = _quantized_like(cache, new, part, key)
     if not part.keeps:
-        places = windows_of_groups(groups_of(cache), cache.shape, windows)
+        places = windows_of_groups(cache.groups, cache.shape, windows)
         cache = _with_scales(cache, q, part, lambda v, new: _written(v, new, places))
     there = permutation(cache.order, cache.ndim)
     values = transposed(q.values, there).astype(cache.stored.dtype)
     as_stored = {there.index(axis): window for axis, window in windows.items()}
-    return changed(cache, stored=_written(cache.stored, values, as_stored))
+    return dataclasses.replace(cache, stored=_written(cache.stored, values, as_stored), sums=None, summed=None)
 
 
 def _written(v: Array, new: Array, windows: Windows) -> Array:
@@ -172,16 +193,21 @@ class Part(NamedTuple):
     keeps: bool
 
 
-def part_of(cache: QArray, shape: tuple[int, ...]) -> Part:
+def part_of(cache: Quantized, shape: tuple[int, ...]) -> Part:
     """A part of this shape, or what is put beside the cache; raises where groups are not whole in it."""
+    if cache.spec.has_tensor_scale:
+        raise ValueError(
+            f"`cache` must have scales of its groups alone, got {cache.spec}, whose scale of the tensor is of all "
+            "groups, also of those that are not written. Use mxfp4_spec(axis), or float32 scales."
+        )
     keeps = _keeps_scales(cache, shape)
     if not keeps:
         _check_whole_groups(cache, shape)
-    each = zip(groups_of(cache), shape, cache.shape, strict=True)
+    each = zip(cache.groups, shape, cache.shape, strict=True)
     return Part(tuple(size if g == n else g * size // max(n, 1) if g > 1 else g for g, size, n in each), keeps)
 
 
-def parts_of(cache: QArray, shape: tuple[int, ...], axes: Sequence[int | None]) -> Part:
+def parts_of(cache: Quantized, shape: tuple[int, ...], axes: Sequence[int | None]) -> Part:
     """Many parts in one array of this shape, whose axes run along these of the cache; None for what counts parts."""
     sizes = {axis: size for axis, size in zip(axes, shape, strict=True) if axis is not None}
     of_one = tuple(sizes.get(axis, 1) for axis in range(cache.ndim))
@@ -190,32 +216,40 @@ def parts_of(cache: QArray, shape: tuple[int, ...], axes: Sequence[int | None]) 
     return Part(tuple(n if axis is None else groups[axis] for axis, n in zip(axes, counts, strict=True)), keeps)
 
 
-def update_parts(cache: QArray, new: Array | QArray, part: Part, write: Callable[[Array, Array], Array]) -> QArray:
-    """A quantized array with many parts of it written anew, as `write(array, new)` does for values and for scales."""
+def update_part(cache: Quantized, new: Array | Quantized, index: Sequence[Any], part: Part) -> Quantized:
+    """A cache with a part of it written anew from a traced index on."""
+    return _with_window(cache, new, _windows("index", cache.shape, cache.groups, index, new.shape), part)
+
+
+def update_parts(
+    cache: Quantized, new: Array | Quantized, part: Part, write: Callable[[Array, Array], Array]
+) -> Quantized:
+    """A cache with many parts of it written anew, as `write(array, new)` does for values and for scales."""
     q = _quantized_like(cache, new, part, None)
     if not part.keeps:
         cache = _with_scales(cache, q, part, write)
     values = cache.stored if cache.order is None else cache.values
-    return changed(cache, stored=write(values, q.values.astype(values.dtype)), order=None)
+    values = write(values, q.values.astype(values.dtype))
+    return dataclasses.replace(cache, stored=values, order=None, sums=None, summed=None)
 
 
-def _with_scales(cache: QArray, q: QArray, part: Part, write: Callable[[Array, Array], Array]) -> QArray:
+def _with_scales(cache: Quantized, q: Quantized, part: Part, write: Callable[[Array, Array], Array]) -> Quantized:
     """The cache with the scales of what is written."""
     of = lambda v, new: write(v, lax.reshape(new, part.groups))
-    return changed(cache, Scales(of(cache.scale, q.scale), of(cache.zero_point, q.zero_point), None))
+    return dataclasses.replace(cache, scale=of(cache.scale, q.scale), zero_point=of(cache.zero_point, q.zero_point))
 
 
-def quantized_part(cache: QArray, new: Array, part: Part) -> QArray:
+def quantized_part(cache: Quantized, new: Array, part: Part) -> Quantized:
     """What is written, in integers."""
     return _quantized_like(cache, new, part, None)
 
 
-def part_in_float(cache: QArray, new: Array, part: Part) -> Array:
+def part_in_float(cache: Quantized, new: Array, part: Part) -> Array:
     """What is written, in float, with the gradient of its quantizer."""
     return fake_quant(new, *_quantizer(cache, new.shape, part))
 
 
-def _quantizer(cache: QArray, shape: tuple[int, ...], part: Part) -> tuple[QuantSpec, QParams | None]:
+def _quantizer(cache: Quantized, shape: tuple[int, ...], part: Part) -> tuple[QuantSpec, QParams | None]:
     """How a part is quantized: with the scales of the cache where these stay."""
     spec = dataclasses.replace(cache.spec, granularity=granularity_of(part.groups, shape))
     if not part.keeps:
@@ -224,15 +258,17 @@ def _quantizer(cache: QArray, shape: tuple[int, ...], part: Part) -> tuple[Quant
     return spec, QParams(own(cache.scale), own(cache.zero_point))
 
 
-def _keeps_scales(cache: QArray, shape: tuple[int, ...]) -> bool:
+def _keeps_scales(cache: Quantized, shape: tuple[int, ...]) -> bool:
     """Whether no part of this shape could change a scale: each is also of what lies beside the part."""
     smaller = [i for i, (size, n) in enumerate(zip(shape, cache.shape, strict=True)) if size < n]
-    groups, has_blocks = groups_of(cache), bool(cache.spec.granularity.sizes)
-    return cache.scale.ndim == 0 or (bool(smaller) and not has_blocks and all(groups[i] == 1 for i in smaller))
+    groups, has_blocks = cache.groups, bool(cache.spec.granularity.sizes)
+    return cache.spec.granularity == PerTensor() or (
+        bool(smaller) and not has_blocks and all(groups[i] == 1 for i in smaller)
+    )
 
 
-def _check_whole_groups(cache: QArray, shape: tuple[int, ...]) -> None:
-    for axis, (g, size, n) in enumerate(zip(groups_of(cache), shape, cache.shape, strict=True)):
+def _check_whole_groups(cache: Quantized, shape: tuple[int, ...]) -> None:
+    for axis, (g, size, n) in enumerate(zip(cache.groups, shape, cache.shape, strict=True)):
         if g == 1 and size < n:
             raise ValueError(
                 f"`new` must hold whole groups that share a scale, which span axis {axis} of `cache`, shape "
@@ -246,26 +282,30 @@ def _check_whole_groups(cache: QArray, shape: tuple[int, ...]) -> None:
             )
 
 
-def _quantized_like(cache: QArray, new: Array | QArray, part: Part, key: Any) -> QArray:
+def _quantized_like(cache: Quantized, new: Array | Quantized, part: Part, key: Any) -> Quantized:
     """What is written, with so many groups along its axes; with the scales of the cache where these stay."""
     spec, qparams = _quantizer(cache, new.shape, part)
-    if isinstance(new, QArray):
-        checks.rounding_key(key, False, "a QArray as `new`")
-        if not has_grid_of(new.spec, spec) or (not part.keeps and groups_of(new) != part.groups):
+    if isinstance(new, Quantized):
+        if not has_grid_of(new.spec, spec) or (not part.keeps and new.groups != part.groups):
             raise ValueError(
                 f"`new` must be of the spec of the cache, {cache.spec}, with a scale for each of {part.groups} groups "
-                f"along its axes, got {new.spec} with {groups_of(new)}. Pass it in float, and it is quantized here."
+                f"along its axes, got {new.spec} with {new.groups}. Pass it in float, and it is quantized here."
             )
         if not part.keeps:
             return new
-        new, spec = real_values(new, jnp.dtype(jnp.float32)), dataclasses.replace(spec, rounding="half_even")
-    return quantize(new, spec, qparams, key=key)
+        new, spec = new.real(jnp.float32), dataclasses.replace(spec, rounding="half_even")
+    return as_cache(quantize(new, spec, qparams, key=key))
 
 
-def _windows(name: str, q: QArray, starts: Sequence[Any], sizes: Sequence[int]) -> Windows:
-    """A part of a QArray that cuts no block."""
-    of = {axis: window_of(name, q, axis, *window) for axis, window in enumerate(zip(starts, sizes, strict=True))}
-    return {axis: window for axis, window in of.items() if window[1] != q.shape[axis]}
+def _windows(
+    name: str, shape: tuple[int, ...], groups: tuple[int, ...], starts: Sequence[Any], sizes: Sequence[int]
+) -> Windows:
+    """A part of an array that cuts no block."""
+    of = {
+        axis: window_of(name, shape, groups, axis, *window)
+        for axis, window in enumerate(zip(starts, sizes, strict=True))
+    }
+    return {axis: window for axis, window in of.items() if window[1] != shape[axis]}
 
 
 def _one_for_each_axis(name: str, index: Any, shape: tuple[int, ...]) -> Sequence[Any]:

@@ -24,7 +24,7 @@ from ._arrays._gram import Gram
 from ._arrays._histogram import Histogram
 from ._arrays._json import frozen_from_json, frozen_to_json, spec_from_json, spec_to_json
 from ._arrays._pack import pack, unpack
-from ._arrays._qarray import QArray, checked_qarray, scales_of
+from ._arrays._qarray import QArray, checked_qarray
 from ._arrays._qparams import Log2QParams, QParams
 from ._arrays._range import Range
 from ._base import _checks as checks
@@ -379,7 +379,7 @@ def _signature(leaf: Any) -> str:
 def _fields(leaf: Any) -> dict[str, Any]:
     """The parts of a leaf by name: its arrays, and what tells it from others of their shapes."""
     if isinstance(leaf, QArray):
-        scales = {name: v for name, v in scales_of(leaf)._asdict().items() if v is not None}
+        scales = {name: v for name in ("scale", "zero_point", "tensor_scale") if (v := getattr(leaf, name)) is not None}
         return {"values": leaf.values, **scales, "spec": leaf.spec, "dtype": leaf.dtype}
     return vars(leaf) if isinstance(leaf, GradientHistory) else leaf._asdict()
 

@@ -7,6 +7,7 @@ import itertools
 import re
 
 import hand_written as by_hand
+import in_float32  # noqa: F401 - an execution
 import jax
 import jax.export
 import jax.numpy as jnp

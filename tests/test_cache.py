@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 
+import in_float32  # noqa: F401 - an execution
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import hlo
+import in_float32  # noqa: F401 - an execution
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -16,6 +16,7 @@ from jax.interpreters import ad, mlir
 from lanes import by_default
 
 from jaxquant import QuantSpec, Rule, activation_spec, dot_general, quantize, quantize_fn, solve, weight_spec
+from jaxquant._arrays._codes import centred
 from jaxquant._contract._contract import ContractionOp
 from jaxquant._contract._dot import LOWERINGS, Dot
 from jaxquant._contract._lowering import Lowering
@@ -153,7 +154,7 @@ def test_an_execution_of_an_author(monkeypatch):
     a, b = quantize(X, activation_spec(8)), quantize(PARAMS["w"], weight_spec(8, channel_axis=-1))
 
     def product(op, a, b, length):
-        x, w = (q.values.astype(jnp.int32) - q.zero_point.astype(jnp.int32) for q in (a, b))
+        x, w = (centred(q, jnp.int32) for q in (a, b))
         add = lambda k, acc: acc + x[:, k][:, None] * w[k][None]  # one row of b at a time
         return lax.fori_loop(0, length, add, jnp.zeros((x.shape[0], w.shape[1]), jnp.int32))
 

@@ -18,8 +18,8 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "_base": "_checks _sharding _numerics _groups _gradients _hadamard _axes _table",
     "_platform": "_primitive _cpu _division _gpu _dots _tiles",
     "_spec": "_formats _granularity _scale_formats _spec _rule _recipes",
-    "_arrays": "_qparams _grid _writing _range _merging _histogram _fit _qarray _json _codes _affine _straight_through"
-    " _gram _pack _tally",
+    "_arrays": "_qparams _grid _writing _range _merging _histogram _fit _quantized _qarray _json _codes _affine"
+    " _straight_through _gram _pack _tally",
     "tf": "_checks _nudge _fake_quant _grad_pass_through _quantize _quantize_and_dequantize",
     "": "_version _paths _cache _history _params",
     "_files": "",
@@ -94,8 +94,8 @@ def test_params_need_no_contraction():
         "_params",
         "_paths",
     }
-    assert len(needed) <= 23
-    assert sum(len(FILES[name].read_text().splitlines()) for name in needed) <= 4440
+    assert len(needed) <= 24
+    assert sum(len(FILES[name].read_text().splitlines()) for name in needed) <= 4550
 
 
 def test_the_check_sees_an_import_of_a_sibling():

@@ -26,6 +26,7 @@ from jaxquant import (
     quantize_fn,
     weight_spec,
 )
+from jaxquant._arrays._qarray import inside
 from jaxquant._base._groups import broadcast_groups, of_rank
 from jaxquant._program import _moves as registry
 from jaxquant._program._calls import CALLS
@@ -91,7 +92,7 @@ def every_move(spec):
     q = quantize(np.random.default_rng(0).normal(size=SHAPE).astype(np.float32), spec)
 
     def parts(f, q, real):
-        q = dataclasses.replace(q, scale=of_rank(q.scale, 3), zero_point=of_rank(q.zero_point, 3))
+        q = dataclasses.replace(inside(q), zero_point=of_rank(q.zero_point, 3))
         for part in moves_of(f, QuantizedParam(q, real, None, None, ("w",))):
             over = lambda v, shape=part.quantized.shape: broadcast_groups(v, shape)
             yield part.real, part.quantized.values, over(part.quantized.scale), over(part.quantized.zero_point)
@@ -118,7 +119,7 @@ def test_what_is_made_of_the_integers_is_what_is_made_of_the_real_values(move, s
 def test_a_walk_says_along_which_axes_the_scales_of_an_evaluation_vary(move, axis):
     q = jax.eval_shape(lambda x: quantize(x, QuantSpec(granularity=PerChannel(axis))), zeros(SHAPE))
     f, real = MOVES[move], jax.ShapeDtypeStruct(SHAPE, jnp.float32)
-    got = jax.eval_shape(lambda q, real: moves_of(f, QuantizedParam(q, real, None, None, ("w",))), q, real)
+    got = jax.eval_shape(lambda q, real: moves_of(f, QuantizedParam(inside(q), real, None, None, ("w",))), q, real)
     jaxpr, _ = traced(lambda args: jax.tree.leaves(f(*args)), [real])
     origins = Walk(CALLS).program(jaxpr, [parameter("w", 3)])
     assert len(got) == len(origins)

@@ -17,6 +17,7 @@ from lanes import cases
 
 import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, PerTensor, QuantSpec, Rule, float8_spec, quantize, quantize_fn
+from jaxquant._arrays._qarray import inside
 from jaxquant._contract import _native
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -180,7 +181,7 @@ def test_sums_of_blocks_that_are_exact_have_the_bits_of_the_exact_product(dot, b
 def test_what_a_gpu_is_given_has_the_same_value(dot, blocks, monkeypatch):
     """XLA:CPU computes what is one kernel on a GPU: the rows are the right ones."""
     a, b, numbers = in_blocks(dot, blocks, small)
-    product = lambda a, b: jax.jit(lambda a, b: _native.native_dot(a, b, numbers))(a, b)
+    product = lambda a, b: jax.jit(lambda a, b: _native.native_dot(inside(a), inside(b), numbers))(a, b)
     want, of_want = product(a, b)
     monkeypatch.setattr(_native, "_scaled_dot", lax.scaled_dot)
     monkeypatch.setattr(_native, "_in_bfloat16", _native._of_matrices)

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 from fractions import Fraction
 
+import in_float32  # noqa: F401 - an execution
 import jax
 import jax.numpy as jnp
 import ml_dtypes

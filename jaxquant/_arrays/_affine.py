@@ -13,7 +13,7 @@ from jax import Array, lax
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._base._gradients import custom_vjp
-from .._base._groups import broadcast_groups, reduce_groups
+from .._base._groups import broadcast_groups, of_rank, reduce_groups
 from .._base._hadamard import hadamard
 from .._base._sharding import shard_like, vary_together
 from .._platform._cpu import loaded
@@ -21,8 +21,9 @@ from .._platform._division import divide
 from .._spec._spec import QuantSpec, checked_spec, has_grid_of, qparams_shape
 from ._fit import fit_qparams
 from ._grid import Grid, frame_of, grid_of
-from ._qarray import QArray, checked_operand, checked_qarray
+from ._qarray import QArray, checked_operand, checked_qarray, outside, real_values
 from ._qparams import QParams
+from ._quantized import Quantized
 
 
 @jax.jit
@@ -264,11 +265,12 @@ def levels_of(x: Array, grid: Grid, noise: Array | None) -> Array:
     return grid.in_dtype(grid.level(x, noise))
 
 
-def qarray_of(values: Array, grid: Grid, dtype: Any) -> QArray:
-    """The QArray of levels on an effective grid, made of an array of `dtype`."""
-    (scale, zero_point), spec = grid.qparams, grid.frame.spec
-    scale, zero_point = scale.astype(spec.scale_dtype), zero_point.astype(spec.dtype)
-    return QArray(values, scale, zero_point, spec, dtype, tensor_scale=grid.tensor_scale)
+def quantized_of(values: Array, grid: Grid, dtype: Any) -> Quantized:
+    """Levels on an effective grid, made of an array of `dtype`."""
+    spec = grid.frame.spec
+    of = lambda v, dtype: None if v is None else of_rank(v.astype(dtype), values.ndim)
+    scale, zero_point = of(grid.scale, spec.scale_dtype), of(grid.zero_point, spec.dtype)
+    return Quantized(values, scale, zero_point, spec, dtype, tensor_scale=of(grid.tensor_scale, jnp.float32))
 
 
 @jax.jit
@@ -277,7 +279,7 @@ def _quantize(x: Array, grid: Grid, noise: Array | None) -> QArray:
     values, zero_point = levels_of(x, grid, noise), grid.zero_point
     if zero_point is not None:  # integers have no NaN; the scale has
         grid = grid._replace(zero_point=num.select(zero_point == zero_point, zero_point, grid.frame.spec.qmin))
-    return qarray_of(values, grid, x.dtype)
+    return outside(quantized_of(values, grid, x.dtype), spec=grid.frame.spec)
 
 
 @functools.partial(jax.jit, static_argnames="spec", inline=True)
@@ -317,16 +319,6 @@ def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: An
     return _quantize(x, grid_of(checked_qparams(x, spec, qparams, None), frame_of(spec)), noise)
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def is_quantized_with(q: QArray, qparams: QParams, spec: QuantSpec) -> Array:
-    """Whether integers have the scale and the zero point that `quantize` uses with qparams, of one shape."""
-    grid = grid_of(qparams, frame_of(spec)).effective()
-    same = jnp.all(q.step.reshape(grid.step.shape) == grid.step)
-    if grid.zero_point is None:
-        return same
-    return same & jnp.all(q.zero_point.reshape(grid.zero_point.shape).astype(jnp.float32) == grid.zero_point)
-
-
 def as_trained(grid: Grid) -> Grid:
     """The grid as the gradient rule takes it.
 
@@ -336,17 +328,6 @@ def as_trained(grid: Grid) -> Grid:
     if grid.zero_point is None or grid.frame.is_fitted:
         return grid
     return grid._replace(zero_point=_scale_gradient(*vary_together(grid.zero_point, _effective_step(grid))))
-
-
-@functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
-def real_values(q: QArray, dtype: jnp.dtype, guarded: bool = True) -> Array:
-    """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
-    over = lambda v: None if v is None else broadcast_groups(v.astype(num.compute_dtype(dtype)), q.shape)
-    scale, zero_point = over(q.scale), None if q.spec.symmetric else over(q.zero_point)
-    grid = Grid(scale, zero_point, None, over(q.tensor_scale))
-    values = grid.real(q.values.astype(grid.scale.dtype), guarded)
-    # Guarded once more: of integers, which are never NaN, LLVM knows that `|steps| * 0` is 0, and drops the sum.
-    return num.downcast(num.guard(values) if guarded else values, dtype)
 
 
 def dequantize(q: QArray) -> Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The integers of a QArray as an integer unit takes them, and their sums."""
+"""Integers as an integer unit takes them, and their sums."""
 
 import functools
 import math
@@ -12,7 +12,8 @@ from jax import Array, lax
 
 from .._base._groups import broadcast_groups
 from .._spec._spec import QuantSpec
-from ._qarray import QArray, changed, sums_of
+from ._qarray import QArray, changed, inside
+from ._quantized import Quantized
 
 
 def largest_magnitude(spec: QuantSpec) -> int:
@@ -27,7 +28,7 @@ class Codes(NamedTuple):
     zero: Array | None
 
 
-def centred(q: QArray, dtype: Any) -> Array:
+def centred(q: Quantized, dtype: Any) -> Array:
     """`values - zero_point`, in a dtype that holds it."""
     if q.spec.symmetric:
         return q.values.astype(dtype)
@@ -35,14 +36,16 @@ def centred(q: QArray, dtype: Any) -> Array:
     return q.values.astype(dtype) - zero
 
 
-def codes(q: QArray, wide: bool) -> Codes:
+def codes(q: Quantized, wide: bool) -> Codes:
     """The values as an integer unit takes them; `wide` if one of the operands has more than 8 bits."""
     if wide:
         return Codes(centred(q, jnp.int32), None)
-    zero = q.zero_point.astype(jnp.int32)
+    zero = None if q.spec.symmetric else q.zero_point.astype(jnp.int32)
     if q.spec.signed:
-        return Codes(q.values, None if q.spec.symmetric else zero)
-    return Codes(lax.bitcast_convert_type(q.values ^ jnp.uint8(128), jnp.int8), zero - 128)
+        return Codes(q.values, zero)
+    return Codes(
+        lax.bitcast_convert_type(q.values ^ jnp.uint8(128), jnp.int8), jnp.int32(-128) if zero is None else zero - 128
+    )
 
 
 def takes_sums(spec: QuantSpec, other: QuantSpec) -> bool:
@@ -57,11 +60,11 @@ def takes_sums(spec: QuantSpec, other: QuantSpec) -> bool:
 @functools.partial(jax.jit, static_argnames="axes")
 def with_own_sums(q: QArray, axes: tuple[int, ...]) -> QArray:
     """`q` with the sums of its codes along some axes."""
-    sums = jnp.sum(codes(q, False).values, axes, dtype=jnp.int32, keepdims=True)
+    sums = jnp.sum(codes(inside(q), False).values, axes, dtype=jnp.int32, keepdims=True)
     return changed(q, sums=sums, summed=math.prod(q.shape[i] for i in axes))
 
 
-def sums_along(q: QArray, axes: Sequence[int]) -> Array | None:
+def sums_along(q: Quantized, axes: Sequence[int]) -> Array | None:
     """The sums of the codes of `q` along these axes, of size 1 there, if it came with them."""
-    sums, shape = sums_of(q), tuple(1 if i in axes else n for i, n in enumerate(q.shape))
+    sums, shape = q.own_sums, tuple(1 if i in axes else n for i, n in enumerate(q.shape))
     return sums if sums is not None and sums.shape == shape else None

@@ -2,9 +2,10 @@
 """Integers with their qparams, as a pytree."""
 
 import dataclasses
+import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,15 +13,15 @@ import jax.core
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from .._base import _checks as checks
 from .._base import _groups as grouping
 from .._base import _numerics as num
 from .._base._sharding import is_inside_shard_map
-from .._platform._cpu import transposed
 from .._spec._granularity import PerChannel, PerTensor, granularity_of
 from .._spec._spec import QuantSpec
+from ._quantized import Quantized, in_memory, permutation, shape_of, values_of
 
 
 class Frozen(NamedTuple):
@@ -41,17 +42,6 @@ class Frozen(NamedTuple):
     activation: QuantSpec | None
     rotated: int = 0
     rotated_along: tuple[int, ...] = ()
-
-
-class Scales(NamedTuple):
-    """The arrays of a QArray that turn its values into real ones: each has a value for each group, or one for all."""
-
-    scale: Any
-    zero_point: Any
-    tensor_scale: Any
-
-    def map(self, f: Callable[[Any], Any]) -> "Scales":
-        return Scales(*(None if v is None else f(v) for v in self))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
@@ -88,11 +78,7 @@ class QArray(checks.NotAnArray):
 
     @property
     def _own_values(self) -> Any:
-        values = _transposed(self.stored, lambda ndim: _back(self.order, ndim)) if self.order else self.stored
-        if getattr(values, "dtype", None) not in (jnp.int4, jnp.uint4):
-            return values
-        dtype = self.spec.dtype
-        return values.update(dtype=dtype) if isinstance(values, jax.ShapeDtypeStruct) else values.astype(dtype)
+        return values_of(self.stored, self.order, self.spec)
 
     values: Any = _own_values  # computed where it is read, and a field for `dataclasses.replace`; kept is `stored`
     scale: Array
@@ -110,15 +96,14 @@ class QArray(checks.NotAnArray):
         self, values: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any,
         order: tuple[int, ...] | None = None, tensor_scale: Any = None, frozen: Frozen | None = None,
     ):  # fmt: skip
-        stored = _transposed(values, lambda ndim: permutation(order, ndim)) if order else values
+        stored = in_memory(values, lambda ndim: permutation(order, ndim)) if order else values
         arrays = {"stored": stored, "scale": scale, "zero_point": zero_point, "tensor_scale": tensor_scale}
         vars(self).update(arrays, spec=spec, dtype=dtype, order=order, frozen=frozen, sums=None, summed=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        stored = self.stored.shape
-        return tuple(stored[i] for i in _back(self.order, len(stored))) if self.order else stored
+        return shape_of(self.stored, self.order)
 
     @property
     def ndim(self) -> int:
@@ -144,14 +129,12 @@ class QArray(checks.NotAnArray):
     @property
     def T(self) -> "QArray":
         """The QArray with its axes in the opposite order."""
-        order = tuple(reversed(range(self.ndim)))
-        return self._moved(transposed(self.values, order), lambda v: lax.transpose(v, order))
+        return _transposed(self)
 
     def reshape(self, *shape: Any) -> "QArray":
         """The QArray in another shape, given as for an array; one size may be -1."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-        values = self.values.reshape(sizes)
-        return self._moved(values, lambda v: grouping.reshaped(v, self.shape, values.shape))
+        return _reshaped(self, jax.eval_shape(lambda v: v.reshape(sizes), _like(self)).shape)
 
     def __getitem__(self, index: Any) -> "QArray":
         """The part at an index of the first axes: integers, static or traced, and static slices, as of an array.
@@ -162,76 +145,102 @@ class QArray(checks.NotAnArray):
         """
         if checks.is_index_array(index) and self.frozen is None:
             index = checks.unwrapped(index)
-            return self._picked(index if isinstance(index, jax.core.Tracer) else np.asarray(index))
+            return _taken(self, _places(self, index if isinstance(index, jax.core.Tracer) else np.asarray(index)))
         windows, picked = _indexed(self, index)
-        return self._part(windows, picked)
+        return window(self, windows, picked)
 
-    def _picked(self, index: Array | np.ndarray) -> "QArray":
-        """The parts along the first axis that indices say, as `_part` has each."""
-        n = self.shape[0] if self.ndim else 0
-        if isinstance(index, np.ndarray) and ((index < -n) | (index >= n)).any():
-            raise IndexError(
-                f"`index` must be in [{-n}, {n}) for a QArray of shape {self.shape}, got {index.tolist()}. "
-                "Only traced integers are clamped."
-            )
-        of = np if isinstance(index, np.ndarray) else jnp
-        at = of.clip(of.where(index < 0, index + n, index), 0, n - 1)
-        of_values = lambda v: v.at[at].get(mode="promise_in_bounds")
-        new = range(index.ndim - 1)
-        of_groups = lambda v: lax.expand_dims(v, new) if v.shape[0] == 1 else of_values(grouping.apart(v, 0, n))
-        return self._moved(of_values(self.values), of_groups)
 
-    def _part(self, windows: grouping.Windows, picked: Sequence[int] = ()) -> "QArray":
-        """A part, without the axes of which one element is picked."""
-        at = lambda v, windows: lax.squeeze(grouping.part(v, windows), picked)
-        of_groups = lambda v: at(v, grouping.windows_of_groups(v.shape, self.shape, windows))
-        if self.order and any(axis >= self.ndim - len(self.order) for axis in windows):
-            return self._moved(at(self.values, windows), of_groups)
-        part = changed(self, stored=at(self.stored, windows))  # whose elements lie as before
-        q = self._moved(part.values, of_groups)
-        frozen, along = q.frozen, self.frozen.rotated_along if self.frozen else ()
-        if frozen and all(axis < self.ndim + i for axis in windows for i in along):
-            frozen = frozen._replace(rotated_along=along)
-        return changed(q, stored=part.stored, order=self.order, sums=q.sums, summed=q.summed, frozen=frozen)
+def _like(q: QArray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(q.shape, q.spec.dtype)
 
-    def _moved(self, values: Array, f: Callable[[Array], Array]) -> "QArray":
-        """The QArray of values that were moved, with the granularity that its scales then have."""
-        q = moved(self, values, f)
-        frozen = self.frozen and self.frozen._replace(shape=values.shape, rotated_along=())
-        if self.scale.ndim == 0:
-            return changed(q, frozen=frozen)
-        granularity, scales = granularity_of(q.scale.shape, values.shape), scales_of(q)
+
+def inside(q: QArray) -> Quantized:
+    """The array as the package computes with it, with scales of its rank."""
+    scale, zero_point, tensor_scale = (
+        None if v is None else grouping.of_rank(v, q.ndim) for v in (q.scale, q.zero_point, q.tensor_scale)
+    )
+    zero_point = None if q.spec.symmetric else zero_point
+    return Quantized(q.stored, scale, zero_point, q.spec, q.dtype, q.order, tensor_scale, q.sums, q.summed)
+
+
+def outside(q: Quantized, frozen: Frozen | None = None, spec: QuantSpec | None = None) -> QArray:
+    """The array as users hold it, with the granularity that its scales have, unless a spec says so; a scalar for one.
+
+    `spec` is for an array whose scales are those of the spec.
+    """
+    granularity = (spec or q.spec).granularity
+    if spec is None and granularity != PerTensor():
+        granularity = granularity_of(q.groups, q.shape)
         if granularity == PerTensor() and q.tensor_scale is not None:
             granularity = PerChannel(0)  # of one scale, which that of the tensor scales
-        elif granularity == PerTensor():
-            scales = scales.map(lambda v: v.reshape(()))
-        return changed(q, scales, spec=dataclasses.replace(q.spec, granularity=granularity), frozen=frozen)
-
-
-def changed(q: QArray, scales: Scales | None = None, **fields: Any) -> QArray:
-    """`q` with other scales or fields, as its values lie: `stored` instead of `values`, and any leaves.
-
-    With other values it has no sums but those among the fields.
-    """
-    new, of_values = object.__new__(QArray), {"sums": None, "summed": None} if "stored" in fields else {}
-    vars(new).update(vars(q) | of_values | (scales._asdict() if scales else {}) | fields)
+    zero_point = jnp.zeros_like(q.scale, q.spec.dtype) if q.zero_point is None else q.zero_point
+    scalar = lambda v: v.reshape(()) if all(n == 1 for n in v.shape) else v
+    of_groups = scalar if granularity == PerTensor() else lambda v: v
+    tensor_scale = None if q.tensor_scale is None else scalar(q.tensor_scale)
+    scales = {"scale": of_groups(q.scale), "zero_point": of_groups(zero_point), "tensor_scale": tensor_scale}
+    spec = dataclasses.replace(q.spec, granularity=granularity)
+    new = object.__new__(QArray)
+    vars(new).update({**vars(q), **scales, "spec": spec, "frozen": frozen})
     return new
 
 
-def sums_of(q: QArray) -> Array | None:
-    """The sums that came with `q`, unless it is a part of what they are sums of, such as a shard."""
-    return None if q.summed is None or q.sums.size * q.summed != q.size else q.sums
+def _as_frozen(q: QArray, new: Quantized) -> QArray:
+    return outside(new, q.frozen and q.frozen._replace(shape=new.shape, rotated_along=()))
 
 
-def with_sums(q: QArray, sums: Array | None, summed: int | None) -> QArray:
-    """`q` with sums of so many values each; without, if it has more or fewer values for them."""
-    new = changed(q, sums=sums, summed=summed)
-    return changed(q, sums=None, summed=None) if sums_of(new) is None else new
+@jax.jit
+def _transposed(q: QArray) -> QArray:
+    return _as_frozen(q, inside(q).transposed(range(q.ndim)[::-1]))
 
 
-def scales_of(q: QArray) -> Scales:
-    """The arrays of a QArray that turn its values into real ones."""
-    return Scales(q.scale, q.zero_point, q.tensor_scale)
+@functools.partial(jax.jit, static_argnames="shape")
+def _reshaped(q: QArray, shape: tuple[int, ...]) -> QArray:
+    return _as_frozen(q, inside(q).reshaped(shape))
+
+
+@jax.jit
+def _taken(q: QArray, index: Array) -> QArray:
+    return _as_frozen(q, inside(q).taken(index))
+
+
+def window(q: QArray, windows: grouping.Windows, picked: Sequence[int] = ()) -> QArray:
+    """A part that cuts no block, without the axes of which one element is picked."""
+    starts, sizes = ({axis: of[i] for axis, of in windows.items()} for i in range(2))
+    return _window(q, starts, tuple(sizes.items()), tuple(picked))
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "picked"))
+def _window(q: QArray, starts: dict[int, Any], sizes: tuple[tuple[int, int], ...], picked: tuple[int, ...]) -> QArray:
+    windows = {axis: (starts[axis], size) for axis, size in sizes}
+    new = inside(q).window(windows, picked)
+    frozen, along = q.frozen, q.frozen.rotated_along if q.frozen else ()
+    is_kept = new.order == q.order and all(axis < q.ndim + i for axis in windows for i in along)
+    return outside(new, frozen and frozen._replace(shape=new.shape, rotated_along=along if is_kept else ()))
+
+
+def _places(q: QArray, index: Array | np.ndarray) -> Array | np.ndarray:
+    """Indices of the first axis, in bounds; negatives count from the end."""
+    n = q.shape[0] if q.ndim else 0
+    if isinstance(index, np.ndarray) and ((index < -n) | (index >= n)).any():
+        raise IndexError(
+            f"`index` must be in [{-n}, {n}) for a QArray of shape {q.shape}, got {index.tolist()}. "
+            "Only traced integers are clamped."
+        )
+    of = np if isinstance(index, np.ndarray) else jnp
+    return of.clip(of.where(index < 0, index + n, index), 0, n - 1)
+
+
+def changed(q: QArray, **fields: Any) -> QArray:
+    """`q` with other static fields, or sums."""
+    new = object.__new__(QArray)
+    vars(new).update(vars(q) | fields)
+    return new
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
+def real_values(q: QArray, dtype: Any, guarded: bool = True) -> Array:
+    """`(values - zero_point) * scale` in `dtype`."""
+    return inside(q).real(dtype, guarded)
 
 
 def groups_of(q: QArray) -> tuple[int, ...]:
@@ -257,7 +266,7 @@ def _indexed(q: QArray, index: Any) -> tuple[grouping.Windows, list[int]]:
     for axis, i in enumerate(entries):
         if isinstance(i, slice):
             start, size = _bounds(i, q.shape[axis])
-            windows[axis] = window_of("index", q, axis, start, size)
+            windows[axis] = window_of("index", q.shape, groups_of(q), axis, start, size)
         else:
             windows[axis] = start_of("index", i, axis, q.shape, 1), 1
             picked.append(axis)
@@ -298,15 +307,17 @@ def start_of(name: str, start: Any, axis: int, shape: tuple[int, ...], size: int
     return jnp.clip(jnp.where(wide < 0, wide + n, wide), 0, n - size).astype(jnp.int32)
 
 
-def window_of(name: str, q: QArray, axis: int, start: Any, size: int) -> tuple[Any, int]:
+def window_of(
+    name: str, shape: tuple[int, ...], groups: tuple[int, ...], axis: int, start: Any, size: int
+) -> tuple[Any, int]:
     """A window along an axis, in bounds, which cuts no block: a traced start is rounded down to the start of one."""
-    n, g = q.shape[axis], groups_of(q)[axis]
-    start, block = start_of(name, start, axis, q.shape, size), n // g if g > 1 else 1
+    n, g = shape[axis], groups[axis]
+    start, block = start_of(name, start, axis, shape, size), n // g if g > 1 else 1
     if size % block or (isinstance(start, int) and start % block):
         at = f"{start} to {start + size}" if isinstance(start, int) else f"{size} elements from a traced one"
         raise ValueError(
             f"`{name}` must not cut the blocks of {block} that share a scale along axis {axis} of a QArray of shape "
-            f"{q.shape}, got {at}. Start and end at multiples of {block}, or give the spec smaller blocks."
+            f"{shape}, got {at}. Start and end at multiples of {block}, or give the spec smaller blocks."
         )
     return start if block == 1 or isinstance(start, int) else start // block * block, size
 
@@ -314,13 +325,6 @@ def window_of(name: str, q: QArray, axis: int, start: Any, size: int) -> tuple[A
 def packed_dtype(spec: QuantSpec) -> Any:
     """The dtype that holds two integers in a byte; None if they have more than 4 bits, or are floats."""
     return None if spec.bits > 4 or spec.format else jnp.int4 if spec.signed else jnp.uint4
-
-
-def moved(q: QArray, values: Any, f: Callable[[Array], Array]) -> QArray:
-    """`q` with its values elsewhere, and its scales and sums by `f`, which says what becomes of values for groups."""
-    of_groups, sums = lambda v: f(grouping.of_rank(v, q.ndim)) if v.ndim else v, sums_of(q)
-    new = changed(q, scales_of(q).map(of_groups), stored=values, order=None)
-    return new if sums is None else with_sums(new, f(sums), q.summed)
 
 
 class Static(NamedTuple):
@@ -335,9 +339,9 @@ class Static(NamedTuple):
 
 def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], Static]:
     # By another name in another order, so that what restores arrays by their paths does not take one for the other.
-    arrays = {"stored" if q.order else "values": q.stored, **scales_of(q)._asdict()}
-    if not q.spec.has_tensor_scale:  # by the spec, not by what is there: trees of other leaves have the same structure
-        del arrays["tensor_scale"]
+    arrays = {"stored" if q.order else "values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
+    if q.spec.has_tensor_scale:  # by the spec, not by what is there: trees of other leaves have the same structure
+        arrays["tensor_scale"] = q.tensor_scale
     if q.summed is not None:
         arrays["sums"] = q.sums
     keyed = [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()]
@@ -347,35 +351,12 @@ def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], Static]:
 def _of_arrays(static: Static, arrays: Any) -> QArray:
     stored, scale, zero_point, *more = arrays
     new, sums = object.__new__(QArray), None if static.summed is None else more.pop()
-    scales = Scales(scale, zero_point, more[0] if more else None)
-    vars(new).update(static._asdict(), stored=stored, sums=sums, **scales._asdict())
+    scales = {"scale": scale, "zero_point": zero_point, "tensor_scale": more[0] if more else None}
+    vars(new).update(static._asdict(), stored=stored, sums=sums, **scales)
     return new
 
 
 jax.tree_util.register_pytree_with_keys(QArray, _with_keys, _of_arrays)
-
-
-def permutation(order: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """The axes of an array in the order in which they lie, where its last axes lie in `order`."""
-    order = order or ()
-    if sorted(order) != list(range(-len(order), 0)) or len(order) > ndim:
-        raise ValueError(
-            f"`order` must be the last axes of the array, counted from the end, got {tuple(order)} for an array of "
-            f"rank {ndim}. To scan or vmap along an axis that it moves, dataclasses.replace(q, order=None)."
-        )
-    return *range(ndim - len(order)), *(ndim + axis for axis in order)
-
-
-def _back(order: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    there = permutation(order, ndim)
-    return tuple(map(there.index, range(ndim)))
-
-
-def _transposed(v: Any, axes: Callable[[int], tuple[int, ...]]) -> Any:
-    """An array, or the shape of one; what else is a leaf, as it is."""
-    if isinstance(v, jax.ShapeDtypeStruct):
-        return v.update(shape=tuple(v.shape[i] for i in axes(v.ndim)), sharding=None)
-    return transposed(v, axes(v.ndim)) if checks.is_array(v) else v
 
 
 def checked_operand(name: str, q: Any) -> QArray:
@@ -419,7 +400,7 @@ def check_sums(name: str, q: QArray) -> None:
     fits = (
         shape is not None and len(shape) == q.ndim and all(n in (1, of) for n, of in zip(shape, q.shape, strict=True))
     )
-    if not fits or sums_of(q) is None:
+    if not fits or q.sums.size * q.summed != q.size:
         raise ValueError(
             f"`{name}` has sums of shape {shape}, each of {q.summed} values, which do not fit values of shape "
             f"{q.shape}. Take a part by v[i] or v.reshape(...) and other values by dataclasses.replace(v, values=...), "

@@ -11,10 +11,10 @@ from jax import Array, lax
 from .._base._sharding import vary_together
 from .._platform._cpu import computed_apart, nan_where
 from .._spec._spec import QuantSpec
-from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, qarray_of
+from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, quantized_of
 from ._grid import frame_of, grid_of
-from ._qarray import QArray
 from ._qparams import QParams
+from ._quantized import Quantized
 from ._range import finite_or, grid_of_range, range_of
 
 
@@ -30,11 +30,11 @@ _straight_through.defvjp(lambda *args: (_straight_through(*args), args), fake_qu
 @functools.partial(jax.jit, static_argnames=("spec", "contracted"))
 def quantize_straight_through(
     x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Any, qparams: QParams | None = None
-) -> tuple[Any, QArray, Array | None]:
+) -> tuple[Any, Quantized, Array | None]:
     """Quantizes one operand of a contraction.
 
     Returns:
-      x itself, with the gradients of `fake_quant(x, spec, qparams)`; its QArray; and flags to add to the scale of the
+      x itself, with the gradients of `fake_quant(x, spec, qparams)`; its integers; and flags to add to the scale of the
       result, of size 1 along the contracted axes: NaN where the values along these hold a NaN or an infinity, else 0.
       None for `contracted=None`: for products of floats, which have NaN themselves.
     """
@@ -61,7 +61,7 @@ def quantize_straight_through(
         flags = None if contracted is None else nan_where(values, contracted)
         integers = computed_apart(levels_of, values, effective, noise)
     real = _straight_through(*vary_together(x, grid.trained, frame, noise))
-    return real, qarray_of(integers, effective, x.dtype), flags
+    return real, quantized_of(integers, effective, x.dtype), flags
 
 
 @jax.custom_vjp

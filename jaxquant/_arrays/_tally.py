@@ -14,9 +14,9 @@ from jax import Array, lax
 from .._base._groups import broadcast_groups
 from .._base._sharding import replicated
 from .._spec._spec import QuantSpec
-from ._affine import quantize, real_values
+from ._affine import quantize
 from ._histogram import added_counts
-from ._qarray import QArray
+from ._qarray import QArray, real_values
 from ._qparams import QParams
 
 _COUNTED_BITS = 8  # levels are counted up to here

@@ -128,8 +128,8 @@ def arranged(v: Array, names: Names, wanted: Names) -> Array:
 
 def in_output(operand: str, v: Array, shape: tuple[int, ...], names: Names, output: Names) -> Array:
     """A value for each group of an operand of this shape, as it broadcasts in the output."""
-    if v.ndim == 0:
-        return v
+    if all(n == 1 for n in v.shape):
+        return lax.reshape(v, ())
     v = broadcast_groups(v, shape)
     inner = [i for i, name in enumerate(names) if name not in output]
     if any(v.shape[i] not in (0, 1) for i in inner):

@@ -275,16 +275,3 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}. Pass one of them.")
     return value
-
-
-def optional_axis(name: str, value: Any, ndim: int) -> int | None:
-    """Returns an axis counted from the front; None means no axis."""
-    if value is None:
-        return None
-    value = static_int(name, value)
-    if not -ndim <= value < ndim:
-        raise ValueError(
-            f"`{name}={value}` is out of range for an array of rank {ndim}. "
-            "Pass one of its axes, or None for one range."
-        )
-    return value % ndim

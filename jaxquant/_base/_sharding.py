@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sharding of an array, where it is part of its type: under `shard_map`, and on meshes with explicit axes."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,17 +60,6 @@ def shard_like(v: Array, like: Array) -> Array:
     """
     wanted = jax.typeof(like).sharding
     return v if wanted.mesh.empty or jax.typeof(v).sharding == wanted else jax.sharding.reshard(v, wanted)
-
-
-def for_groups(sharding: Any, v: Array) -> Any:
-    """The sharding of an array, as values `v` for its groups have it: whole where one is shared by several parts."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding
-    mesh = sharding.mesh
-    parts = lambda axis: math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ()))
-    spec = (*sharding.spec, *[None] * (v.ndim - len(sharding.spec)))
-    fits = (axis if n > 1 and n % parts(axis) == 0 else None for axis, n in zip(spec, v.shape, strict=True))
-    return jax.sharding.NamedSharding(mesh, jax.P(*fits), memory_kind=sharding.memory_kind)
 
 
 def replicated(v: Array, axes: Sequence[int] | None = None) -> Array:

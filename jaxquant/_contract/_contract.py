@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._arrays._affine import real_values
-from .._arrays._qarray import QArray, changed, checked_operand
+from .._arrays._qarray import QArray, checked_operand, inside, real_values
+from .._arrays._quantized import Quantized
 from .._arrays._straight_through import with_gradient_of
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -60,7 +60,7 @@ class ContractionOp(abc.ABC):
 
     @abc.abstractmethod
     def exact(self, *args: Any, **kwargs: Any) -> Array:
-        """(a, b, *more) -> float32: the value for two QArrays, which no execution, order or platform changes."""
+        """(a, b, *more) -> float32: the value for two Quantized, which no execution, order or platform changes."""
 
     @abc.abstractmethod
     def operand_gradient(self, *args: Any, **kwargs: Any) -> tuple[Array, Array | None]:
@@ -170,9 +170,9 @@ def scaled(acc: Array, a_scale: Array, b_scale: Array) -> Array:
 
 
 @jax.custom_vjp
-def _differentiated(x: Array, q: QArray) -> Array:
+def _differentiated(x: Array, q: Quantized) -> Array:
     """The real values of `q`, with the gradient to `x`: the same values, which so need not be kept."""
-    return real_values(q, q.dtype, guarded=False)
+    return q.real(q.dtype, guarded=False)
 
 
 _differentiated.defvjp(lambda x, q: (_differentiated(x, q), None), lambda _, g: (g, None))
@@ -210,8 +210,8 @@ def contract(
 @functools.partial(jax.jit, static_argnames="op")
 def contraction(a: QArray, b: QArray, op: ContractionOp) -> Array:
     """`op` of two QArrays, differentiated with respect to their scales."""
-    in_float32 = (changed(q, dtype=jnp.dtype(jnp.float32)) for q in (a, b))
-    return contract(op, *(QuantizedOperand(real_values(q, q.dtype), q) for q in in_float32))
+    in_float32 = (dataclasses.replace(inside(q), dtype=jnp.dtype(jnp.float32)) for q in (a, b))
+    return contract(op, *(QuantizedOperand(q.real(q.dtype), q) for q in in_float32))
 
 
 def is_weight_only(a: Any, b: Any, execution: str) -> bool:

@@ -12,7 +12,8 @@ import numpy as np
 from jax import Array, lax
 
 from .._arrays._codes import centred, codes, sums_along
-from .._arrays._qarray import QArray, checked_operand
+from .._arrays._qarray import checked_operand
+from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._base._axes import Axes, Matrix, in_output
@@ -120,7 +121,7 @@ class Conv(ContractionOp):
         x, conv = self._with_narrow_padding(x, w)
         return convolution(x, w, conv._params)
 
-    def exact(self, a: QArray, b: QArray) -> Array:
+    def exact(self, a: Quantized, b: Quantized) -> Array:
         """The scaled integer convolution; or of floats as they are."""
         length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
         specs, summed = (a.spec, b.spec), self.contracted_axes((a.ndim, b.ndim))
@@ -133,7 +134,7 @@ class Conv(ContractionOp):
         return scaled(acc, self._in_output(0, a.scale, a), self._in_output(1, b.scale, b))
 
     def operand_gradient(
-        self, side: int, g: Array, q: QArray, shape: tuple[int, ...], rounding: Rounding
+        self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding
     ) -> tuple[Array, Array | None]:
         """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
 
@@ -142,8 +143,8 @@ class Conv(ContractionOp):
         g, q = jax.tree.map(replicated, (g, q))  # which a convolution sums over, or shares, in every axis
         precision, step = self.gradient[side], q.step
         if any(n != 1 for n in step.shape):
-            g, step = g * self._in_output(1 - side, step, q), jnp.float32(1)
-        step, transposed = lax.reshape(step, ()), Transposed.of(self.real, side, g.shape, q.shape, shape)
+            g, step = g * self._in_output(1 - side, step, q), jnp.ones((1,) * q.ndim, jnp.float32)
+        transposed = Transposed.of(self.real, side, g.shape, q.shape, shape)
         if not isinstance(precision, QuantSpec):
             low = centred(q, jnp.float32).astype(jnp.bfloat16)
             return num.guard(transposed(g.astype(jnp.bfloat16), low, jnp.float32) * step), None
@@ -154,7 +155,7 @@ class Conv(ContractionOp):
         a, largest = rounded(g, spec, None if is_of_floats(self.execution, spec) else summed, rounding)
         b = plain(q, q.values, step, q.zero_point)
 
-        def contracted(x: QArray, w: QArray) -> Array:
+        def contracted(x: Quantized, w: Quantized) -> Array:
             wide = max(x.spec.bits, w.spec.bits) > 8
             (v, _), (u, zero) = codes(x, wide), codes(w, wide)
             acc = transposed(v, u, jnp.int32)
@@ -186,12 +187,12 @@ class Conv(ContractionOp):
             a[batch] = "examples"
         return a, b, output
 
-    def _in_output(self, side: int, v: Array, q: QArray) -> Array:
+    def _in_output(self, side: int, v: Array, q: Quantized) -> Array:
         """A value for each group of an operand, as it broadcasts in the output."""
         *operands, output = self._axes()
         return in_output("ab"[side], v, q.shape, operands[side], output)
 
-    def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
+    def _in_integers(self, a: Quantized, b: Quantized, length: int) -> Array:
         wide = max(a.spec.bits, b.spec.bits) > 8
         (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
         op = self
@@ -232,7 +233,7 @@ LOWERINGS = {
 }
 
 
-def _of_one_dtype(a: QArray, b: QArray) -> tuple[Array, Array]:
+def _of_one_dtype(a: Quantized, b: Quantized) -> tuple[Array, Array]:
     """The values, which a convolution wants in one dtype: where formats differ, in one that holds both."""
     dtype = a.values.dtype if a.values.dtype == b.values.dtype else jnp.bfloat16
     return a.values.astype(dtype), b.values.astype(dtype)

@@ -6,6 +6,7 @@ is a few int8 arrays; the contraction of each with each of the other operand is 
 which fits 64 bits, is rounded once.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._arrays._codes import centred, largest_magnitude
-from .._arrays._qarray import QArray, changed
+from .._arrays._quantized import Quantized
 from .._base import _numerics as num
 from .._base._groups import broadcast_groups
 from .._spec._granularity import PerTensor
@@ -26,8 +27,8 @@ _LARGEST = 2**7  # magnitude of a digit
 
 
 def in_digits(
-    a: QArray, b: QArray, axes: tuple[Sequence[int], Sequence[int]], is_short: Callable[[], bool]
-) -> tuple[list[QArray], list[QArray]]:
+    a: Quantized, b: Quantized, axes: tuple[Sequence[int], Sequence[int]], is_short: Callable[[], bool]
+) -> tuple[list[Quantized], list[Quantized]]:
     """Two operands as the digits of their values, from the lowest.
 
     Integers beside integers stay whole, but for those of more than 8 bits whose sums are not short enough for int32.
@@ -42,11 +43,11 @@ def _is_cut(*specs: QuantSpec) -> bool:
     return any(spec.format or spec.has_tensor_scale for spec in specs)
 
 
-def _in_float32(q: QArray) -> QArray:
-    return q if q.scale.dtype == jnp.float32 else changed(q, scale=q.scale.astype(jnp.float32))
+def _in_float32(q: Quantized) -> Quantized:
+    return q if q.scale.dtype == jnp.float32 else dataclasses.replace(q, scale=q.scale.astype(jnp.float32))
 
 
-def _digits(q: QArray, axes: Sequence[int]) -> list[QArray]:
+def _digits(q: Quantized, axes: Sequence[int]) -> list[Quantized]:
     if not _is_cut(q.spec) and q.spec.bits <= 8:
         return [_in_float32(q)]
     scale, rest, granularity = q.scale.astype(jnp.float32), centred(q, jnp.float32), q.spec.granularity
@@ -63,8 +64,7 @@ def _digits(q: QArray, axes: Sequence[int]) -> list[QArray]:
         above = jnp.floor((rest + _LARGEST) * (1 / (2 * _LARGEST)))
         digits.append(rest - above * (2 * _LARGEST))
         rest, most = above, (most + _LARGEST) // (2 * _LARGEST)
-    zero = jnp.zeros_like(scale, jnp.int8)
-    return [QArray(v.astype(jnp.int8), scale, zero, spec, q.dtype) for v in (*digits, rest)]
+    return [Quantized(v.astype(jnp.int8), scale, None, spec, q.dtype) for v in (*digits, rest)]
 
 
 def _unit(spec: QuantSpec) -> float:
@@ -93,12 +93,12 @@ def _fit(length: Any, a: QuantSpec, b: QuantSpec, digits: int) -> None:
 
 
 def sum_of_digits(
-    a: Sequence[QArray],
-    b: Sequence[QArray],
+    a: Sequence[Quantized],
+    b: Sequence[Quantized],
     specs: tuple[QuantSpec, QuantSpec],
     length: Any,
     check: Callable[[Any, QuantSpec, QuantSpec], None],
-    contracted: Callable[[QArray, QArray], Array],
+    contracted: Callable[[Quantized, Quantized], Array],
 ) -> Array:
     """The contraction of two operands of these specs in digits: int32, or rounded once to float32."""
     unit = math.prod(map(_unit, specs))

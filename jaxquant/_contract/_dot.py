@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._arrays._affine import real_values
 from .._arrays._codes import centred, codes, sums_along
-from .._arrays._qarray import QArray, changed, checked_operand, groups_of, moved, permutation, scales_of
+from .._arrays._qarray import QArray, checked_operand, inside
+from .._arrays._quantized import Quantized, permutation
 from .._arrays._straight_through import quantize_straight_through
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -29,7 +29,7 @@ from ._digits import in_digits, sum_of_digits
 from ._lowering import Lowering, check_int32, checked_execution, chosen
 from ._native import asks_native, is_of_floats, native_dot
 from ._operands import QuantizedOperand, Rounding, plain, rounded
-from ._weight_only import by_columns, part_of
+from ._weight_only import by_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Dot(ContractionOp):
         """The float formulation, which has the gradient of the op."""
         return float_dot(a, b, (self.contracted, self.batch))
 
-    def exact(self, a: QArray, b: QArray) -> Array:
+    def exact(self, a: Quantized, b: Quantized) -> Array:
         """The scaled integer contraction, block by block where a scale changes along it; or of floats as they are."""
         if asks_native(self.execution, a, b):
             return self._native(a, b)
@@ -100,7 +100,7 @@ class Dot(ContractionOp):
         add = lambda total, blocks: (total + block(*blocks), None)
         return lax.scan(add, total, stacked)[0]
 
-    def _native(self, a: QArray, b: QArray) -> Array:
+    def _native(self, a: Quantized, b: Quantized) -> Array:
         (a, ca, ba), (b, cb, bb) = (
             _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
         )
@@ -109,7 +109,7 @@ class Dot(ContractionOp):
         return scaled(acc, *(dot._in_output(side, v, (a, b)) for side, v in enumerate(scales)))
 
     def operand_gradient(
-        self, side: int, g: Array, q: QArray, shape: tuple[int, ...], rounding: Rounding
+        self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding
     ) -> tuple[Array, Array | None]:
         """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
 
@@ -124,7 +124,7 @@ class Dot(ContractionOp):
         if isinstance(precision, QuantSpec) and precision.granularity.sizes and len(summed) > 1:
             dot, g, q = self._with_one_summed(side, g, q, self._free(q.ndim, 1 - side))
             return dot.operand_gradient(side, g, q, shape, rounding)
-        groups = dict(zip(other, groups_of(q), strict=True))
+        groups = dict(zip(other, q.groups, strict=True))
         folded = any(groups[n] not in (0, 1) for n in summed)
         of = _scaled_by(g, output, q, other, len(batch)) if folded else _Factors(g, output, other, q.shape, [])
         g, of_g, of_q, in_blocks = of.x, of.of_x, of.of_q, of.shape
@@ -144,11 +144,12 @@ class Dot(ContractionOp):
             x, w = (replicated(v, axes) for v, axes in zip(pair, dot.contracted, strict=True))
             y = bfloat16_dot(x, w, (dot.contracted, dot.batch))
             if not folded:
-                step = lax.reshape(q.step, groups_of(q))
-                y = num.guard(y * in_output("q", step, q.shape, other, of_y))
+                y = num.guard(y * in_output("q", q.step, q.shape, other, of_y))
         return lax.reshape(arranged(y, of_y, of.in_blocks(own)), shape), largest
 
-    def _with_one_summed(self, side: int, g: Array, q: QArray, summed: Sequence[int]) -> tuple["Dot", Array, QArray]:
+    def _with_one_summed(
+        self, side: int, g: Array, q: Quantized, summed: Sequence[int]
+    ) -> tuple["Dot", Array, Quantized]:
         """The dot, g and q with the axes that a gradient sums, which lie together, as one: rows of blocks."""
         other, start, n = 1 - side, summed[0], len(summed)
         at = g.ndim - n if side == 0 else len(self.batch[0])
@@ -156,12 +157,12 @@ class Dot(ContractionOp):
         behind = lambda axes: tuple(i if i < start else i - n + 1 for i in axes)
         pair = lambda axes: tuple(behind(of) if i == other else of for i, of in enumerate(axes))
         dot = dataclasses.replace(self, contracted=pair(self.contracted), batch=pair(self.batch))
-        return dot, lax.reshape(g, as_one(g.shape, at)), q.reshape(as_one(q.shape, start))
+        return dot, lax.reshape(g, as_one(g.shape, at)), q.reshaped(as_one(q.shape, start))
 
-    def _blocks(self, a: QArray, b: QArray, specs: tuple[QuantSpec, QuantSpec], i: int, j: int) -> int:
+    def _blocks(self, a: Quantized, b: Quantized, specs: tuple[QuantSpec, QuantSpec], i: int, j: int) -> int:
         """The number of runs of constant scale along an axis."""
         length = a.shape[i]
-        runs = [groups_of(q)[axis] for q, axis in ((a, i), (b, j))]
+        runs = [q.groups[axis] for q, axis in ((a, i), (b, j))]
         if all(n == 1 for n in runs):
             return 1
         if length and any(n == length > 1 for n in runs):
@@ -174,7 +175,7 @@ class Dot(ContractionOp):
         return length // math.gcd(*(length // max(n, 1) for n in runs)) if length else 1
 
     def _block(
-        self, a: Sequence[QArray], b: Sequence[QArray], specs: tuple[QuantSpec, QuantSpec], lowering: Lowering
+        self, a: Sequence[Quantized], b: Sequence[Quantized], specs: tuple[QuantSpec, QuantSpec], lowering: Lowering
     ) -> Array:
         """The contraction of operands in digits, with one scale along the contracted axes."""
         length = math.prod(a[0].shape[i] for i in self.contracted[0])
@@ -187,7 +188,7 @@ class Dot(ContractionOp):
         taken = {*self.contracted[side], *self.batch[side]}
         return [i for i in range(ndim) if i not in taken]
 
-    def _sums_with(self, side: int, q: QArray) -> Array | None:
+    def _sums_with(self, side: int, q: Quantized) -> Array | None:
         """The sums that came with an operand, in the shape and the order of the axes that the output has."""
         contracted, kept = self.contracted[side], (*self.batch[side], *self._free(q.ndim, side))
         sums = sums_along(q, contracted)
@@ -195,12 +196,12 @@ class Dot(ContractionOp):
             return None
         return lax.squeeze(lax.transpose(sums, (*kept, *contracted)), range(len(kept), q.ndim))
 
-    def _in_output(self, side: int, v: Array, operands: Sequence[QArray]) -> Array:
+    def _in_output(self, side: int, v: Array, operands: Sequence[Quantized]) -> Array:
         """A value for each group of an operand, as it broadcasts in the output."""
         *names, output = dot_axes(self.contracted, self.batch, [q.ndim for q in operands])
         return in_output("ab"[side], v, operands[side].shape, names[side], output)
 
-    def _in_integers(self, a: QArray, b: QArray, length: int) -> Array:
+    def _in_integers(self, a: Quantized, b: Quantized, length: int) -> Array:
         if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector is a row, which a CPU pads
             return self.turned._in_integers(b, a, length)
         wide = max(a.spec.bits, b.spec.bits) > 8
@@ -236,9 +237,9 @@ LOWERINGS = {
 }
 
 
-def _whole_along(q: QArray, axes: Sequence[int]) -> QArray:
+def _whole_along(q: Quantized, axes: Sequence[int]) -> Quantized:
     """`q` with these axes on every device of a mesh with explicit axes, gathered as integers."""
-    return jax.tree.map(lambda v: replicated(v, axes) if v.ndim == q.ndim else v, q) if is_explicit(q.values) else q
+    return jax.tree.map(lambda v: replicated(v, axes), q) if is_explicit(q.values) else q
 
 
 class _Factors(NamedTuple):
@@ -261,18 +262,18 @@ class _Factors(NamedTuple):
         return [part for n in names for part in ((blocks_of(n), n) if n in self.split else (n,))]
 
 
-def _scaled_by(x: Array, of_x: Sequence[str], q: QArray, of_q: Sequence[str], at: int) -> _Factors:
+def _scaled_by(x: Array, of_x: Sequence[str], q: Quantized, of_q: Sequence[str], at: int) -> _Factors:
     """A factor `x` of a contraction with `q`, whose scales are multiplied into it, and the integers without them.
 
     Where a scale changes along an axis that `q` alone has, there is a factor for each of its blocks; the axis that
     counts these stands among the axes of x from `at` on.
     """
-    groups, lengths = (dict(zip(of_q, sizes, strict=True)) for sizes in (groups_of(q), q.shape))
+    groups, lengths = (dict(zip(of_q, sizes, strict=True)) for sizes in (q.groups, q.shape))
     alone = [n for n in of_q if n not in of_x]
     of = _Factors(x, of_x, of_q, q.shape, [n for n in alone if groups[n] not in (0, 1)])
     of_x = [*of_x[:at], *map(blocks_of, of.split), *of_x[at:]]
     sizes = tuple(groups[n] if n in alone else lengths[n] for n in of_q)
-    each = jnp.broadcast_to(broadcast_groups(lax.reshape(q.step, groups_of(q)), sizes), sizes)
+    each = jnp.broadcast_to(broadcast_groups(q.step, sizes), sizes)
     each = arranged(each, [blocks_of(n) if n in of.split else n for n in of_q], of_x)
     x = lax.expand_dims(x, range(at, at + len(of.split))) * each.astype(x.dtype)
     for n in of.split:
@@ -281,30 +282,31 @@ def _scaled_by(x: Array, of_x: Sequence[str], q: QArray, of_q: Sequence[str], at
     return of._replace(x=x, of_x=of_x, of_q=of_q, shape=[lengths[n] for n in of_q])
 
 
-def _factor(q: QArray, folded: bool, shape: Sequence[int]) -> QArray:
+def _factor(q: Quantized, folded: bool, shape: Sequence[int]) -> Quantized:
     """The integers of q in this shape, with its scales, or without where these are folded into the other factor."""
     if not folded:
-        return plain(q, lax.reshape(q.values, shape), lax.reshape(q.step, groups_of(q)), q.zero_point)
+        return plain(q, lax.reshape(q.values, shape), q.step, q.zero_point)
     values = q.values
     if not q.spec.symmetric:  # a zero point for each of what is summed is no factor of the sum
         wide = dataclasses.replace(q.spec, bits=q.spec.bits + 1, signed=True, symmetric=True)
         q, values = dataclasses.replace(q, spec=wide), centred(q, jnp.int16)
-    return plain(q, lax.reshape(values, shape), jnp.float32(1), None)
+    return plain(q, lax.reshape(values, shape))
 
 
 def _as_stored(
-    q: QArray, contracted: tuple[int, ...], batch: tuple[int, ...]
-) -> tuple[QArray, tuple[int, ...], tuple[int, ...]]:
+    q: Quantized, contracted: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[Quantized, tuple[int, ...], tuple[int, ...]]:
     """An operand and its axes as they lie in memory: XLA:CPU has no int8 kernel for a contraction of a transpose."""
     there = permutation(q.order, q.ndim)
     free = [i for i in there if i not in (*contracted, *batch)]
     if not q.order or free != sorted(free):  # the free axes of the result are in the order of the array's
         return q, contracted, batch
     at = lambda axes: tuple(there.index(i) for i in axes)
-    return moved(q, q.stored, lambda v: lax.transpose(v, there)), at(contracted), at(batch)
+    as_stored = dataclasses.replace(q, order=None)
+    return as_stored.move(lambda v: v, lambda v: lax.transpose(v, there)), at(contracted), at(batch)
 
 
-def _stacked(q: QArray, blocks: dict[int, int]) -> QArray:
+def _stacked(q: Quantized, blocks: dict[int, int]) -> Quantized:
     """The blocks along the contracted axes, {axis: number}, as a leading axis of each array of `q`."""
 
     def stack(v: Array, groups: Sequence[int]) -> Array:
@@ -315,12 +317,12 @@ def _stacked(q: QArray, blocks: dict[int, int]) -> QArray:
         return lax.reshape(v, [math.prod(blocks.values()), *v.shape[len(at) :]])
 
     # At least one value for each block, also where one was shared by several.
-    sizes = tuple(blocks.get(i, g) for i, g in enumerate(groups_of(q)))
+    sizes = tuple(blocks.get(i, g) for i, g in enumerate(q.groups))
     split = lambda v: stack(jnp.broadcast_to(broadcast_groups(v, sizes), sizes), sizes)
-    return changed(q, scales_of(q).map(split), stored=stack(q.values, q.shape), order=None)
+    return q.ordered().without_sums().move(lambda v: stack(v, q.shape), split)
 
 
-def _first(stacked: list[QArray]) -> list[QArray]:
+def _first(stacked: list[Quantized]) -> list[Quantized]:
     return jax.tree.map(lambda v: v[0], stacked)
 
 
@@ -357,31 +359,34 @@ def _check_spec(a: Any, b: Any, spec: Any) -> None:
 def _in_float(dot: Dot, a: Any, b: Any) -> Array:
     """`dot` of an operand in float and the real values of a QArray, in the dtype of the former."""
     side = int(isinstance(b, QArray))
+    a, b = (inside(v) if isinstance(v, QArray) else v for v in (a, b))
     q, x = (a, b)[side], (b, a)[side]
     is_transposed = bool(dot.batch[side]) and q.ndim - 1 in dot.contracted[side]
-    real = _values_alone if is_transposed and not is_explicit(q.stored) else real_values
+    real = _values_alone if is_transposed and not is_explicit(q.stored) else Quantized.real
 
     def product(a: Any, b: Any) -> Array:
-        a, b = (real(v, x.dtype) if isinstance(v, QArray) else v for v in (a, b))
+        a, b = (real(v, x.dtype) if isinstance(v, Quantized) else v for v in (a, b))
         return lax.dot_general(a, b, (dot.contracted, dot.batch))
 
     if q.order is not None or q.spec.format:
         return product(a, b)
-    return by_columns(dot, product, part_of, side, q.shape, (a, b))
+    return by_columns(dot, product, side, (a, b))
 
 
-def _values_alone(q: QArray, dtype: Any) -> Array:
+def _values_alone(q: Quantized, dtype: Any) -> Array:
     """The real values, as an array of their own.
 
     XLA:CPU transposes what a product of a batch sums along its last axis, such as keys, and takes up to twice as long
     to compute each value in that order.
     """
-    return computed_once(lambda scale, v: real_values(changed(q, scale=scale, stored=v), dtype), q.scale, q.stored)
+    of = lambda scale, v: dataclasses.replace(q, scale=scale, stored=v).real(dtype)
+    return computed_once(of, q.scale, q.stored)
 
 
 @functools.partial(jax.jit, static_argnames=("side", "spec", "dot"))
-def _quantized_dot(x: Array, q: QArray, side: int, spec: QuantSpec, dot: Dot) -> Array:
-    """`dot` of operand `side` in float, quantized here, and a QArray, in the dtype of the former."""
+def quantized_dot(x: Array, q: QArray | Quantized, side: int, spec: QuantSpec, dot: Dot) -> Array:
+    """`dot` of operand `side` in float, quantized here, and integers, in the dtype of the former."""
+    q = inside(q) if isinstance(q, QArray) else q
     in_order = lambda own, other: (own, other) if side == 0 else (other, own)
     *operands, output = dot_axes(dot.contracted, dot.batch, [v.ndim for v in in_order(x, q)])
     (of_x, of_q), inner = in_order(*operands), dot.contracted[side]
@@ -391,16 +396,16 @@ def _quantized_dot(x: Array, q: QArray, side: int, spec: QuantSpec, dot: Dot) ->
     groups = granularity.scale_shape(x.shape, spec)
     x = num.upcast(x, num.compute_dtype(dtype))
     of = _Factors(x, of_x, of_q, q.shape, [])
-    if any(g == lengths[n] > 1 for g, n in zip(groups_of(q), of_q, strict=True) if n in summed):
+    if any(g == lengths[n] > 1 for g, n in zip(q.groups, of_q, strict=True) if n in summed):
         of = _scaled_by(x, of_x, q, of_q, 0)
         x, q, blocks = of.x, _factor(q, True, of.shape), of.x.shape[: len(of.split)]
         # The factor for each block of the integers is quantized on its own.
         granularity = granularity_of((*blocks, *[1] * (len(of_x) - len(groups)), *groups), x.shape)
     names = *in_order(of.of_x, of.of_q), summed, [*of.of_x[: len(of.split)], *batch]
     contracted, batched = dot_numbers(*names)
-    spec, q = dataclasses.replace(spec, granularity=granularity), changed(q, dtype=jnp.dtype(jnp.float32))
+    spec, q = dataclasses.replace(spec, granularity=granularity), dataclasses.replace(q, dtype=jnp.dtype(jnp.float32))
     own = QuantizedOperand(*quantize_straight_through(x, spec, contracted[side], None))
-    other = QuantizedOperand(real_values(q, q.dtype), q)
+    other = QuantizedOperand(q.real(q.dtype), q)
     y = contract(dataclasses.replace(dot, contracted=contracted, batch=batched), *in_order(own, other))
     y = lax.reshape(arranged(y, dot_output(*names), of.in_blocks(output)), [lengths[n] for n in output])
     return y.astype(dtype)
@@ -480,4 +485,4 @@ def dot_general(
         return _in_float(dot, a, b)
     if spec is None:
         return contraction(a, b, dot)
-    return _quantized_dot(b, a, 1, spec, dot) if isinstance(a, QArray) else _quantized_dot(a, b, 0, spec, dot)
+    return quantized_dot(b, a, 1, spec, dot) if isinstance(a, QArray) else quantized_dot(a, b, 0, spec, dot)

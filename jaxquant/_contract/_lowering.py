@@ -9,7 +9,7 @@ import jax.core
 from jax import Array
 
 from .._arrays._codes import largest_magnitude
-from .._arrays._qarray import QArray
+from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._spec._spec import QuantSpec
 
@@ -22,12 +22,12 @@ class Lowering(NamedTuple):
     """A way to add up the products of an op exactly: all of them give the same int32.
 
     Attributes:
-      product: (op, a, b, length) -> int32, the contraction of `values - zero_point` of two QArrays of integers, of
+      product: (op, a, b, length) -> int32, the contraction of `values - zero_point` of two Quantizeds of integers, of
         `length` products each.
       check: (length, spec of a, spec of b) -> None; raises ValueError for operands that it does not take.
     """
 
-    product: Callable[[Any, QArray, QArray, Any], Array]
+    product: Callable[[Any, Quantized, Quantized, Any], Array]
     check: Callable[[Any, QuantSpec, QuantSpec], None]
 
     def takes(self, length: Any, a: QuantSpec, b: QuantSpec) -> bool:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._arrays._qarray import QArray, groups_of
+from .._arrays._quantized import Quantized
 from .._base._groups import broadcast_groups
 from .._base._sharding import is_explicit
 from .._platform._dots import Numbers, bfloat16_dot
@@ -28,22 +28,22 @@ def is_of_floats(execution: str, spec: QuantSpec) -> bool:
     return execution == "native" and spec.dtype in _DTYPES
 
 
-def is_native(execution: str, a: QArray, b: QArray, axes: tuple[Sequence[int], Sequence[int]]) -> bool:
+def is_native(execution: str, a: Quantized, b: Quantized, axes: tuple[Sequence[int], Sequence[int]]) -> bool:
     """Whether two operands with one scale along these axes are multiplied as they are. Two of integers stay exact."""
     if not asks_native(execution, a, b):
         return False
     for q, contracted in zip((a, b), axes, strict=True):
-        if q.spec.dtype not in _DTYPES or q.tensor_scale is not None or any(groups_of(q)[i] > 1 for i in contracted):
+        if q.spec.dtype not in _DTYPES or q.tensor_scale is not None or any(q.groups[i] > 1 for i in contracted):
             raise _refusal(a, b)
     return True
 
 
-def asks_native(execution: str, a: QArray, b: QArray) -> bool:
+def asks_native(execution: str, a: Quantized, b: Quantized) -> bool:
     """Whether a product is asked for of the values as they are, of which one is a float."""
     return execution == "native" and bool(a.spec.format or b.spec.format)
 
 
-def _refusal(a: QArray, b: QArray) -> ValueError:
+def _refusal(a: Quantized, b: Quantized) -> ValueError:
     return ValueError(
         f'`execution="native"` multiplies {" and ".join(_DTYPES)}, which devices do, with one scale along what is '
         "contracted; and in a dot product, blocks along one axis of it, both as in mxfp8_spec() and mxfp4_spec() or "
@@ -52,7 +52,7 @@ def _refusal(a: QArray, b: QArray) -> ValueError:
     )
 
 
-def native_dot(a: QArray, b: QArray, numbers: Numbers) -> tuple[Array, tuple[Array, Array]]:
+def native_dot(a: Quantized, b: Quantized, numbers: Numbers) -> tuple[Array, tuple[Array, Array]]:
     """The product of two operands as they are, float32, and the scales of each that are left to be applied to it."""
     contracted, batch = numbers
     scale_dtype = _scale_dtype_of_blocks(a, b, contracted)
@@ -70,12 +70,12 @@ def native_dot(a: QArray, b: QArray, numbers: Numbers) -> tuple[Array, tuple[Arr
     return lax.platform_dependent(*arrays, cuda=kernel, default=product), left
 
 
-def _scale_dtype_of_blocks(a: QArray, b: QArray, axes: tuple[Sequence[int], Sequence[int]]) -> str | None:
+def _scale_dtype_of_blocks(a: Quantized, b: Quantized, axes: tuple[Sequence[int], Sequence[int]]) -> str | None:
     """The dtype of the scales of blocks, of those that devices multiply; None where there are no blocks."""
     found = {
         q.spec.scale_dtype
         for q, contracted in zip((a, b), axes, strict=True)
-        if any(groups_of(q)[i] > 1 for i in contracted)
+        if any(q.groups[i] > 1 for i in contracted)
         or (q.spec.dtype not in _DTYPES and q.spec.scale_dtype in _BLOCKS)  # which may be a single block
     }
     if not found:
@@ -86,10 +86,10 @@ def _scale_dtype_of_blocks(a: QArray, b: QArray, axes: tuple[Sequence[int], Sequ
     return scale_dtype
 
 
-def _axis_in_blocks(a: QArray, b: QArray, axes: tuple[Sequence[int], Sequence[int]], size: int) -> int:
+def _axis_in_blocks(a: Quantized, b: Quantized, axes: tuple[Sequence[int], Sequence[int]], size: int) -> int:
     """The contracted axis that is in blocks of this size. Along others each element may have a scale."""
     lengths = [a.shape[i] for i in axes[0]]
-    groups = [{groups_of(a)[i], groups_of(b)[j]} for i, j in zip(*axes, strict=True)]
+    groups = [{a.groups[i], b.groups[j]} for i, j in zip(*axes, strict=True)]
     in_blocks = [k for k, n in enumerate(lengths) if n // size in groups[k] - {1}]
     whole = [k for k, n in enumerate(lengths) if n % size == 0 and groups[k] == {1}]
     found = in_blocks or whole[-1:]
@@ -113,12 +113,12 @@ class _Blocks(NamedTuple):
     left: Array
 
 
-def _with_blocks(q: QArray, contracted: Sequence[int], size: int, scale_dtype: str) -> _Blocks:
+def _with_blocks(q: Quantized, contracted: Sequence[int], size: int, scale_dtype: str) -> _Blocks:
     sizes = [n // size if i == contracted[-1] else n for i, n in enumerate(q.shape)]
-    if all(groups_of(q)[i] == 1 for i in contracted):
+    if all(q.groups[i] == 1 for i in contracted):
         return _Blocks(q.values, jnp.ones(sizes, scale_dtype), q.step)
-    scales = broadcast_groups(lax.reshape(q.scale.astype(scale_dtype), groups_of(q)), tuple(sizes))
-    left = jnp.float32(1) if q.tensor_scale is None else q.tensor_scale
+    scales = broadcast_groups(q.scale.astype(scale_dtype), tuple(sizes))
+    left = jnp.ones((1,) * q.ndim, jnp.float32) if q.tensor_scale is None else q.tensor_scale
     return _Blocks(q.values, jnp.broadcast_to(scales, sizes), left)
 
 

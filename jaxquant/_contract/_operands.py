@@ -5,9 +5,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from .._arrays._qarray import QArray
+from .._arrays._quantized import Quantized
 from .._arrays._straight_through import quantize_straight_through
 from .._base._groups import apart
 from .._history import DelayedQParams, largest_bin
@@ -20,27 +20,25 @@ class QuantizedOperand(NamedTuple):
 
     Attributes:
       real: its real values, which are there to be differentiated; no pass computes them.
-      integers: the QArray that stands for them.
+      integers: that stand for them.
       nan_flags: what is added to the scales of the result: NaN where the values along the contracted axes hold one, 0
         elsewhere; or None.
     """
 
     real: Array
-    integers: Any  # a QArray; None in a gradient, which is to the real values
+    integers: Any  # Quantized; None in a gradient, which is to the real values
     nan_flags: Array | None = None
 
 
 def with_flags(scale: Array, flags: Array) -> Array:
     """Scales with flags added to them, which are NaN or 0 and have size 1, or the length, on each axis."""
-    if scale.ndim:
-        scale = lax.reshape(scale, [*[1] * (flags.ndim - scale.ndim), *scale.shape])
-        for axis, n in enumerate(flags.shape):
-            if n != 1 != scale.shape[axis]:  # blocks, each element of which has a flag of its own
-                scale = apart(scale, axis, n)
+    for axis, n in enumerate(flags.shape):
+        if n != 1 != scale.shape[axis]:  # blocks, each element of which has a flag of its own
+            scale = apart(scale, axis, n)
     return scale + flags
 
 
-def flagged(q: QArray, flags: Array | None) -> QArray:
+def flagged(q: Quantized, flags: Array | None) -> Quantized:
     """An operand with flags added to the scales of the result."""
     if flags is None:
         return q
@@ -63,7 +61,7 @@ class Rounding(NamedTuple):
 
 def rounded(
     g: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, rounding: Rounding
-) -> tuple[QArray, Array | None]:
+) -> tuple[Quantized, Array | None]:
     """g on the grid of a spec, in whose products what is not finite is NaN; and its largest bin, for a history."""
     if spec.rounding == "stochastic" and rounding.key is None:
         raise ValueError(
@@ -76,8 +74,8 @@ def rounded(
     return flagged(q, flags), largest
 
 
-def plain(q: QArray, values: Array, scale: Array, zero_point: Array | None) -> QArray:
-    """The values of q, moved, with these scales in float32."""
+def plain(q: Quantized, values: Array, scale: Array | None = None, zero_point: Array | None = None) -> Quantized:
+    """The values of q, moved, with these scales in float32; without, with 1."""
     spec = dataclasses.replace(q.spec, granularity=PerTensor(), scale_dtype="float32", scale_rule="ceil")
-    zero = jnp.zeros_like(scale, values.dtype) if zero_point is None else zero_point
-    return QArray(values, scale, zero, spec, jnp.dtype(jnp.float32))
+    scale = jnp.ones((1,) * values.ndim, jnp.float32) if scale is None else scale
+    return Quantized(values, scale, zero_point, spec, jnp.dtype(jnp.float32))

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._arrays._qarray import QArray, moved
-from .._base import _groups as grouping
+from .._arrays._quantized import Quantized
 from .._base._axes import Axes, Matrix, arranged, dot_axes, dot_numbers, int_pairs
 from ._contract import ContractionOp
 from ._dot import Dot
@@ -75,7 +74,7 @@ class Ragged(ContractionOp):
         numbers = lax.RaggedDotDimensionNumbers((self.contracted, self.batch), (self.ragged,), (self.group,))
         return lax.ragged_dot_general(a, b, sizes, numbers, preferred_element_type=jnp.float32)
 
-    def exact(self, a: QArray, b: QArray, sizes: Array) -> Array:
+    def exact(self, a: Quantized, b: Quantized, sizes: Array) -> Array:
         """The scaled integer contraction of each row with the matrix of its group; 0 for rows in no group.
 
         It is a batch of dots of blocks, of rows of one group. With as many rows as a group has on average there are at
@@ -89,21 +88,21 @@ class Ragged(ContractionOp):
         n = batches * count
         if 0 in (*a.shape, *b.shape):
             return jnp.zeros([*kept, *sizes_of(b, columns)], jnp.float32)
-        a = _reshaped(_transposed(a, (*self.batch[0], *rows, *self.contracted[0])), [math.prod(kept), *inner])
-        b = _transposed(b, (*self.batch[1], self.group, *self.contracted[1], *columns))
-        b = _reshaped(b, [n, *b.shape[len(self.batch[1]) + 1 :]])
+        a = a.transposed((*self.batch[0], *rows, *self.contracted[0])).reshaped([math.prod(kept), *inner])
+        b = b.transposed((*self.batch[1], self.group, *self.contracted[1], *columns))
+        b = b.reshaped([n, *b.shape[len(self.batch[1]) + 1 :]])
         group = self._groups(kept, count, sizes).reshape(batches, -1)
         group = jnp.where(group < count, group + count * jnp.arange(batches, dtype=jnp.int32)[:, None], n).reshape(-1)
         rows_of_a, is_known = a.shape[0], isinstance(a.shape[0], int)
         blocks = _in_blocks(group, n, -(-rows_of_a // n), min(2 * n, rows_of_a) if is_known else 2 * n)
         axes = tuple(range(2, a.ndim + 1)), tuple(range(1, a.ndim))
         dot = Dot(axes, ((0,), (0,)), execution=self.execution)
-        y = dot.exact(_taken(a, blocks.rows), _taken(b, blocks.groups))
+        y = dot.exact(a.taken(blocks.rows), b.taken(blocks.groups))
         y = jnp.take(y.reshape(-1, *y.shape[2:]), blocks.places, 0, mode="fill", fill_value=0)
         return y.reshape([*kept, *y.shape[1:]])
 
     def operand_gradient(
-        self, side: int, g: Array, q: QArray, shape: tuple[int, ...], rounding: Rounding, sizes: Array
+        self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding, sizes: Array
     ) -> tuple[Array, Array | None]:
         """The gradient of the dot of all rows with all matrices: where a row is in another group, its g is 0."""
         shapes = (shape, q.shape) if side == 0 else (q.shape, shape)
@@ -118,7 +117,7 @@ class Ragged(ContractionOp):
         summed = [n for n in other if n not in own]
         if summed != other[other.index(summed[0]) :][: len(summed)]:  # together then, so that blocks can run along them
             order = *self.batch[1 - side], *self.contracted[1 - side], *map(other.index, summed)
-            q, other = _transposed(q, order), [other[i] for i in order]
+            q, other = q.transposed(order), [other[i] for i in order]
         shared = ([a[i] for i in axes[0]] for axes in (self.contracted, self.batch))
         numbers = dot_numbers(*((own, other) if side == 0 else (other, own)), *shared)
         of_one_group = math.prod(length[n] for n in summed if n != group) if side == 0 else None
@@ -165,19 +164,3 @@ def _in_blocks(group: Array, n: int, size: Any, count: Any) -> _Blocks:
     rows = jnp.zeros(count * size, jnp.int32).at[places].set(jnp.arange(group.shape[0], dtype=jnp.int32), mode="drop")
     groups = jnp.clip(jnp.searchsorted(ends, jnp.arange(count, dtype=jnp.int32), side="right"), 0, n - 1)
     return _Blocks(rows.reshape(count, size), groups, places)
-
-
-def _transposed(q: QArray, axes: Sequence[int]) -> QArray:
-    return moved(q, lax.transpose(q.values, axes), lambda v: lax.transpose(v, axes))
-
-
-def _reshaped(q: QArray, shape: Sequence[int]) -> QArray:
-    shape = tuple(shape)
-    return moved(q, lax.reshape(q.values, shape), lambda v: grouping.reshaped(v, q.shape, shape))
-
-
-def _taken(q: QArray, index: Array) -> QArray:
-    """The parts of q along its first axis that the indices say."""
-    new, n = range(index.ndim - 1), q.shape[0]
-    part = lambda v: lax.expand_dims(v, new) if v.shape[0] == 1 else grouping.apart(v, 0, n)[index]
-    return moved(q, q.values[index], part)

@@ -7,31 +7,19 @@ from typing import Any
 
 from jax import Array, lax
 
-from .._arrays._qarray import QArray, changed, scales_of
 from .._arrays._straight_through import with_gradient_of
 from .._base import _groups as grouping
 from .._base._sharding import is_explicit
 from .._platform._tiles import in_tiles, tile_of
 from ._contract import ContractionOp
 
-Part = Callable[[Any, int, Array, int], Any]  # (weight, axis, start, size) -> so much of it along the axis
 
-
-def part_of(q: QArray, axis: int, start: Array, size: int) -> QArray:
-    """So much of a QArray along an axis, whose scales may be shared there in any blocks."""
-    part = lambda v: lax.dynamic_slice_in_dim(v, start, size, axis)
-    of_groups = lambda v: grouping.picked(grouping.of_rank(v, q.ndim), axis, q.shape[axis], start, size)
-    return changed(q, scales_of(q).map(lambda v: of_groups(v) if v.ndim else v), stored=part(q.stored))
-
-
-def by_columns(
-    op: ContractionOp, product: Callable[..., Array], part: Part, side: int, shape: Sequence[int], operands: Sequence
-) -> Array:
-    """`product(*operands)`, of which operand `side`, of this shape, is a weight: tile by tile, where it pays.
+def by_columns(op: ContractionOp, product: Callable[..., Array], side: int, operands: Sequence[Any]) -> Array:
+    """`product(*operands)`, of which operand `side` is a quantized weight: tile by tile, where it pays.
 
     The gradient is the gradient of the product.
     """
-    other = operands[1 - side]
+    other, shape = operands[1 - side], operands[side].shape
     ndims = (other.ndim, len(shape)) if side else (len(shape), other.ndim)
     axis, of_result = op.columns(side, ndims) or (None, 0)
     summed = op.contracted_axes(ndims)[1 - side]
@@ -41,7 +29,8 @@ def by_columns(
         return product(*operands)
 
     def of_tile(start: Array, *operands: Any) -> Array:
-        weight = part(operands[side], axis, start, tile)
+        of_values = lambda v: lax.dynamic_slice_in_dim(v, start, tile, axis)
+        weight = operands[side].move(of_values, lambda v: grouping.picked(v, axis, shape[axis], start, tile))
         return product(*(weight if i == side else v for i, v in enumerate(operands)))
 
     value = in_tiles(product, of_tile, of_result, shape[axis], tile, *lax.stop_gradient(tuple(operands)))

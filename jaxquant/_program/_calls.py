@@ -34,7 +34,7 @@ from ._jaxpr import (
     while_programs,
 )
 from ._origin import JOINED, Moved, Origin, alike, computed, either
-from ._param import QuantizedParam, ordered, put_together, sharded, stacked, without_sums
+from ._param import QuantizedParam, put_together, sharded, stacked
 from ._walk import Place, Walk
 
 
@@ -193,7 +193,7 @@ class _Carry:
 
     def changing(self, outs: Sequence[Any]) -> list[Any]:
         rest = [v for v, c in zip(outs, self.constant, strict=True) if not c]
-        return [ordered(v) if isinstance(v, QuantizedParam) else v for v in rest]  # all turns alike
+        return [v.ordered() if isinstance(v, QuantizedParam) else v for v in rest]  # all turns alike
 
 
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Sequence[Origin]:
@@ -239,7 +239,7 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
         (changing, seen), (xs, of_turn, own) = state, turn
         outs, observed = inner({**shared, **of_turn}, own, *consts, *carry.whole(changing), *xs)
         seen = {key: inputs.merge(v, observed.pop(key)) for key, v in seen.items()}
-        ys = [ordered(v) if isinstance(v, QuantizedParam) else v for v in outs[n:]]
+        ys = [v.ordered() if isinstance(v, QuantizedParam) else v for v in outs[n:]]
         return (carry.changing(outs[:n]), seen), (ys, observed)
 
     (changing, seen), (ys, observed) = lax.scan(
@@ -304,7 +304,7 @@ def _evaluate_cond(replace: Replacements, step: Step) -> Sequence[Any]:
         def all_seen(qparams, key, *args):
             outs, observed = f(qparams, key, *args)
             # All branches alike: a part may have lost the sums that the whole came with.
-            outs = [without_sums(ordered(v)) if isinstance(v, QuantizedParam) else v for v in outs]
+            outs = [v.ordered().without_sums() if isinstance(v, QuantizedParam) else v for v in outs]
             return outs, {k: replace.inputs.merge(v, observed[k]) if k in observed else v for k, v in nothing.items()}
 
         return all_seen
@@ -347,7 +347,7 @@ def _evaluate_shard_map(replace: Replacements, step: Step) -> Sequence[Any]:
     def on_device(qparams, key, *args):
         outs, observed = inner(qparams, key, *args)
         # All arrays of a cache leave as its values do: groups are in parts then, too.
-        outs = tuple(vary_together(ordered(v))[0] if isinstance(v, QuantizedParam) else v for v in outs)
+        outs = tuple(vary_together(v.ordered())[0] if isinstance(v, QuantizedParam) else v for v in outs)
         return outs, {key: inputs.across(v, axes) for key, v in observed.items()}
 
     outs, observed = jax.shard_map(

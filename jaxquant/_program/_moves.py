@@ -8,7 +8,7 @@ a walk follows, the scales that an evaluation moves, and the factors and channel
 import dataclasses
 import functools
 import itertools
-import operator
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
-from .._arrays._qarray import Scales, changed, scales_of, sums_of
+from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._base import _groups as grouping
-from .._base._sharding import for_groups, replicated, vary_together
+from .._base._sharding import replicated, vary_together
 from .._spec._granularity import PerTensor
 from ._jaxpr import avals, order_read, param
 from ._origin import JOINED, PICKED, Moved, Origin, along_any, computed
-from ._param import QuantizedParam, dequantized, ordered, with_sums_of
+from ._param import QuantizedParam, dequantized
 from ._writes import as_part, is_written, scattered, updated, written_origin
 
 
@@ -151,15 +151,8 @@ def _moved(groups: _OfGroups | None, eqn: JaxprEqn, ins: Sequence[Any]) -> list[
     parameter, *rest = ins
     of_values = of_groups = lambda v: _results(eqn, v, *rest)
     if groups is not None:
-        parameter, of_groups = ordered(parameter), lambda v: groups(eqn, v, avals(eqn.invars)[0].shape, rest)
-    results, sums = parameter.map(of_values, of_groups), sums_of(parameter.quantized)
-    of_results = [] if sums is None else of_groups(sums)  # once for all of them
-
-    def result(i: int) -> QuantizedParam:
-        part = results.map(operator.itemgetter(i), operator.itemgetter(i))
-        return with_sums_of(part, parameter, lambda _: of_results[i])
-
-    return [result(i) for i in range(len(eqn.outvars))]
+        parameter, of_groups = parameter.ordered(), lambda v: groups(eqn, v, avals(eqn.invars)[0].shape, rest)
+    return parameter.moves(of_values, of_groups, len(eqn.outvars))
 
 
 def _results(eqn: JaxprEqn, *ins: Any, **changes: Any) -> list[Any]:
@@ -174,7 +167,7 @@ def _by_runs(runs: _Runs, eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Se
     sharding = eqn.params.get("sharding")
     v = v if sharding is None else replicated(v)
     made = [_regrouped(v, of, shape, out.shape) for of, out in zip(runs(eqn), avals(eqn.outvars), strict=True)]
-    return made if sharding is None else [jax.sharding.reshard(new, for_groups(sharding, new)) for new in made]
+    return made if sharding is None else [jax.sharding.reshard(new, _for_groups(sharding, new)) for new in made]
 
 
 def _regrouped(v: Array, runs: Sequence[Run], old: tuple[int, ...], new: tuple[int, ...]) -> Array:
@@ -270,7 +263,7 @@ def _gathered(eqn: JaxprEqn) -> list[list[Run]]:
 
 
 def _resharded(eqn: JaxprEqn, v: Array, shape: tuple[int, ...], _: Sequence[Any]) -> list[Array]:
-    return _results(eqn, v, dst_sharding=for_groups(param(eqn, "dst_sharding"), v))
+    return _results(eqn, v, dst_sharding=_for_groups(param(eqn, "dst_sharding"), v))
 
 
 # Primitives with indices.
@@ -353,6 +346,17 @@ def _is_parameter(eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
     return isinstance(ins[0], QuantizedParam) and not ins[0].is_value
 
 
+def _for_groups(sharding: Any, v: Array) -> Any:
+    """The sharding of an array, as values `v` for its groups have it: whole where one is shared by several parts."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    mesh = sharding.mesh
+    parts = lambda axis: math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ()))
+    spec = (*sharding.spec, *[None] * (v.ndim - len(sharding.spec)))
+    fits = (axis if n > 1 and n % parts(axis) == 0 else None for axis, n in zip(spec, v.shape, strict=True))
+    return jax.sharding.NamedSharding(mesh, jax.P(*fits), memory_kind=sharding.memory_kind)
+
+
 # Casts, which leave integers as they are.
 
 
@@ -381,7 +385,7 @@ def _each(eqn: JaxprEqn, ins: Sequence[Origin]) -> Sequence[Origin]:
 
 def _together(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     """The values that a primitive takes and gives, where each array of a parameter is one more of them."""
-    ins = [ordered(v) if isinstance(v, QuantizedParam) else v for v in ins]
+    ins = [v.ordered() if isinstance(v, QuantizedParam) else v for v in ins]
     leaves, structure = jax.tree.flatten(ins)
     of = [i for i, v in enumerate(ins) for _ in jax.tree.leaves(v)]  # which operand each leaf is part of
     shapes = [v.shape for v in avals(eqn.invars)]
@@ -391,7 +395,7 @@ def _together(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
         if not isinstance(values, tuple | list):
             return values
         # Values for groups have not the shape that a sharding is of.
-        of_groups = lambda of, v: for_groups(of, v) if name == "devices" else None if name == "srcs" else of
+        of_groups = lambda of, v: _for_groups(of, v) if name == "devices" else None if name == "srcs" else of
         return tuple(values[i] if is_whole else of_groups(values[i], v) for i, v, is_whole in each)
 
     params = {name: of_each(name, values) for name, values in eqn.params.items()}
@@ -424,7 +428,7 @@ def _joined_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
 
 def _is_like(a: QuantizedParam, b: QuantizedParam) -> bool:
     """Whether the integers of two have one meaning, so that one array can hold them."""
-    meaning = lambda q: (vars(q.spec) | {"granularity": None}, [v is None for v in scales_of(q)])
+    meaning = lambda q: (vars(q.spec) | {"granularity": None}, q.zero_point is None, q.tensor_scale is None)
     return meaning(a.quantized) == meaning(b.quantized)
 
 
@@ -439,7 +443,7 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
     is_new, axis, shapes = eqn.primitive.name == "stack", param(eqn, "dimension", "axis"), avals(eqn.invars)
     shapes = [v.shape for v in shapes]
     of = next(v for v in ins if isinstance(v, QuantizedParam))
-    parts = [ordered(v if isinstance(v, QuantizedParam) else as_part(of, v)) for v in ins]
+    parts = [(v if isinstance(v, QuantizedParam) else as_part(of, v)).ordered() for v in ins]
     has_one_scale = of.is_cache and of.quantized.spec.granularity == PerTensor()  # which stays, in all parts
 
     def of_groups(values: Sequence[Array]) -> Array:
@@ -460,12 +464,14 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
         return jnp.zeros([1] * len(shapes[0]), jnp.float32) if part.nan_flags is None else part.nan_flags
 
     quantized = [part.quantized for part in parts]
-    scales = Scales(*(None if v[0] is None else of_groups(v) for v in zip(*map(scales_of, quantized), strict=True)))
+    columns = ([getattr(q, name) for q in quantized] for name in ("scale", "zero_point", "tensor_scale"))
+    scale, zero_point, tensor_scale = (None if of[0] is None else of_groups(of) for of in columns)
     # Of parts that were cast differently the value is rounded once, to what they are now.
     ways = [(part.quantized.dtype, part.casts) for part in parts]
     dtype, casts = ways[0] if all(way == ways[0] for way in ways) else (avals(eqn.outvars)[0].dtype, ())
+    stored = whole([q.stored for q in quantized])
     joined = QuantizedParam(
-        changed(quantized[0], scales, stored=whole([q.stored for q in quantized]), dtype=dtype),
+        Quantized(stored, scale, zero_point, quantized[0].spec, dtype, tensor_scale=tensor_scale),
         whole([real(part) for part in parts]) if any(part.real is not None for part in parts) else None,
         whole([part.as_read for part in parts]),
         of_groups([flags(part) for part in parts]) if any(part.nan_flags is not None for part in parts) else None,

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import JaxprEqn
 
-from .._arrays._qarray import QArray
-from .._cache import Part, part_in_float, part_of, parts_of, quantized_part, update_parts, update_slice
+from .._arrays._quantized import Quantized
+from .._cache import Part, part_in_float, part_of, parts_of, quantized_part, update_part, update_parts
 from ._jaxpr import avals, param
 from ._origin import Origin
-from ._param import QuantizedParam, dequantized, with_fitting_spec, with_integers
+from ._param import QuantizedParam, dequantized
 
 
 def written_origin(eqn: JaxprEqn, ins: Sequence[Origin]) -> list[Origin]:
@@ -34,8 +34,8 @@ def updated(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
     # Clamped before: to the primitive a negative is no index from the end.
     at = tuple(jnp.clip(start, 0, n - size) for start, n, size in zip(starts, shape, sizes, strict=True))
 
-    def write(q: QArray, new: Any, part: Part) -> QArray:
-        return update_slice(q, new, at)
+    def write(q: Quantized, new: Any, part: Part) -> Quantized:
+        return update_part(q, new, at, part)
 
     in_float = lambda v, new: eqn.primitive.bind(v, new, *starts)
     return [_written(cache, new, part_of, Write(write, in_float))]
@@ -50,7 +50,7 @@ def scattered(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
     axes = [windows.get(i) for i in range(len(avals(eqn.invars)[2].shape))]
     in_float = lambda v, new: eqn.primitive.bind(v, indices, new, **eqn.params)
 
-    def write(q: QArray, new: Any, part: Part) -> QArray:
+    def write(q: Quantized, new: Any, part: Part) -> Quantized:
         return update_parts(q, new, part, in_float)
 
     return [_written(cache, new, lambda q, shape: parts_of(q, shape, axes), Write(write, in_float))]
@@ -64,28 +64,28 @@ def as_part(cache: QuantizedParam, new: Array) -> QuantizedParam:
 class Write(NamedTuple):
     """Functions that write a part: (cache, part, how it is quantized) in integers, and (cache, part) in float."""
 
-    in_integers: Callable[[QArray, Any, Part], QArray]
+    in_integers: Callable[[Quantized, Any, Part], Quantized]
     in_float: Callable[[Array, Array], Array]
 
 
 def _written(
-    cache: QuantizedParam, new: Any, part_of: Callable[[QArray, tuple[int, ...]], Part], write: Write
+    cache: QuantizedParam, new: Any, part_of: Callable[[Quantized, tuple[int, ...]], Part], write: Write
 ) -> QuantizedParam:
     """A cache with a part written anew, in float too where it is differentiated."""
-    q, real, is_part = with_fitting_spec(cache), cache.real, isinstance(new, QuantizedParam)
+    q, real, is_part = cache.quantized, cache.real, isinstance(new, QuantizedParam)
     try:
-        part = part_of(q, new.quantized.shape if is_part else new.shape)
-        result = with_integers(cache, write.in_integers(q, with_fitting_spec(new) if is_part else new, part))
+        part = part_of(q, new.shape)
+        written = write.in_integers(q, new.quantized if is_part else new, part)
         if real is not None:
             _check_scales(q, part)
             of_part = lambda: dequantized(new) if new.real is None else new.real
             real = write.in_float(real, of_part() if is_part else part_in_float(q, new, part))
     except (TypeError, ValueError) as error:
         raise type(error)(f"At {cache.paths[0]!r}, where the function writes to the cache: {error}") from error
-    return dataclasses.replace(result, real=real)
+    return dataclasses.replace(cache, quantized=written, real=real)
 
 
-def _check_scales(cache: QArray, part: Part) -> None:
+def _check_scales(cache: Quantized, part: Part) -> None:
     """Raises for scales that would stay as an empty cache, which came in float, has them."""
     if part.keeps:
         raise ValueError(

@@ -169,13 +169,6 @@ def has_grid_of(spec: QuantSpec, other: QuantSpec) -> bool:
     return dataclasses.replace(spec, granularity=other.granularity, rounding=other.rounding) == other
 
 
-def equal_but_for_rounding(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
-    """Whether they are equal but for how to round, which training and serving may do differently."""
-    if spec is None or other is None:
-        return spec is other
-    return dataclasses.replace(spec, rounding=other.rounding) == other
-
-
 def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scale of an array of this shape; raises where the granularity does not fit it."""
     return spec.granularity.scale_shape(shape, spec)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .._arrays._affine import quantize
-from .._arrays._qarray import QArray, changed, groups_of, scales_of
+from .._arrays._qarray import QArray, changed, groups_of, outside
+from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._cache import packed
 from .._paths import is_qarray, named_in_errors, with_paths
@@ -57,14 +58,13 @@ class Cache(NamedTuple):
                 )
             return value
 
-    def returned(self, q: QArray) -> QArray:
+    def returned(self, q: Quantized) -> QArray:
         """What the function returns of the cache: of the structure that the next call takes, if it is the whole."""
         groups = qparams_shape(self.spec, self.shape)
-        if q.shape != self.shape or groups_of(q) != (groups or (1,) * q.ndim):
-            return q
-        scales = scales_of(q).map(lambda v: v.reshape(groups))
-        q = changed(q, scales, spec=self.spec)
-        return packed(q) if self.stored is None else changed(q, stored=q.stored.astype(self.stored))
+        if q.shape != self.shape or q.groups != (groups or (1,) * q.ndim):
+            return outside(q)
+        whole = outside(q, spec=self.spec)
+        return packed(whole) if self.stored is None else changed(whole, stored=whole.stored.astype(self.stored))
 
     def nbytes(self, value: Any) -> int:
         """Its bytes in integers, with scales."""

@@ -11,7 +11,7 @@ import jax
 
 from .._arrays._affine import qparams_of_shape
 from .._arrays._codes import takes_sums
-from .._arrays._qarray import QArray
+from .._arrays._qarray import QArray, groups_of
 from .._arrays._qparams import QParams
 from .._base import _checks as checks
 from .._history import BINS, DelayedQParams, GradientHistory, empty_history
@@ -19,7 +19,7 @@ from .._paths import named_in_errors
 from .._program._jaxpr import Location
 from .._program._walk import Contraction
 from .._spec._rule import Rule
-from .._spec._spec import QuantSpec, equal_but_for_rounding, qparams_shape
+from .._spec._spec import QuantSpec, qparams_shape
 from ._axes import along, on_parameter, shared_axes
 from ._choices import Choice, Decision
 from ._layout import Layout, layout_of
@@ -371,9 +371,8 @@ class Entries:
 
 def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
     plain = lambda spec: vars(spec) | {"granularity": None}
-    groups = (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
     expected = entry.groups or (1,) * q.ndim
-    if plain(q.spec) != plain(entry.spec) or groups != expected:
+    if plain(q.spec) != plain(entry.spec) or groups_of(q) != expected:
         raise ValueError(
             f"the parameter is a QArray with {q.spec} and a scale of shape {q.scale.shape}, and the rule "
             f"makes {entry.spec} of it, with a scale of shape {entry.groups}. Freeze it with the rules it "
@@ -389,7 +388,7 @@ def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
         )
     if q.frozen is None:
         return
-    if not equal_but_for_rounding(q.frozen.activation, entry.rule.activation):
+    if not _equal_but_for_rounding(q.frozen.activation, entry.rule.activation):
         raise ValueError(
             f"the parameter was frozen by a rule whose inputs are {q.frozen.activation or 'in float'}, and they are "
             f"{entry.rule.activation or 'in float'} by this one. Serve it with the rules that it was frozen with, or "
@@ -401,6 +400,13 @@ def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
             "whose scale it does not have. Freeze it with them, q.freeze(params, ..., qparams=qparams); or serve it "
             f"without that entry: qparams with the inputs alone, or with qparams[{entry.key!r}] = None."
         )
+
+
+def _equal_but_for_rounding(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
+    """Whether they are equal but for how to round, which training and serving may do differently."""
+    if spec is None or other is None:
+        return spec is other
+    return dataclasses.replace(spec, rounding=other.rounding) == other
 
 
 def check_reads(entry: Entry, done: str) -> None:

@@ -13,8 +13,9 @@ import jax.core
 import jax.numpy as jnp
 from jax import Array
 
-from .._arrays._affine import is_quantized_with, quantize
+from .._arrays._affine import quantize
 from .._arrays._codes import with_own_sums
+from .._arrays._grid import frame_of, grid_of
 from .._arrays._qarray import Frozen, QArray, changed, check_dtypes, check_sums, packed_dtype
 from .._arrays._qparams import QParams
 from .._arrays._writing import refuse_not_finite
@@ -92,6 +93,16 @@ def refuse_lost_ranges(arrays: Sequence[Any], params: Any, qparams: Any) -> None
     )
 
 
+@functools.partial(jax.jit, static_argnames="spec")
+def _is_quantized_with(q: QArray, qparams: QParams, spec: QuantSpec) -> Array:
+    """Whether integers have the scale and the zero point that `quantize` uses with qparams, of one shape."""
+    grid = grid_of(qparams, frame_of(spec)).effective()
+    same = jnp.all(q.step.reshape(grid.step.shape) == grid.step)
+    if grid.zero_point is None:
+        return same
+    return same & jnp.all(q.zero_point.reshape(grid.zero_point.shape).astype(jnp.float32) == grid.zero_point)
+
+
 class Compared:
     """The scales of integers and of their entries that are known to agree: equal arrays are compared once."""
 
@@ -136,7 +147,7 @@ class Compared:
             # Now, also where a call is traced in which they are constants: then jax_debug_nans looks at ours, too.
             at_once = jax.ensure_compile_time_eval(), jax.debug_nans(False)
             with named_in_errors(path, rule=entry and entry.rule), at_once[0], at_once[1]:
-                if entry and not is_quantized_with(q, entries.checked(path, qparams), entry.spec):
+                if entry and not _is_quantized_with(q, entries.checked(path, qparams), entry.spec):
                     raise ValueError(
                         "the parameter was frozen with other qparams than these: its scale is not that of its entry. "
                         "Serve it with the qparams that it was frozen with, or freeze the float parameters with these."

@@ -12,18 +12,19 @@ import jax.ad_checkpoint
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._arrays._affine import fake_quant, real_values
-from .._arrays._qarray import QArray, Scales, changed, scales_of
+from .._arrays._affine import fake_quant
+from .._arrays._qarray import QArray, inside, real_values
 from .._arrays._qparams import QParams
+from .._arrays._quantized import Quantized
 from .._arrays._straight_through import quantize_straight_through, with_gradient_of
 from .._base import _checks as checks
-from .._base import _groups as grouping
 from .._base import _numerics as num
 from .._base._groups import of_rank
 from .._base._hadamard import hadamard
 from .._base._sharding import axes_of, replicated, vary_together
+from .._cache import as_cache
 from .._contract._contract import Precision, contract
-from .._contract._dot import Dot, dot_general
+from .._contract._dot import Dot, quantized_dot
 from .._contract._native import is_of_floats
 from .._contract._operands import QuantizedOperand
 from .._contract._ops import OPS
@@ -34,7 +35,7 @@ from .._platform._cpu import nan_where, written
 from .._program._calls import CALLS
 from .._program._evaluate import Inputs, Replacements, Scope
 from .._program._jaxpr import NAME, Location, params_of
-from .._program._param import QuantizedParam, dequantized, from_integers, qarray, with_fitting_spec
+from .._program._param import QuantizedParam, dequantized, from_integers
 from .._spec._granularity import granularity_of
 from .._spec._spec import QuantSpec, qparams_shape
 from ._caches import Cache
@@ -127,7 +128,7 @@ class SiteEvaluator(NamedTuple):
         entry, real = self.decisions.entries.of.get(path), None
         if isinstance(value, QArray):
             if not (self.is_float or self.view):
-                return _parameter(path, value, (entry or value).spec)
+                return _parameter(path, inside(value), (entry or value).spec)
             qparams, real = QParams(value.step, value.zero_point), real_values(value, value.dtype)
             value = entry.rotated(real) if entry else real
         if entry is None or self.is_float:
@@ -148,15 +149,12 @@ class SiteEvaluator(NamedTuple):
             return real_values(q, q.dtype) if isinstance(value, QArray) else value
         # Only what comes in float is differentiated.
         real = None if isinstance(value, QArray) else fake_quant(value, cache.spec)
-        parameter = _parameter(cache.path, q, cache.spec, real)
-        # Its zero points too, which are then written in place as all else, be they 0.
-        quantized = changed(parameter.quantized, zero_point=of_rank(q.zero_point, q.ndim))
-        return dataclasses.replace(parameter, quantized=quantized, is_cache=True)
+        return dataclasses.replace(_parameter(cache.path, as_cache(q), cache.spec, real), is_cache=True)
 
     def left(self, v: Any) -> Any:
         """A result of the function: a cache leaves it in integers."""
         is_whole = isinstance(v, QuantizedParam) and v.is_cache and not v.casts
-        return self.caches[v.paths[0]].returned(with_fitting_spec(v)) if is_whole else v
+        return self.caches[v.paths[0]].returned(v.quantized) if is_whole else v
 
     def _read_cache(self, cache: QuantizedParam, by: str | None) -> Array:
         rule = self.caches[cache.paths[0]].rule
@@ -253,20 +251,21 @@ class SiteEvaluator(NamedTuple):
         unguarded = lambda v: written(_value(v, guarded=False))
         whole = lambda *operands: from_integers(functools.partial(_of_one_dtype, eqn), operands, unguarded)
         for side, choice in enumerate(decision.operands):
-            if _has_tiles(choice, v := operands[side], operands[1 - side]):
-                op, shape = decision.contraction.as_op(), v.quantized.shape
-                return by_columns(op, whole, _column_part, side, shape, operands)
+            if _has_tiles(choice, operands[side], operands[1 - side]):
+                return by_columns(decision.contraction.as_op(), whole, side, operands)
         return whole(*operands)
 
     def _with_scales(self, decision: Decision, eqn: Any, values: Sequence[Any]) -> Array:
         """The product of a cache with an operand in float, into which its scales are multiplied."""
         side = next(i for i, choice in enumerate(decision.operands) if choice.cache is not None)
-        spec, numbers, out = decision.operands[1 - side].spec, eqn.params["dimension_numbers"], eqn.outvars[0].aval
+        spec, out, dot = decision.operands[1 - side].spec, eqn.outvars[0].aval, decision.contraction.as_op()
         cache, x = _checked(values[side]), values[1 - side]
-        q, in_order = with_fitting_spec(cache), lambda own: (own, x) if side == 0 else (x, own)
+        in_order = lambda own: (own, x) if side == 0 else (x, own)
         assert spec is not None
+        assert isinstance(dot, Dot)
         with named_in_errors(*decision.op.names):
-            y = _rows_with(q, x, side, numbers, spec=spec, execution=self.execution).astype(out.dtype)
+            dot = dataclasses.replace(dot, execution=self.execution)
+            y = _rows_with(cache.quantized, x, side, spec, dot).astype(out.dtype)
         if cache.real is None:
             return y
         x = _fake_quantized(x, spec, None, None)
@@ -279,8 +278,8 @@ class SiteEvaluator(NamedTuple):
         for side, choice in enumerate(decision.operands):
             if choice.arrives_quantized:
                 dtype, parameter = eqn.invars[side].aval.dtype, _checked(values[side])
-                spec = choice.spec if choice.cache is None else with_fitting_spec(parameter).spec
-                quantized = changed(parameter.quantized, spec=spec, dtype=dtype)
+                spec = choice.spec if choice.cache is None else parameter.quantized.spec
+                quantized = dataclasses.replace(parameter.quantized, spec=spec, dtype=dtype)
                 parameter = _as_rotated(choice, dataclasses.replace(parameter, quantized=quantized))
                 is_value = choice.point is not None
                 operands[side] = _of_value(parameter, choice.contracted) if is_value else parameter
@@ -293,7 +292,7 @@ class SiteEvaluator(NamedTuple):
         lacking = [name for name, v in zip(decision.gradient_keys, delayed, strict=True) if name and v is None]
         return _not_differentiated(y, tuple(lacking)) if lacking else y
 
-    def _quantized(self, decision: Decision, side: int, v: Any, scope: Scope) -> tuple[Array, QArray, Array | None]:
+    def _quantized(self, decision: Decision, side: int, v: Any, scope: Scope) -> tuple[Array, Quantized, Array | None]:
         """An input with the gradient of its quantizer, in integers, and its NaN flags."""
         choice = decision.operands[side]
         assert choice.spec is not None
@@ -312,7 +311,7 @@ class SiteEvaluator(NamedTuple):
         operands, more = [QuantizedOperand(*v) for v in values[:2]], values[2:]
         axes = [choice.contracted for choice in decision.operands]
         if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
-            operands = [v._replace(integers=dataclasses.replace(v.integers, order=None)) for v in operands]
+            operands = [v._replace(integers=v.integers.ordered()) for v in operands]
             whole = lambda axes: lambda v: replicated(v, axes) if v.ndim else v
             operands = [jax.tree.map(whole(of), operand) for operand, of in zip(operands, axes, strict=True)]
             taken = frozenset().union(*axes_of(operands[0].integers.stored))  # along which the other is whole, then
@@ -369,9 +368,8 @@ class SiteEvaluator(NamedTuple):
         if entry.rule.everywhere and entry.reads:
             info = next(site for site in self.decisions.plan if site.entry == entry.key and site.op not in OPS)
             read = self._given(info._replace(qparams=qparams), value)
-        scales = Scales(None, None, None) if qparams is None else Scales(qparams.scale, qparams.zero_point, None)
-        scales = scales.map(lambda v: of_rank(v, value.ndim))
-        q = QArray(None, scales.scale, scales.zero_point, entry.spec, value.dtype)
+        scale, zero_point = (None, None) if qparams is None else (of_rank(v, value.ndim) for v in qparams)
+        q = Quantized(None, scale, zero_point, entry.spec, value.dtype)
         return QuantizedParam(q, real, read, None, (entry.key,))
 
     def _in_view(self, view: View, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
@@ -439,13 +437,10 @@ class ReadInFloat(ValueError):
 
 
 def _parameter(
-    path: str, q: QArray, spec: QuantSpec, real: Array | None = None, as_read: Array | None = None,
+    path: str, q: Quantized, spec: QuantSpec, real: Array | None = None, as_read: Array | None = None,
     nan_flags: Array | None = None,
 ) -> QuantizedParam:  # fmt: skip
-    scales = scales_of(q).map(lambda v: of_rank(v, q.ndim))
-    scales = scales._replace(zero_point=None) if spec.symmetric else scales
-    quantized = changed(q, scales, spec=spec, frozen=None)
-    return QuantizedParam(quantized, real, as_read, nan_flags, (path,))
+    return QuantizedParam(dataclasses.replace(q, spec=spec), real, as_read, nan_flags, (path,))
 
 
 def _checked(v: Any) -> QuantizedParam:
@@ -458,12 +453,10 @@ def _checked(v: Any) -> QuantizedParam:
     )
 
 
-def _rows_with(q: QArray, x: Array, side: int, numbers: Any, **kw: Any) -> Array:
+def _rows_with(q: Quantized, x: Array, side: int, spec: QuantSpec, dot: Dot) -> Array:
     """The product of rows of floats with a cache, which is the second operand: a CPU has no kernel for it as first."""
-    if side:
-        return dot_general(x, q, numbers, **kw)
-    y = dot_general(x, q, tuple(pair[::-1] for pair in numbers), **kw)
-    return _turned_back(y, len(numbers[1][0]), x.ndim - len(numbers[0][0]))
+    y = quantized_dot(x, q, 0, spec, dot if side else dot.turned)
+    return y if side else _turned_back(y, len(dot.batch[0]), x.ndim - len(dot.contracted[1]))
 
 
 def _turned(dot: Dot, operands: Sequence[QuantizedOperand], key: Any, delayed: Delayed) -> Array:
@@ -477,20 +470,13 @@ def _turned_back(y: Array, batch: int, free: int) -> Array:
     return lax.transpose(y, (*range(batch), *range(free, y.ndim), *range(batch, free)))
 
 
-def _column_part(parameter: QuantizedParam, axis: int, start: Array, size: int) -> QuantizedParam:
-    """So much of a parameter along an axis."""
-    n = parameter.quantized.shape[axis]
-    of_groups = lambda v: grouping.picked(v, axis, n, start, size)
-    return parameter.map(lambda v: lax.dynamic_slice_in_dim(v, start, size, axis), of_groups)
-
-
 def _as_rotated(choice: Choice, v: QuantizedParam) -> QuantizedParam:
     """A parameter for its op; one that is rotated in the dtype in which its inputs are, whatever the program casts."""
     if not choice.rotated:
         return v
     dtype = num.compute_dtype(v.quantized.dtype)
     wide = v.map_floats(lambda real: real.astype(dtype))
-    return dataclasses.replace(wide, quantized=changed(v.quantized, dtype=dtype), casts=())
+    return dataclasses.replace(wide, quantized=dataclasses.replace(v.quantized, dtype=dtype), casts=())
 
 
 def _of_one_dtype(eqn: Any, *operands: Array) -> Array:
@@ -522,16 +508,16 @@ def _value(parameter: QuantizedParam, guarded: bool = True) -> Array:
     return value if parameter.real is None else with_gradient_of(parameter.real, value)
 
 
-def _of_weight(parameter: QuantizedParam) -> tuple[Array, QArray, Array | None]:
+def _of_weight(parameter: QuantizedParam) -> tuple[Array, Quantized, Array | None]:
     """The real values of a parameter that have a gradient, its integers, and its NaN flags."""
-    q, real = qarray(parameter), parameter.real
-    return real_values(q, q.dtype) if real is None else real, q, parameter.nan_flags
+    q, real = parameter.quantized, parameter.real
+    return q.real(q.dtype) if real is None else real, q, parameter.nan_flags
 
 
-def _of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array, QArray, Array]:
+def _of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array, Quantized, Array]:
     """The same of a value that is quantized where it is named, which may hold a NaN."""
     assert value.real is not None
-    return value.real, qarray(value), nan_where(lax.stop_gradient(value.real), contracted)
+    return value.real, value.quantized, nan_where(lax.stop_gradient(value.real), contracted)
 
 
 _contracted = jax.jit(contract, static_argnums=0)  # traced, and differentiated, once for each shape

@@ -14,9 +14,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType
 
-from .._arrays._affine import fake_quant, real_values
+from .._arrays._affine import fake_quant
 from .._arrays._gram import Gram, relative, squared_errors
 from .._arrays._grid import Grid, frame_of, grid_of
+from .._arrays._qarray import real_values
 from .._arrays._qparams import QParams
 from .._arrays._tally import to_nearest
 from .._arrays._writing import refuse_lost_scales, refuse_not_finite

@@ -18,6 +18,19 @@ def ignored_name(value: Any) -> None:
         )
 
 
+def optional_axis(name: str, value: Any, ndim: int) -> int | None:
+    """Returns an axis counted from the front; None means no axis."""
+    if value is None:
+        return None
+    value = checks.static_int(name, value)
+    if not -ndim <= value < ndim:
+        raise ValueError(
+            f"`{name}={value}` is out of range for an array of rank {ndim}. "
+            "Pass one of its axes, or None for one range."
+        )
+    return value % ndim
+
+
 def shape_of_range(shape: tuple[int, ...], axis: int | None) -> tuple[tuple[int, ...], str]:
     """The shape of the ends of a range, one for all of `input` or one for each slice along an axis, and why."""
     if axis is None:

@@ -12,7 +12,7 @@ from jax import Array, lax
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._platform._division import divide
-from ._checks import ignored_name, ordered, shape_of_range
+from ._checks import ignored_name, optional_axis, ordered, shape_of_range
 from ._nudge import along_axis, divide_number, largest_scale, per_channel
 
 _NAMES = ("int8", "uint8", "int16", "uint16", "int32")
@@ -239,7 +239,7 @@ def quantize(
             "'HALF_AWAY_FROM_ZERO', or use mode='SCALED'."
         )
     narrow_range = checks.static_bool("narrow_range", narrow_range)
-    axis = checks.optional_axis("axis", axis, x.ndim)
+    axis = optional_axis("axis", axis, x.ndim)
     minimum = checks.static_float("ensure_minimum_range", ensure_minimum_range, "a Python number")
     if not 0 <= minimum < np.inf:
         raise ValueError(
@@ -318,7 +318,7 @@ def dequantize(
     q = checks.integer_array("input", input, _NAMES)
     mode = checks.one_of("mode", mode, _MODES)
     narrow_range = checks.static_bool("narrow_range", narrow_range)
-    axis = checks.optional_axis("axis", axis, q.ndim)
+    axis = optional_axis("axis", axis, q.ndim)
     out = np.dtype(checks.one_of("dtype", _name_of(dtype), ("float32", "bfloat16")))
     is_double = jnp.float64 in (getattr(checks.unwrapped(v), "dtype", None) for v in (min_range, max_range))
     wide = jax.dtypes.canonicalize_dtype(jnp.float64 if is_double else jnp.float32)

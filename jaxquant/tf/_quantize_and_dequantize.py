@@ -14,7 +14,7 @@ from .._base import _numerics as num
 from .._base._gradients import custom_vjp
 from .._base._sharding import shard_like, vary_together
 from .._platform._division import divide
-from ._checks import ignored_name, ordered, shape_of_range
+from ._checks import ignored_name, optional_axis, ordered, shape_of_range
 from ._nudge import along_axis, largest_scale, masked_product, per_channel
 
 
@@ -86,7 +86,7 @@ def _levels(signed: Any, num_bits: Any, narrow: Any) -> tuple[float, float]:
 def _options(ndim: int, levels: tuple[float, float], range_given: Any, round_mode: Any, axis: Any) -> _Options:
     range_given = checks.static_bool("range_given", range_given)
     round_mode = checks.one_of("round_mode", round_mode, tuple(_ROUND))
-    return _Options(*levels, range_given, round_mode, checks.optional_axis("axis", axis, ndim))
+    return _Options(*levels, range_given, round_mode, optional_axis("axis", axis, ndim))
 
 
 def _with_range(x: Array, x_min: Any, x_max: Any, options: _Options) -> tuple[Array, Array, Array]:
