@@ -26,7 +26,7 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "_contract": "_operands _contract _lowering _digits _native _conv_gradient _conv _weight_only _dot _ragged _ops",
     "_program": "_jaxpr _origin _param _writes _moves _walk _evaluate _calls",
     "_transform": "_plan _axes _match _backward _errors _choices _layout _entries _caches _call _decide _freezing _mask"
-    " _observers _sites _source _quantize_fn",
+    " _observers _compiled _sites _source _quantize_fn",
     "_report": "",
     "solve/_graph": "_factors _elementwise _flat _channels _folding _biases _streams",
     "solve": "_weights _adaround _folds _bias_correct _equalize _gains _gptq _low_rank _ranges _rotate _smooth",

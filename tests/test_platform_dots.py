@@ -35,7 +35,7 @@ def integers(shape):
 def test_one_row_has_the_bits_of_the_plain_product(case, with_sums):
     *shapes, numbers = ONE_ROW[case]
     x, w = map(integers, shapes)
-    product, *sums = jax.jit(lambda x, w: _dot_of_two_rows(numbers, with_sums, x, w))(x, w)
+    product, *sums = jax.jit(lambda x, w: _dot_of_two_rows(x, w, numbers, with_sums))(x, w)
     wide = np.int32(x), np.int32(w)
     np.testing.assert_array_equal(product, lax.dot_general(*wide, numbers))
     for found in sums:

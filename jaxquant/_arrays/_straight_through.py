@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values whose gradient is passed straight through what made other values of them: for contractions in integers."""
 
-import functools
 from typing import Any
 
 import jax
@@ -27,8 +26,7 @@ def _straight_through(x, trained, frame, noise):
 _straight_through.defvjp(lambda *args: (_straight_through(*args), args), fake_quant_bwd)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "contracted"))
-def quantize_straight_through(
+def straight_through(
     x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Any, qparams: QParams | None = None
 ) -> tuple[Any, Quantized, Array | None]:
     """Quantizes one operand of a contraction.
@@ -62,6 +60,9 @@ def quantize_straight_through(
         integers = computed_apart(levels_of, values, effective, noise)
     real = _straight_through(*vary_together(x, grid.trained, frame, noise))
     return real, quantized_of(integers, effective, x.dtype), flags
+
+
+quantize_straight_through = jax.jit(straight_through, static_argnames=("spec", "contracted"))
 
 
 @jax.custom_vjp

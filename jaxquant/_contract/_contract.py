@@ -204,6 +204,11 @@ def contract(
     of the gradient of `op.real`; `key` is for what is rounded stochastically, and `delayed` is of the histories of both
     gradients. `more` are operands that are not quantized, such as the sizes of groups.
     """
+    return _exact(op, a, b, more)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)  # traced once, for the value and for the forward pass
+def _exact(op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, more: tuple[Array, ...]) -> Array:
     return op.exact(*(flagged(v.integers, v.nan_flags) for v in (a, b)), *more)
 
 

@@ -4,13 +4,16 @@
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from .._base._sharding import is_explicit
+from ._primitive import several
 
 # ((contracted axes of x, of w), (batch axes of x, of w)), as `lax.dot_general` takes them.
 Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -18,14 +21,10 @@ Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequen
 
 def integer_dot(x: Array, w: Array, numbers: Numbers, with_sums: bool = False) -> tuple[Array, ...]:
     """`lax.dot_general` of integers in int32; with the sums of w along its contracted axes where they are asked for."""
-    plain, of_rows, of_two = (
-        functools.partial(dot, numbers, with_sums) for dot in (_dot_beside_sums, _dot_of_rows, _dot_of_two_rows)
-    )
-    by_platform = {"tpu": of_two} if _is_one_row(x, numbers) else {}
-    # On an explicit mesh reshaped rows would not have the sharding of the others.
-    if not (is_explicit(x) or is_explicit(w)) and (with_sums or _is_reshaped(x, numbers)):
-        by_platform["cpu"] = of_rows
-    return lax.platform_dependent(x, w, **by_platform, default=plain) if by_platform else plain(x, w)
+    if not (with_sums or _is_reshaped(x, numbers) or _is_one_row(x, numbers)):
+        return _dot_beside_sums(x, w, numbers, with_sums)
+    hashable = tuple(tuple(map(tuple, pair)) for pair in numbers)
+    return tuple(_integer_dot(x, w, numbers=hashable, with_sums=with_sums))
 
 
 def integer_sums(w: Array, contracted: Sequence[int], batch: Sequence[int] = ()) -> Array:
@@ -54,7 +53,7 @@ def _product(x: Array, w: Array, numbers: Numbers) -> Array:
     return lax.dot_general(x, w, numbers, preferred_element_type=jnp.int32)
 
 
-def _dot_beside_sums(numbers: Numbers, with_sums: bool, x: Array, w: Array) -> tuple[Array, ...]:
+def _dot_beside_sums(x: Array, w: Array, numbers: Numbers, with_sums: bool) -> tuple[Array, ...]:
     (_, contracted), (_, batch) = numbers
     product = _product(x, w, numbers)
     return (product, integer_sums(w, contracted, batch)) if with_sums else (product,)
@@ -68,7 +67,7 @@ def _is_one_row(x: Array, numbers: Numbers) -> bool:
     return all(map(is_one, free)) and sum(not is_one(x.shape[i]) for i in batch) <= 1
 
 
-def _dot_of_two_rows(numbers: Numbers, with_sums: bool, x: Array, w: Array) -> tuple[Array, ...]:
+def _dot_of_two_rows(x: Array, w: Array, numbers: Numbers, with_sums: bool) -> tuple[Array, ...]:
     """As XLA wants it on a TPU, where it gives one row to no matrix unit: of that row twice.
 
     By its estimate that takes a fifth to a tenth of the cycles. Both results are equal; their maximum is part of the
@@ -77,7 +76,7 @@ def _dot_of_two_rows(numbers: Numbers, with_sums: bool, x: Array, w: Array) -> t
     (contracted, contracted_of_w), (batch, batch_of_w) = numbers
     behind = lambda axes: [i + 1 for i in axes]
     of_two = (behind(contracted), contracted_of_w), (behind(batch), batch_of_w)
-    product, *sums = _dot_beside_sums(of_two, with_sums, lax.broadcast(x, (2,)), w)
+    product, *sums = _dot_beside_sums(lax.broadcast(x, (2,)), w, of_two, with_sums)
     return lax.reduce_max(product, (len(batch),)), *sums
 
 
@@ -89,7 +88,7 @@ def _is_reshaped(x: Array, numbers: Numbers) -> bool:
     return len(free) != 1 or not in_order or not isinstance(x.shape[free[0]], int) or x.shape[free[0]] < 4
 
 
-def _dot_of_rows(numbers: Numbers, with_sums: bool, x: Array, w: Array) -> tuple[Array, ...]:
+def _dot_of_rows(x: Array, w: Array, numbers: Numbers, with_sums: bool) -> tuple[Array, ...]:
     """As XLA:CPU wants it.
 
     It is fast on rows, and slow on fewer than four; of a symbolic number of rows, of an exported program, nobody
@@ -111,6 +110,28 @@ def _dot_of_rows(numbers: Numbers, with_sums: bool, x: Array, w: Array) -> tuple
     acc = lax.slice_in_dim(product, 0, rows, axis=outer)
     acc = lax.reshape(acc, [*batches, *kept, *acc.shape[outer + 1 :]])
     return (acc, lax.index_in_dim(product, rows, outer, keepdims=False)) if with_sums else (acc,)
+
+
+def _on_tpu(x: Array, w: Array, numbers: Numbers, with_sums: bool) -> tuple[Array, ...]:
+    return (_dot_of_two_rows if _is_one_row(x, numbers) else _dot_beside_sums)(x, w, numbers, with_sums)
+
+
+def _on_cpu(x: Array, w: Array, numbers: Numbers, with_sums: bool) -> tuple[Array, ...]:
+    # On an explicit mesh reshaped rows would not have the sharding of the others.
+    is_plain = is_explicit(x) or is_explicit(w) or not (with_sums or _is_reshaped(x, numbers))
+    return (_dot_beside_sums if is_plain else _dot_of_rows)(x, w, numbers, with_sums)
+
+
+def _results(x: Any, w: Any, numbers: Numbers, with_sums: bool) -> list[tuple[list[int], Any]]:
+    (cx, cw), (bx, bw) = numbers
+    free = lambda v, taken: [n for i, n in enumerate(v.shape) if i not in taken]
+    batch = [w.shape[i] for i in bw]
+    of_w = free(w, (*cw, *bw))
+    shapes = [[*batch, *free(x, (*cx, *bx)), *of_w], [*batch, *of_w]]
+    return [(shape, np.dtype(np.int32)) for shape in shapes[: 1 + with_sums]]
+
+
+_integer_dot = several("integer_dot", _results, _dot_beside_sums, ("numbers", "with_sums"), cpu=_on_cpu, tpu=_on_tpu)
 
 
 def float_dot(a: Array, b: Array, numbers: Numbers) -> Array:

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from .._base._sharding import vary_together
 from ._jaxpr import Call, Location, evaluated, kind, programs
 from ._moves import MOVES
-from ._param import QuantizedParam, from_integers
+from ._param import QuantizedParam, from_integers, quantized_now
 
 
 class Scope(NamedTuple):
@@ -107,6 +107,7 @@ class Replacements:
         value = lambda v: v.val if isinstance(v, Literal) else env[v]
         for i, eqn in enumerate(jaxpr.eqns):
             here, ins = (*location, i), [value(v) for v in eqn.invars]
+            ins = ins if here in self.contractions else list(map(quantized_now, ins))
             has_parameter, move = any(isinstance(v, QuantizedParam) for v in ins), MOVES.get(eqn.primitive.name)
             if here in self.contractions:
                 with eqn.ctx.manager:  # such as another mesh
@@ -123,7 +124,7 @@ class Replacements:
             else:
                 outs = evaluated(eqn, self.floats(ins, kind(eqn)), jaxpr)
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [value(v) for v in jaxpr.outvars]
+        return [quantized_now(value(v)) for v in jaxpr.outvars]
 
     def floats(self, values: Sequence[Any], by: str) -> list[Any]:
         """The values with parameters as their real ones, for what computes with them."""

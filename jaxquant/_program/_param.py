@@ -11,9 +11,12 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from .._arrays._qparams import QParams
 from .._arrays._quantized import Quantized, moved
+from .._arrays._straight_through import quantize_straight_through
 from .._base import _groups as grouping
 from .._spec._granularity import PerTensor
+from .._spec._spec import QuantSpec
 
 _Cast = tuple[Any, tuple[tuple[str, Any], ...]]  # a primitive and its parameters
 
@@ -76,6 +79,35 @@ class QuantizedParam:
         for primitive, params in self.casts:
             x = primitive.bind(x, **dict(params))
         return x
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("value", "qparams"), meta_fields=("spec", "contracted", "path")
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unquantized:
+    """An operand that one op alone quantizes, in one function with the op: an input, or a parameter taken as it is.
+
+    Attributes:
+      value: in float.
+      qparams, spec, contracted: of its quantizer.
+      path: of a parameter.
+    """
+
+    value: Array
+    qparams: QParams | None
+    spec: QuantSpec
+    contracted: tuple[int, ...] | None
+    path: str = ""
+
+    def quantized(self, how: Callable[..., Any] = quantize_straight_through) -> QuantizedParam:
+        real, q, nan_flags = how(self.value, self.spec, self.contracted, None, self.qparams)
+        return QuantizedParam(q, real, None, nan_flags, (self.path,))
+
+
+def quantized_now(v: Any) -> Any:
+    """A value, quantized if it is a parameter that is still to be: something else than its op takes it."""
+    return v.quantized() if isinstance(v, Unquantized) else v
 
 
 def stacked(parameter: QuantizedParam, n: int) -> QuantizedParam:

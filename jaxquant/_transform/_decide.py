@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of the ops of a function, in three passes: choices for operands, entries of qparams, and the plan."""
 
+import collections
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
@@ -24,6 +25,15 @@ class Decisions(NamedTuple):
     of: Mapping[Location, Decision]
     custom: Mapping[Location, str]
     entries: Entries
+
+    def taken_once(self) -> frozenset[str]:
+        """The keys of what one op alone quantizes: an input, or a parameter that it takes as it is."""
+        choices = [choice for of in self.of.values() for choice in of.operands]
+        times = collections.Counter(key for choice in choices for key in choice.keys)
+        return frozenset(
+            key for choice in choices for key in choice.keys
+            if times[key] == 1 and choice.is_taken_whole and not self.entries.of[key].reads
+        )  # fmt: skip
 
 
 def decide(

@@ -426,7 +426,10 @@ class QuantizedFunction:
         caches = {cache.path: cache for cache in program.caches if cache}
         view = by if isinstance(by, View) else None
         mask = by.checked(entries.of) if isinstance(by, Mask) else None
-        sites = SiteEvaluator(program.decisions, self._execution, key, how.observer, how.is_float, view, caches, mask)
+        sites = SiteEvaluator(
+            program.decisions, self._execution, key, how.observer, how.is_float, view, caches, mask,
+            program.decisions.taken_once(),
+        )  # fmt: skip
         outs, observed = self._outs(program, sites, arrays, of_entries, delayed)
         results = iter(outs)
         leaves = [next(results) if s is None else s for s in program.static]

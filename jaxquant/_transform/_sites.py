@@ -4,12 +4,11 @@
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.ad_checkpoint
-import jax.numpy as jnp
 from jax import Array, lax
 
 from .._arrays._affine import fake_quant
@@ -23,30 +22,38 @@ from .._base._groups import of_rank
 from .._base._hadamard import hadamard
 from .._base._sharding import axes_of, replicated, vary_together
 from .._cache import as_cache
-from .._contract._contract import Precision, contract
-from .._contract._dot import Dot, quantized_dot
+from .._contract._contract import Precision
+from .._contract._dot import Dot
 from .._contract._native import is_of_floats
 from .._contract._operands import QuantizedOperand
 from .._contract._ops import OPS
-from .._contract._weight_only import by_columns
-from .._history import DelayedQParams
 from .._paths import named_in_errors
-from .._platform._cpu import nan_where, written
 from .._program._calls import CALLS
 from .._program._evaluate import Inputs, Replacements, Scope
 from .._program._jaxpr import NAME, Location, params_of
-from .._program._param import QuantizedParam, dequantized, from_integers
+from .._program._param import QuantizedParam, Unquantized, dequantized, from_integers, quantized_now
 from .._spec._granularity import granularity_of
 from .._spec._spec import QuantSpec, qparams_shape
 from ._caches import Cache
 from ._choices import Choice, Decision
+from ._compiled import (
+    Delayed,
+    FloatOp,
+    fake_quantized,
+    not_differentiated,
+    of_value,
+    of_weight,
+    rows_with,
+    site_in_float,
+    site_in_integers,
+    turned,
+    value_of,
+)
 from ._decide import Decisions
 from ._entries import Entry
 from ._mask import Mask
 from ._observers import RANGES, Observed, Observer, Use
 from ._plan import Op, Site
-
-Delayed = tuple[DelayedQParams | None, ...]  # what histories give for the gradients with respect to both operands
 
 
 def inputs_of(decisions: Decisions, observer: Observer | None) -> tuple[Inputs, Mapping[str, Use]]:
@@ -101,6 +108,7 @@ class SiteEvaluator(NamedTuple):
       view: what takes the place of our arithmetic, or None.
       caches: by their paths.
       mask: of which rows are observed, or None.
+      once: the keys of what one op alone quantizes.
     """
 
     decisions: Decisions
@@ -111,6 +119,7 @@ class SiteEvaluator(NamedTuple):
     view: View | None = None
     caches: Mapping[str, Cache] = types.MappingProxyType({})
     mask: Mask | None = None
+    once: Set[str] = frozenset()
 
     def replacements(self, with_integers: Mapping[Location, Sequence[bool]]) -> Replacements:
         """The contractions and named values with what takes their place."""
@@ -136,11 +145,17 @@ class SiteEvaluator(NamedTuple):
         real = entry.rotated(value) if real is None else real
         if self.view:
             return self._to_view(entry, value, real, qparams)
+        contracted = self._flagged(entry.spec, tuple(sorted(entry.contracted)))
+        if path in self.once and not is_read and self.observer is None:
+            return Unquantized(value, qparams, entry.spec, contracted, path)
         with named_in_errors(path, rule=entry.rule):
-            contracted = None if is_of_floats(self.execution, entry.spec) else tuple(sorted(entry.contracted))
             key = self._key(entry.spec, self.key, path)
             real, q, flags = quantize_straight_through(real, entry.spec, contracted, key, qparams)
         return _parameter(path, q, entry.spec, real, value if is_read else None, flags)
+
+    def _flagged(self, spec: QuantSpec, contracted: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The axes along which a NaN counts for all; None where the products are of floats, which have NaN."""
+        return None if is_of_floats(self.execution, spec) else contracted
 
     def cache(self, cache: Cache, value: Any) -> Any:
         """A cache on its way to what writes and reads it."""
@@ -159,7 +174,7 @@ class SiteEvaluator(NamedTuple):
     def _read_cache(self, cache: QuantizedParam, by: str | None) -> Array:
         rule = self.caches[cache.paths[0]].rule
         if by is None or by in OPS or rule.everywhere:
-            return _value(cache)
+            return value_of(cache)
         raise ValueError(
             f"At {cache.paths[0]!r}, chosen by the rule {rule.pattern!r}: the function also reads the cache in float, "
             f"by {by!r}. Contract it as it is, after moves alone, and write to it by lax.dynamic_update_slice or "
@@ -180,7 +195,7 @@ class SiteEvaluator(NamedTuple):
             assert real is not None
             return with_gradient_of(real, num.select(real == real, parameter.cast(dequantized(parameter)), real))
         if entry is None or entry.rule.everywhere or (by is None and real is None):
-            return _value(parameter)
+            return value_of(parameter)
         if as_read is not None:
             return as_read
         raise ReadInFloat(parameter.paths, by, real is not None)
@@ -191,6 +206,7 @@ class SiteEvaluator(NamedTuple):
         self, decision: Decision, observe: Callable[..., None], eqn: Any, ins: Sequence[Any], scope: Scope
     ) -> Array:
         """The result of an op, whose operands are observed."""
+        ins = ins if self._is_one(decision, eqn, ins) else list(map(quantized_now, ins))
         values = list(ins)
         for side, choice in enumerate(decision.operands):
             if isinstance(ins[side], QuantizedParam) and not choice.arrives_quantized:
@@ -208,9 +224,15 @@ class SiteEvaluator(NamedTuple):
         is_integer = all(choice.spec for choice in decision.operands)
         return (self._in_integers if is_integer else self._in_float)(decision, eqn, values, scope)
 
+    def _is_one(self, decision: Decision, eqn: Any, values: Sequence[Any]) -> bool:
+        """Whether an op and the quantizers of its own can be one compiled function."""
+        is_frozen = any(isinstance(v, QuantizedParam) and v.real is None for v in values)  # made again backward, alone
+        is_plain = eqn.params.get("out_sharding") is None and not any(choice.cache for choice in decision.operands)
+        return is_plain and not is_frozen and self.observer is None
+
     def _rotated(self, choice: Choice, v: Any, scope: Scope) -> Any:
         """An operand that is rotated here, once for all ops that take it so; a parameter comes rotated."""
-        if not choice.rotated or isinstance(v, QuantizedParam):
+        if not choice.rotated or isinstance(v, QuantizedParam | Unquantized):
             return v
         known_by = id(v), choice.rotated
         if known_by not in scope.memo:
@@ -223,7 +245,7 @@ class SiteEvaluator(NamedTuple):
         """Notes what is seen of operands, each by the key of an entry and its side."""
         for key, side in sides.items():
             assert self.observer is not None
-            real = lambda v: _value(v) if v.is_cache else v.real
+            real = lambda v: value_of(v) if v.is_cache else v.real
             choice, reals = decision.operands[side], [real(v) if isinstance(v, QuantizedParam) else v for v in values]
             other = reals[1 - side] if len(decision.operands) == 2 else None
             mask = self.mask and self.mask.over(reals[side], [*choice.keys, key], self.decisions.entries.of)
@@ -240,20 +262,19 @@ class SiteEvaluator(NamedTuple):
             if choice.spec is None:
                 continue
             with named_in_errors(choice.name, rule=choice.rule):
-                if choice.arrives_quantized:
-                    operands[side] = _as_rotated(choice, _checked(values[side]))
+                if isinstance(values[side], Unquantized):
+                    operands[side] = dataclasses.replace(values[side], path="")
+                elif choice.arrives_quantized:
+                    operands[side] = _as_rotated(choice, dataclasses.replace(_checked(values[side]), paths=()))
                     if choice.point is not None:
-                        operands[side] = self.read(operands[side], choice.name)
+                        operands[side] = self.read(values[side], choice.name)
                 else:
                     key = self._key(choice.spec, scope.key, (decision.contraction.location, side))
                     qparams = scope.qparams.get(choice.keys[0])
-                    operands[side] = _fake_quantized(values[side], choice.spec, qparams, key)
-        unguarded = lambda v: written(_value(v, guarded=False))
-        whole = lambda *operands: from_integers(functools.partial(_of_one_dtype, eqn), operands, unguarded)
-        for side, choice in enumerate(decision.operands):
-            if _has_tiles(choice, operands[side], operands[1 - side]):
-                return by_columns(decision.contraction.as_op(), whole, side, operands)
-        return whole(*operands)
+                    operands[side] = fake_quantized(values[side], choice.spec, qparams, key)
+        sides = enumerate(decision.operands)
+        in_tiles = next((i for i, choice in sides if _has_tiles(choice, operands[i], operands[1 - i])), None)
+        return site_in_float(FloatOp.of(eqn), decision.contraction.as_op(), in_tiles, *operands)
 
     def _with_scales(self, decision: Decision, eqn: Any, values: Sequence[Any]) -> Array:
         """The product of a cache with an operand in float, into which its scales are multiplied."""
@@ -265,35 +286,39 @@ class SiteEvaluator(NamedTuple):
         assert isinstance(dot, Dot)
         with named_in_errors(*decision.op.names):
             dot = dataclasses.replace(dot, execution=self.execution)
-            y = _rows_with(cache.quantized, x, side, spec, dot).astype(out.dtype)
+            y = rows_with(cache.quantized, x, side, spec, dot).astype(out.dtype)
         if cache.real is None:
             return y
-        x = _fake_quantized(x, spec, None, None)
+        x = fake_quantized(x, spec, None, None)
         return with_gradient_of(eqn.primitive.bind(*in_order(cache.real), **eqn.params), y)
 
     def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
         if decision.is_folded:
             return self._with_scales(decision, eqn, values)
-        operands = list(values)
+        operands, is_one = list(values), self._is_one(decision, eqn, values)
         for side, choice in enumerate(decision.operands):
-            if choice.arrives_quantized:
+            if isinstance(values[side], Unquantized):
+                operands[side] = dataclasses.replace(values[side], path="")
+            elif choice.arrives_quantized:
                 dtype, parameter = eqn.invars[side].aval.dtype, _checked(values[side])
                 spec = choice.spec if choice.cache is None else parameter.quantized.spec
                 quantized = dataclasses.replace(parameter.quantized, spec=spec, dtype=dtype)
                 parameter = _as_rotated(choice, dataclasses.replace(parameter, quantized=quantized))
                 is_value = choice.point is not None
-                operands[side] = _of_value(parameter, choice.contracted) if is_value else parameter
+                operands[side] = of_value(parameter, choice.contracted) if is_value else parameter
             else:
-                operands[side] = self._quantized(decision, side, values[side], scope)
+                operands[side] = self._quantized(decision, side, values[side], scope, is_one)
         spec = next(filter(is_stochastic, decision.gradient), None)
         key = self._key(spec, scope.key, (decision.contraction.location, "gradient"))
         delayed = tuple(scope.qparams.get(name) if name else None for name in decision.gradient_keys)
-        y = from_integers(functools.partial(self._product, decision, eqn, key, delayed), operands, _of_weight)
+        y = from_integers(functools.partial(self._product, decision, eqn, key, delayed), operands, of_weight)
         lacking = [name for name, v in zip(decision.gradient_keys, delayed, strict=True) if name and v is None]
-        return _not_differentiated(y, tuple(lacking)) if lacking else y
+        return not_differentiated(y, tuple(lacking)) if lacking else y
 
-    def _quantized(self, decision: Decision, side: int, v: Any, scope: Scope) -> tuple[Array, Quantized, Array | None]:
-        """An input with the gradient of its quantizer, in integers, and its NaN flags."""
+    def _quantized(
+        self, decision: Decision, side: int, v: Any, scope: Scope, is_one: bool
+    ) -> tuple[Array, Quantized, Array | None] | Unquantized:
+        """An input with the gradient of its quantizer, in integers, and its NaN flags; or what its op quantizes."""
         choice = decision.operands[side]
         assert choice.spec is not None
         with named_in_errors(choice.name, rule=choice.rule):
@@ -302,13 +327,16 @@ class SiteEvaluator(NamedTuple):
             if key is None and known_by in scope.memo:
                 return scope.memo[known_by][1]
             qparams = scope.qparams.get(choice.keys[0])
-            contracted = None if is_of_floats(self.execution, choice.spec) else choice.contracted
+            contracted = self._flagged(choice.spec, choice.contracted)
+            if is_one and choice.keys[0] in self.once:
+                return Unquantized(v, qparams, choice.spec, contracted)
             result = quantize_straight_through(v, choice.spec, contracted, key, qparams)
             scope.memo[known_by] = v, result  # the value too: no other then gets its id
             return result
 
     def _product(self, decision: Decision, eqn: Any, key: Any, delayed: Delayed, *values: Any) -> Array:
-        operands, more = [QuantizedOperand(*v) for v in values[:2]], values[2:]
+        operands: list[Any] = [v if isinstance(v, Unquantized) else QuantizedOperand(*v) for v in values[:2]]
+        more = values[2:]
         axes = [choice.contracted for choice in decision.operands]
         if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
             operands = [v._replace(integers=v.integers.ordered()) for v in operands]
@@ -323,9 +351,9 @@ class SiteEvaluator(NamedTuple):
             if any(delayed):
                 _, delayed = vary_together(operands, delayed)
             if turns and isinstance(op, Dot):
-                y = _turned(op, operands, key, delayed)
+                y = turned(op, operands, key, delayed)
             else:
-                y = _contracted(op, *operands, key, more, delayed)
+                y = site_in_integers(op, *operands, key, more, delayed)
         return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
 
     def _named(
@@ -380,7 +408,7 @@ class SiteEvaluator(NamedTuple):
             if choice.spec is not None and is_given:
                 of = self._of_site(choice, values[side], scope)
                 operands[side] = self._given(*of) if view.op is None else view.site(*of)
-        lax_op = functools.partial(_of_one_dtype, eqn)
+        lax_op = FloatOp.of(eqn)
         if view.op is None:
             return lax_op(*operands)
         result = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
@@ -453,23 +481,6 @@ def _checked(v: Any) -> QuantizedParam:
     )
 
 
-def _rows_with(q: Quantized, x: Array, side: int, spec: QuantSpec, dot: Dot) -> Array:
-    """The product of rows of floats with a cache, which is the second operand: a CPU has no kernel for it as first."""
-    y = quantized_dot(x, q, 0, spec, dot if side else dot.turned)
-    return y if side else _turned_back(y, len(dot.batch[0]), x.ndim - len(dot.contracted[1]))
-
-
-def _turned(dot: Dot, operands: Sequence[QuantizedOperand], key: Any, delayed: Delayed) -> Array:
-    """The product of two operands, computed as that of the second with the first."""
-    y = _contracted(dot.turned, *operands[::-1], key, (), delayed[::-1])
-    return _turned_back(y, len(dot.batch[1]), operands[1].integers.ndim - len(dot.contracted[1]))
-
-
-def _turned_back(y: Array, batch: int, free: int) -> Array:
-    """A product with the free axes of its operands in the other order; those of the first one end at `free`."""
-    return lax.transpose(y, (*range(batch), *range(free, y.ndim), *range(batch, free)))
-
-
 def _as_rotated(choice: Choice, v: QuantizedParam) -> QuantizedParam:
     """A parameter for its op; one that is rotated in the dtype in which its inputs are, whatever the program casts."""
     if not choice.rotated:
@@ -479,15 +490,6 @@ def _as_rotated(choice: Choice, v: QuantizedParam) -> QuantizedParam:
     return dataclasses.replace(wide, quantized=dataclasses.replace(v.quantized, dtype=dtype), casts=())
 
 
-def _of_one_dtype(eqn: Any, *operands: Array) -> Array:
-    """The result of an op; where rotation has made operands wider than the program has them, rounded once."""
-    if all(v.dtype == of.aval.dtype for v, of in zip(operands, eqn.invars, strict=True)):
-        return eqn.primitive.bind(*operands, **eqn.params)
-    out, dtype = eqn.outvars[0].aval, jnp.promote_types(*(v.dtype for v in operands[:2]))
-    operands = tuple(v.astype(dtype) if i < 2 else v for i, v in enumerate(operands))
-    return eqn.primitive.bind(*operands, **{**eqn.params, "preferred_element_type": dtype}).astype(out.dtype)
-
-
 def _has_tiles(choice: Choice, v: Any, other: Any) -> bool:
     """Whether an operand is a weight of which parts are like the whole.
 
@@ -495,54 +497,12 @@ def _has_tiles(choice: Choice, v: Any, other: Any) -> bool:
     slowly as it writes them.
     """
     moves = choice.operand.origin.moves
-    if not isinstance(v, QuantizedParam) or isinstance(other, QuantizedParam) or not choice.is_weight or moves is None:
+    is_quantized = lambda v: isinstance(v, QuantizedParam | Unquantized)
+    if not is_quantized(v) or is_quantized(other) or not choice.is_weight or moves is None:
         return False
     is_transposed = any(move.primitive is lax.transpose_p for move in moves)
-    q = v.quantized
-    return q.order is None and not q.spec.format and not is_transposed
-
-
-def _value(parameter: QuantizedParam, guarded: bool = True) -> Array:
-    """The real values of a quantized parameter, with the gradient of its quantizer."""
-    value = parameter.cast(dequantized(parameter, guarded))
-    return value if parameter.real is None else with_gradient_of(parameter.real, value)
-
-
-def _of_weight(parameter: QuantizedParam) -> tuple[Array, Quantized, Array | None]:
-    """The real values of a parameter that have a gradient, its integers, and its NaN flags."""
-    q, real = parameter.quantized, parameter.real
-    return q.real(q.dtype) if real is None else real, q, parameter.nan_flags
-
-
-def _of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array, Quantized, Array]:
-    """The same of a value that is quantized where it is named, which may hold a NaN."""
-    assert value.real is not None
-    return value.real, value.quantized, nan_where(lax.stop_gradient(value.real), contracted)
-
-
-_contracted = jax.jit(contract, static_argnums=0)  # traced, and differentiated, once for each shape
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _not_differentiated(y: Array, lacking: tuple[str, ...]) -> Array:
-    """A result whose gradient is rounded with the ranges of histories that the call does not have."""
-    return y
-
-
-def _refuse_gradient(lacking: tuple[str, ...], _: None, g: Array) -> Any:
-    raise ValueError(
-        f"At {lacking[0]!r}: the rule gives the gradient a history, and `qparams` of the call that is differentiated "
-        "has no entry for it. Pass qparams={**trained, **delayed_qparams(histories)}, with trained, histories = "
-        "split_histories(q.init_qparams(params, ...)); or drop `history` from the rule."
-    )
-
-
-_not_differentiated.defvjp(lambda y, lacking: (y, None), _refuse_gradient)
-
-
-@functools.partial(jax.jit, static_argnames="spec")
-def _fake_quantized(x: Array, spec: QuantSpec, qparams: QParams | None, key: Any) -> Array:
-    return fake_quant(x, spec, qparams, key=key)
+    spec, order = (v.spec, None) if isinstance(v, Unquantized) else (v.quantized.spec, v.quantized.order)
+    return order is None and not spec.format and not is_transposed
 
 
 def _like(y: Array, out: Any) -> Array:

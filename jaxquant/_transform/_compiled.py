@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled functions of sites: an op with the quantizers of its own, traced and differentiated once for a shape."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._arrays._affine import fake_quant
+from .._arrays._qparams import QParams
+from .._arrays._quantized import Quantized
+from .._arrays._straight_through import straight_through, with_gradient_of
+from .._contract._contract import ContractionOp, contract
+from .._contract._dot import Dot, quantized_dot
+from .._contract._operands import QuantizedOperand
+from .._contract._weight_only import by_columns
+from .._history import DelayedQParams
+from .._platform._cpu import nan_where, written
+from .._program._param import QuantizedParam, Unquantized, dequantized, from_integers
+from .._spec._spec import QuantSpec
+
+Delayed = tuple[DelayedQParams | None, ...]  # what histories give for the gradients with respect to both operands
+
+
+class FloatOp(NamedTuple):
+    """An op as the program has it, in float: its primitive, and the dtypes of its operands and result. Static."""
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    dtypes: tuple[Any, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, eqn: Any) -> "FloatOp":
+        dtypes = tuple(v.aval.dtype for v in eqn.invars)
+        return cls(eqn.primitive, tuple(eqn.params.items()), dtypes, eqn.outvars[0].aval.dtype)
+
+    def __call__(self, *operands: Array) -> Array:
+        """The result; where rotation has made operands wider than the program has them, rounded once."""
+        params = dict(self.params)
+        if all(v.dtype == dtype for v, dtype in zip(operands, self.dtypes, strict=True)):
+            return self.primitive.bind(*operands, **params)
+        dtype = jnp.promote_types(*(v.dtype for v in operands[:2]))
+        operands = tuple(v.astype(dtype) if i < 2 else v for i, v in enumerate(operands))
+        return self.primitive.bind(*operands, **params | {"preferred_element_type": dtype}).astype(self.dtype)
+
+
+def value_of(parameter: QuantizedParam, guarded: bool = True) -> Array:
+    """The real values of a quantized parameter, with the gradient of its quantizer."""
+    value = parameter.cast(dequantized(parameter, guarded))
+    return value if parameter.real is None else with_gradient_of(parameter.real, value)
+
+
+def of_weight(parameter: QuantizedParam) -> tuple[Array, Quantized, Array | None]:
+    """The real values of a parameter that have a gradient, its integers, and its NaN flags."""
+    q, real = parameter.quantized, parameter.real
+    return q.real(q.dtype) if real is None else real, q, parameter.nan_flags
+
+
+def of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array, Quantized, Array]:
+    """The same of a value that is quantized where it is named, which may hold a NaN."""
+    assert value.real is not None
+    return value.real, value.quantized, nan_where(lax.stop_gradient(value.real), contracted)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def site_in_integers(
+    op: ContractionOp, a: QuantizedOperand | Unquantized, b: QuantizedOperand | Unquantized, key: Any,
+    more: tuple[Array, ...], delayed: Delayed,
+) -> Array:  # fmt: skip
+    """`contract`, with the quantizers of operands that are its own."""
+    own = lambda v: QuantizedOperand(*of_weight(v.quantized(straight_through)))
+    return contract(op, *(own(v) if isinstance(v, Unquantized) else v for v in (a, b)), key, more, delayed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def site_in_float(f: FloatOp, op: ContractionOp, in_tiles: int | None, *operands: Any) -> Array:
+    """An op in float, of the values of parameters; one of them may be converted tile by tile."""
+    operands = tuple(v.quantized(straight_through) if isinstance(v, Unquantized) else v for v in operands)
+    whole = lambda *operands: from_integers(f, operands, lambda v: written(value_of(v, guarded=False)))
+    return whole(*operands) if in_tiles is None else by_columns(op, whole, in_tiles, operands)
+
+
+def rows_with(q: Quantized, x: Array, side: int, spec: QuantSpec, dot: Dot) -> Array:
+    """The product of rows of floats with a cache, which is the second operand: a CPU has no kernel for it as first."""
+    y = quantized_dot(x, q, 0, spec, dot if side else dot.turned)
+    return y if side else _turned_back(y, len(dot.batch[0]), x.ndim - len(dot.contracted[1]))
+
+
+def turned(dot: Dot, operands: Sequence[QuantizedOperand], key: Any, delayed: Delayed) -> Array:
+    """The product of two operands, computed as that of the second with the first."""
+    y = site_in_integers(dot.turned, *operands[::-1], key, (), delayed[::-1])
+    return _turned_back(y, len(dot.batch[1]), operands[1].integers.ndim - len(dot.contracted[1]))
+
+
+def _turned_back(y: Array, batch: int, free: int) -> Array:
+    """A product with the free axes of its operands in the other order; those of the first one end at `free`."""
+    return lax.transpose(y, (*range(batch), *range(free, y.ndim), *range(batch, free)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def not_differentiated(y: Array, lacking: tuple[str, ...]) -> Array:
+    """A result whose gradient is rounded with the ranges of histories that the call does not have."""
+    return y
+
+
+def _refuse_gradient(lacking: tuple[str, ...], _: None, g: Array) -> Any:
+    raise ValueError(
+        f"At {lacking[0]!r}: the rule gives the gradient a history, and `qparams` of the call that is differentiated "
+        "has no entry for it. Pass qparams={**trained, **delayed_qparams(histories)}, with trained, histories = "
+        "split_histories(q.init_qparams(params, ...)); or drop `history` from the rule."
+    )
+
+
+not_differentiated.defvjp(lambda y, lacking: (y, None), _refuse_gradient)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def fake_quantized(x: Array, spec: QuantSpec, qparams: QParams | None, key: Any) -> Array:
+    return fake_quant(x, spec, qparams, key=key)
