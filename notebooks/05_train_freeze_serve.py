@@ -144,21 +144,19 @@ def windows(seed, steps):
 optimizer = optax.scale_by_adam(b2=0.98)
 
 
-@jax.jit
-def update(trained, state, gradients, rate):
-    updates, state = optimizer.update(gradients, state)
-    return jax.tree.map(lambda t, u: t - rate * u, trained, updates), state
-
-
 def trainer(apply):
-    slope = jax.jit(jax.value_and_grad(lambda trained, x, y: bits(apply(trained, x), y)))
+    @jax.jit
+    def step(trained, state, tokens, rate):
+        loss = lambda trained: bits(apply(trained, tokens[:, :-1]), tokens[:, 1:])
+        value, gradients = jax.value_and_grad(loss)(trained)
+        updates, state = optimizer.update(gradients, state)
+        return jax.tree.map(lambda t, u: t - rate * u, trained, updates), state, value
 
     def train(trained, batches, rate):
         steps, state, losses = len(batches), optimizer.init(trained), []
         rates = optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps)(np.arange(steps))
         for tokens, now in zip(batches, np.asarray(rates), strict=True):
-            value, gradients = slope(trained, tokens[:, :-1], tokens[:, 1:])
-            trained, state = update(trained, state, gradients, now)
+            trained, state, value = step(trained, state, tokens, now)
             losses.append(value)
             progress.update()
         return trained, np.array(losses)
@@ -173,7 +171,7 @@ def test_bits(logits):
 # Scales are trained by their logarithm, which no step of the optimizer makes 0 or negative.
 with_qparams = {name: lambda t, x, q=q: q(t[0], x, qparams=from_log2(t[1])) for name, q in quantized.items()}
 train_float, float_logits = trainer(model), jax.jit(model)
-observe = {name: jax.jit(lambda params, x, q=q: q.observe(params, x)) for name, q in quantized.items()}
+observe = jax.jit(lambda params, x: quantized["w8a8"].observe(params, x))  # of the float model, whatever has 8 bits
 train_quantized = {name: trainer(apply) for name, apply in with_qparams.items()}
 logits = {name: jax.jit(apply) for name, apply in with_qparams.items()}
 
@@ -181,27 +179,38 @@ results, curves, last = {name: {"PTQ": [], "QAT": []} for name in RULES}, {}, {}
 results["float32"] = {"float": [], "float, trained on": []}
 
 
+def started(name, params, batches):
+    ranges = functools.reduce(merge_ranges, (observe(params, x) for x in batches[:16, :, :-1]))
+    of_inputs = ranges if "a8" in name else None
+    return params, to_log2(quantized[name].init_qparams(params, batches[0, :, :-1], ranges=of_inputs))
+
+
+def compile_ahead(name):  # by a step of the model that is not trained yet
+    start = started(name, init(0), windows(0, 1))
+    logits[name](start, test_tokens)
+    train_quantized[name](start, windows(0, 1), 0)
+
+
 def adapt(name, in_float, batches, seed):
-    q, tokens = quantized[name], batches[0, :, :-1]
-    ranges = functools.reduce(merge_ranges, (observe[name](in_float, x) for x in batches[:16, :, :-1]))
-    qparams = to_log2(q.init_qparams(in_float, tokens, ranges=ranges))
-    results[name]["PTQ"].append(test_bits(logits[name]((in_float, qparams), test_tokens)))
-    trained, curves[name, seed] = train_quantized[name]((in_float, qparams), batches, 5e-4)
+    start = started(name, in_float, batches)
+    results[name]["PTQ"].append(test_bits(logits[name](start, test_tokens)))
+    trained, curves[name, seed] = train_quantized[name](start, batches, 5e-4)
     end = logits[name](trained, test_tokens)
     results[name]["QAT"].append(test_bits(end))
     last[name] = trained[0], from_log2(trained[1]), np.asarray(end)
 
 
-steps = STEPS + len(SEEDS) * (1 + len(RULES)) * MORE_STEPS
+steps = STEPS + len(RULES) + len(SEEDS) * (1 + len(RULES)) * MORE_STEPS
 with tqdm(total=steps, unit="step", mininterval=1) as progress, ThreadPoolExecutor(2) as pool:
-    in_float, start = train_float(init(0), windows(0, STEPS), 6e-3)
+    of_float = pool.submit(train_float, init(0), windows(0, STEPS), 6e-3)
+    list(pool.map(compile_ahead, quantized))  # meanwhile
+    in_float, start = of_float.result()
     for seed in SEEDS:  # of what it is trained on with: one float model is adapted
         more = windows(1 + seed, MORE_STEPS)
         trained_on, curve = train_float(in_float, more, 5e-4)
         results["float32"]["float"].append(test_bits(float_logits(in_float, test_tokens)))
         results["float32"]["float, trained on"].append(test_bits(float_logits(trained_on, test_tokens)))
         curves["float32", seed] = np.concatenate([start, curve])
-        # Two at a time, for most of it is compiling.
         list(pool.map(functools.partial(adapt, in_float=in_float, batches=more, seed=seed), quantized))
 
 # %%

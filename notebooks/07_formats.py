@@ -149,12 +149,18 @@ def loss_of(f, params, windows):
 def trainer(f, rate, steps):
     optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps), b2=0.98)
 
-    def step(carry, windows):
-        params, state = carry
+    @jax.jit
+    def step(params, state, windows):
         updates, state = optimizer.update(jax.grad(functools.partial(loss_of, f))(params, windows), state)
-        return (optax.apply_updates(params, updates), state), None
+        return optax.apply_updates(params, updates), state
 
-    return jax.jit(lambda params, batches: jax.lax.scan(step, (params, optimizer.init(params)), batches)[0][0])
+    def train(params, batches):
+        state = optimizer.init(params)
+        for windows in batches:
+            params, state = step(params, state, windows)
+        return params
+
+    return train
 
 
 def batches(seed, steps):
@@ -171,22 +177,35 @@ def bits(logits):
 # %%
 results, last = {}, {}
 FUNCTIONS = {"float32": model, **quantized}
+START = init(jax.random.key(0))
+
+
+def compiled(name):
+    """Functions for the logits and to train, which calls with the untrained model compile."""
+    f, freeze = FUNCTIONS[name], quantized[name].freeze if name in FORMATS else lambda params, x: params
+    logits = jax.jit(lambda params, x: (f(params, x), freeze(params, x)))
+    logits(START, test_windows[:, :-1])
+    if name in FORMATS and name not in TRAINED:
+        return logits, None
+    train = trainer(f, 3e-4, MORE_STEPS)
+    train(START, batches(1, 1))
+    return logits, train
+
+
 with tqdm(total=2 + len(FORMATS), unit="run", mininterval=1) as progress, ThreadPoolExecutor(2) as pool:
-    in_float = trainer(model, 6e-3, STEPS)(init(jax.random.key(0)), batches(0, STEPS))
+    of_float = pool.submit(trainer(model, 6e-3, STEPS), START, batches(0, STEPS))
+    programs = dict(zip(FUNCTIONS, pool.map(compiled, FUNCTIONS), strict=True))  # meanwhile
+    in_float = of_float.result()
     progress.update()
 
     def run(name):
-        f = FUNCTIONS[name]
-        freeze = f.freeze if name in FORMATS else lambda params, x: params
-        logits = jax.jit(lambda params, x, f=f, freeze=freeze: (f(params, x), freeze(params, x)))
-        runs = [in_float]
-        if name not in FORMATS or name in TRAINED:
-            runs.append(trainer(f, 3e-4, MORE_STEPS)(in_float, batches(1, MORE_STEPS)))
+        logits, train = programs[name]
+        runs = [in_float, train(in_float, batches(1, MORE_STEPS))] if train else [in_float]
         ends = [logits(params, test_windows[:, :-1]) for params in runs]
         results[name], last[name] = [float(bits(v)) for v, _ in ends], ends[-1]
         progress.update()
 
-    list(pool.map(run, FUNCTIONS))  # two at a time, for most of it is compiling
+    list(pool.map(run, FUNCTIONS))
 
 # %% [markdown]
 # ## Freeze, save, load, serve
