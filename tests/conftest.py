@@ -51,7 +51,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(Programs(config))
+    config.pluginmanager.register(Programs(config), "programs")
     workers = getattr(config.option, "numprocesses", None) or 0
     if workers > 2 and not AS_USERS_DO:
         os.environ[APART] = str(workers // 2)
@@ -181,3 +181,9 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("values compared bit for bit")
     for (judge, op), values in sorted(totals[0].items()):
         terminalreporter.write_line(f"{judge:27} {op:50} {values:12,} values {totals[1][judge, op]:6,} differ")
+
+
+@pytest.fixture
+def asked(request):
+    """What the test has had XLA compile so far: (the line that asked for it, name) of each program."""
+    return request.config.pluginmanager.get_plugin("programs").asked

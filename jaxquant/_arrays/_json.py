@@ -30,10 +30,12 @@ def spec_from_json(fields: dict[str, Any]) -> QuantSpec:
 
 
 def spec_to_bytes(spec: QuantSpec | None) -> bytes:
+    """The JSON of a spec, or of None, in an exported program."""
     return json.dumps(spec and spec_to_json(spec)).encode()
 
 
 def spec_from_bytes(data: bytes) -> QuantSpec | None:
+    """The inverse of `spec_to_bytes`."""
     fields = json.loads(data)
     return fields and spec_from_json(fields)
 

@@ -22,20 +22,20 @@ def is_array(value: Any) -> bool:
 
 
 def is_index(value: Any) -> bool:
-    """Whether it is one integer, static or traced."""
+    """Whether a value is one integer, static or traced."""
     if is_array(value):
         return value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_index_array(value: Any) -> bool:
-    """Whether it is an array of integers with at least one axis."""
+    """Whether a value is an array of integers with at least one axis."""
     value = unwrapped(value)
     return is_array(value) and value.ndim > 0 and jnp.issubdtype(value.dtype, jnp.integer)
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether it is one of the four floating dtypes; those of 8 bits and fewer are not."""
+    """Whether a dtype is one of the four floating dtypes of computation, which have 16 bits or more."""
     return str(dtype) in _FLOATS
 
 
@@ -52,7 +52,7 @@ _SYNONYMS = {
 
 
 def argument_names(function: str, given: Iterable[str], names: Sequence[str]) -> None:
-    """Raises for a keyword that is none of the names, and says which is meant."""
+    """Refuses an unknown keyword, and suggests the closest of the names."""
     for name in given:
         if name not in names:
             synonym = _SYNONYMS.get(name)
@@ -63,7 +63,7 @@ def argument_names(function: str, given: Iterable[str], names: Sequence[str]) ->
 
 
 def nearest(text: Any, names: Iterable[Any], n: int = 5) -> str:
-    """The names most like a text, in words, for an error."""
+    """The closest names to a text, as a phrase for an error."""
     found = difflib.get_close_matches(str(text).replace("*", ""), list(dict.fromkeys(map(str, names))), n, 0.0)
     return ", ".join(map(repr, found)) or "none"
 
@@ -72,7 +72,7 @@ def same_keys(
     name: str, given: Any, expected: Collection[str], fix: str, optional: Collection[str] = (),
     left: Mapping[Any, str] = {},
 ) -> None:  # fmt: skip
-    """Refuses what is no dict, lacks an expected key that is not optional, or has a key that is neither.
+    """Refuses a value that is no dict, lacks a required key, or has an unknown one.
 
     `left` says why a key is none of the expected ones, where it could be one.
     """

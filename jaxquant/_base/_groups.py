@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of a tensor that share a value, such as a scale, and what becomes of the values where the tensor moves.
+"""Groups of elements of a tensor that share a value, such as a scale; and these values after a move of the tensor.
 
-The values lie in an array whose size on each axis of the tensor is 1 where all share one, the length where each has its
-own, and between them the number of blocks. `v` is such an array, of the rank of the tensor unless it is said otherwise.
+The array of values has the rank of the tensor, unless it is said otherwise. Its size along an axis is 1 if all elements
+there share one value, the length of the axis if each has its own, or the number of blocks. `v` is such an array.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from jax import Array, lax
 
 
 def broadcast_groups(v: Array, shape: tuple[int, ...]) -> Array:
-    """One value for each group of a tensor, reshaped to broadcast against its `shape`.
+    """Values for groups, reshaped to broadcast against the `shape` of the tensor.
 
     The sizes of `v` are counted from the end, so that its rank may be smaller. Only blocks are repeated.
     """
@@ -29,12 +29,12 @@ def broadcast_groups(v: Array, shape: tuple[int, ...]) -> Array:
 
 
 def of_rank(v: Array, ndim: int) -> Array:
-    """The values in an array of a higher rank; axes are counted from the end."""
+    """Values for groups in an array of a higher rank, with leading axes of size 1."""
     return lax.reshape(v, (1,) * (ndim - v.ndim) + v.shape) if v.ndim < ndim else v
 
 
 def reduce_groups(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
-    """`reduce(x, axes)` over each group of a tensor, in the shape `groups`: what `broadcast_groups` broadcasts."""
+    """Reduces each group of a tensor by `reduce(x, axes)`, to the shape `groups`: the inverse of `broadcast_groups`."""
     padded, axes = (1,) * (x.ndim - len(groups)) + tuple(groups), []
     for axis in reversed(range(x.ndim)):
         g, n = padded[axis], x.shape[axis]
@@ -47,7 +47,7 @@ def reduce_groups(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
 
 
 def apart(v: Array, axis: int, n: int) -> Array:
-    """The values with one for each of the `n` elements along an axis."""
+    """Repeats values for groups along an axis, to one for each of its `n` elements."""
     if v.shape[axis] == n:
         return v
     parts = [p for i, g in enumerate(v.shape) for p in ((g, n // max(g, 1)) if i == axis else (g,))]
@@ -56,7 +56,7 @@ def apart(v: Array, axis: int, n: int) -> Array:
 
 
 def segments(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """The axes of a reshape in runs of equal size, as short as possible: (of the old shape, of the new one)."""
+    """The shortest runs of axes of equal size in a reshape: (axes of the old shape, axes of the new one)."""
     i = j = 0
     while i < len(old) or j < len(new):
         ends = min(i + 1, len(old)), min(j + 1, len(new))
@@ -75,7 +75,7 @@ def segments(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, ra
 def reshaped(
     v: Array, old: Sequence[int], new: Sequence[int], runs: Iterable[tuple[Sequence[int], Sequence[int]]] | None = None
 ) -> Array:
-    """The values where a tensor of shape `old` is reshaped: what are blocks no more have one for each element.
+    """Values for groups after a reshape of the tensor; where blocks are lost, one for each element.
 
     `runs` are the axes that become others, in their order; by default those of equal size.
     """
@@ -96,7 +96,7 @@ def reshaped(
 
 
 def _blocks_of(groups: Sequence[int], old: Sequence[int], new: Sequence[int]) -> Sequence[int] | None:
-    """The sizes on new axes of what shares values in runs of the elements in their order; None if it is in no runs."""
+    """The numbers of groups along the new axes of a run, if groups are runs of consecutive elements; else None."""
     separate = itertools.takewhile(lambda axis: groups[axis] == old[axis], range(len(old)))
     if any(g != 1 for g in groups[len(list(separate)) + 1 :]):
         return None
@@ -114,7 +114,7 @@ def _blocks_of(groups: Sequence[int], old: Sequence[int], new: Sequence[int]) ->
 
 
 def sliced(v: Array, axis: int, n: int, start: int, stop: int, stride: int = 1) -> Array:
-    """The values where a tensor of length `n` along an axis is sliced there."""
+    """Values for groups after a slice of the tensor along an axis of length `n`."""
     if v.shape[axis] in (0, 1) or (start, stop, stride) == (0, n, 1):
         return v
     size = n // v.shape[axis]
@@ -124,18 +124,18 @@ def sliced(v: Array, axis: int, n: int, start: int, stop: int, stride: int = 1) 
 
 
 def picked(v: Array, axis: int, n: int, start: Array, size: int) -> Array:
-    """The values where data say from where on `size` of the `n` elements along an axis are taken."""
+    """Values for groups after a dynamic slice of the tensor: `size` of the `n` elements along an axis."""
     if v.shape[axis] == 1 or size == n:
         return v
     return lax.dynamic_slice_in_dim(apart(v, axis, n), start, size, axis)
 
 
-# A part of a tensor: of each axis on which it is no whole one, {axis: (where it starts, how many elements it has)}.
+# A part of a tensor: {axis: (start, size)}, without the axes of which it has all elements.
 Windows = Mapping[int, tuple[Any, int]]
 
 
 def windows_of_groups(groups: Sequence[int], shape: Sequence[int], windows: Windows) -> Windows:
-    """The part of the values that those elements have: they are whole groups along an axis, or one element."""
+    """The windows of the values of a part, which has whole groups along each axis, or one element."""
     lengths = {i: n // max(g, 1) for i, (g, n) in enumerate(zip(groups, shape, strict=True)) if g != 1}
     of = lambda start, size, n: (start, size) if n == 1 else (start // n, -(-size // n))
     return {i: of(*window, lengths[i]) for i, window in windows.items() if i in lengths}
@@ -148,18 +148,18 @@ def part(v: Array, windows: Windows) -> Array:
 
 
 def with_part(v: Array, new: Array, windows: Windows) -> Array:
-    """An array with a part of other values."""
+    """An array with new values in a part."""
     return lax.dynamic_update_slice(v, new, _starts(windows, v.ndim))
 
 
 def _starts(windows: Windows, ndim: int) -> list[Any]:
-    """The start indices of a part, in int32: JAX wants one dtype, and its default may be int64."""
+    """The start of a part along each axis, in int32: JAX wants one dtype, and its default may be int64."""
     start = lambda i: windows[i][0] if i in windows else 0
     return [np.int32(v) if isinstance(v := start(i), int) else v.astype(jnp.int32) for i in range(ndim)]
 
 
 def joined(parts: Sequence[Array], shapes: Sequence[tuple[int, ...]], axis: int) -> Array:
-    """The values where tensors are concatenated along an axis: there each element keeps one of its own."""
+    """Values for groups after a concatenation of tensors along an axis, where each element has its own."""
     parts = list(parts)
     for i in range(len(shapes[0])):
         sizes = {v.shape[i] for v in parts} - {1}
