@@ -138,3 +138,13 @@ def test_figures_are_drawn_used_and_described():
             assert len(text) > 40, (path.name, name)
             used.add(name)
     assert files == used <= drawn
+
+
+@pytest.mark.slow
+def test_figures_can_be_drawn_of_the_tables_of_the_page():
+    pytest.importorskip("matplotlib")
+    of_file = importlib.util.spec_from_file_location("make", ROOT / "docs" / "figures" / "make.py")
+    make = importlib.util.module_from_spec(of_file)
+    of_file.loader.exec_module(make)
+    drawn = [draw() for draw in make.FIGURES if "published" in inspect.getsource(draw)]
+    assert len(drawn) >= 2

@@ -173,7 +173,7 @@ def benchmarks():
     grouped(axes["call"], groups, "Serving call, frozen, float32 = 1")
     layers, groups = published("integer", 2), {}
     for n in (1, 16, 128):
-        ours, _, _, _, _, qwix, _, onnxruntime = layers[f"2048^2, {n}"]
+        ours, _, _, _, qwix, _, onnxruntime = layers[f"2048^2, {n}"]
         found = {"jaxquant": ours, "qwix": qwix, "ONNX Runtime": onnxruntime}
         groups[f"{n} row{'s' * (n > 1)}"] = {label: first(cell) for label, cell in found.items()}
     grouped(axes["layer"], groups, "Linear layer of 2048 x 2048, float32 = 1")
