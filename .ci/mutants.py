@@ -40,7 +40,7 @@ FLOORS = (
     *("_base/_axes.py", "_base/_groups.py", "_base/_numerics.py", "_base/_sharding.py"),
     "_spec/_scale_formats.py",
     *("_arrays/_affine.py", "_arrays/_fit.py", "_arrays/_grid.py", "_arrays/_histogram.py", "_arrays/_pack.py"),
-    *("_arrays/_range.py", "_arrays/_straight_through.py"),
+    *("_arrays/_quantized.py", "_arrays/_range.py", "_arrays/_straight_through.py"),
     "_contract/*.py",
     "tf/*.py",
 )

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.bits
 
 MATMUL = (((1,), (0,)), ((), ()))
 NHWC = ("NHWC", "HWIO", "NHWC")
+NWC = ("NWC", "WIO", "NWC")
 TYPES = {
     "symmetric": QuantSpec(),
     "affine": QuantSpec(symmetric=False),
@@ -428,6 +429,15 @@ def test_padding_is_real_zero():
     assert conv_general_dilated(a, kernel, (1,), "SAME").tolist() == [[[2.0, 3.0, 3.0, 2.0]]]
 
 
+def test_a_zero_point_of_the_tensor_is_padded_as_one_number():
+    def conv(a, b):
+        a, b = quantize(a, QuantSpec(symmetric=False)), quantize(b, QuantSpec())
+        return conv_general_dilated(a, b, (1,), "SAME", dimension_numbers=NWC)
+
+    program = str(jax.make_jaxpr(conv)(np.ones((1, 4, 2), np.float32), np.ones((3, 2, 2), np.float32)))
+    assert program.count("padding_config=((0, 0, 0), (1, 1, 0), (0, 0, 0))") == 1
+
+
 @functools.cache
 def operands(kind):
     """A contraction, eight values of `a` in a stack, one of `b`, and what it makes of each."""
@@ -646,5 +656,5 @@ def test_nothing_contracted_is_zero(granularity):
 )
 def test_an_empty_kernel(x, w, padding, y):
     a, b = (array(np.random.default_rng(0), shape, QuantSpec()) for shape in (x, w))
-    got = conv_general_dilated(a, b, (1,), padding, dimension_numbers=("NWC", "WIO", "NWC"))
+    got = conv_general_dilated(a, b, (1,), padding, dimension_numbers=NWC)
     assert_same_bits(got, np.zeros(y, np.float32))

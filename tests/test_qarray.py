@@ -20,6 +20,7 @@ from jaxquant import (
     dequantize,
     dot_general,
     quantize,
+    update_slice,
 )
 from jaxquant._spec._spec import qparams_shape
 
@@ -39,6 +40,7 @@ MOVES = {
     "first": lambda v: v[0],
     "last": lambda v: v[-1],
     "traced": lambda v: v[jnp.int32(2)],
+    "sliced": lambda v: v[2:4, :, 4:],
     "merged": lambda v: v.reshape(24, 8),
     "split": lambda v: v.reshape((4, 6, 2, 4)),
     "with a new axis": lambda v: v.reshape(4, 1, -1, 8),
@@ -76,6 +78,22 @@ def every_move(q):
     return {name: (moved := move(q), dequantize(moved)) for name, move in MOVES.items()}
 
 
+def test_a_move_and_a_write_are_one_program(asked):
+    q, token = quantized(PerChannel((0, 1))), quantized(PerTensor()).values[:, :1].astype(F)
+    moves = {name: move for name, move in MOVES.items() if name not in ("last", "traced")}  # the program of another one
+    moves |= {"picked": lambda v: v[np.array([0, 2])], "written": lambda v: update_slice(v, token, (0, 3, 0))}
+    jax.clear_caches()
+    for name, move in moves.items():
+        before = len(asked)
+        move(q)
+        assert len(asked) - before == 1, (name, asked[before:])
+
+
+def test_parts_at_indices_have_the_scales_of_their_blocks():
+    q, index = quantized(PerBlock(0, 2)), np.array([3, 0, 1])
+    assert_same_bits(real(q[index]), real(q)[index])
+
+
 @pytest.mark.parametrize("move", MOVES)
 @cases(("granularity",), GRANULARITIES, GRANULARITIES[::2])
 def test_a_move_of_the_integers_is_that_of_the_real_values(granularity, move):
@@ -102,8 +120,7 @@ def as_arrays(q):
 ORDERS = (-1, -2), (-2, -1, -3), (-1, -3, -2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS, ids=str)
+@cases(("order",), [(order,) for order in ORDERS], [ORDERS[:1]])
 def test_an_order_in_memory_is_seen_by_none(order):
     q = quantized(PerChannel((0, -1)))
     lying = dataclasses.replace(q, order=order)

@@ -103,7 +103,7 @@ DROPPED = {
     ),
 }  # fmt: skip
 SOME = (
-    "an MLP", "layers in a scan", "a convolution in groups",
+    "an MLP", "layers in a scan", "a convolution in groups", "cut and repeated",
 )  # fmt: skip
 NONE = {
     "cut": (lambda p, x: x[:, :4] @ p["w"][:4] + x[:, 4:] @ p["w"][4:], SQUARE),
@@ -125,7 +125,7 @@ def reads_sums(call, tree):
     return got, not np.array_equal(np.float32(other), np.float32(got))
 
 
-@by_default("an MLP")
+@by_default("an MLP", "cut and repeated")
 @cases("name", [*KEPT, *DROPPED], SOME)
 def test_sums_come_with_a_weight_and_are_dropped_for_other_values(name):
     f, params = (KEPT | DROPPED)[name]

@@ -218,8 +218,8 @@ class Conv(ContractionOp):
         ):
             config[axis] = (low, high, dilation - 1)
         fill = zero.astype(x.dtype)
-        if fill.ndim == 0:
-            padded = lax.pad(x, fill, config)
+        if all(n == 1 for n in fill.shape):
+            padded = lax.pad(x, lax.squeeze(fill, range(fill.ndim)), config)
         else:
             padded = lax.pad(x, jnp.int8(0), config)
             padded = jnp.where(lax.pad(jnp.ones_like(x), jnp.int8(0), config) == 1, padded, fill)

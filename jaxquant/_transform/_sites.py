@@ -228,7 +228,7 @@ class SiteEvaluator(NamedTuple):
         """Whether an op and the quantizers of its own can be one compiled function."""
         is_frozen = any(isinstance(v, QuantizedParam) and v.real is None for v in values)  # made again backward, alone
         is_plain = eqn.params.get("out_sharding") is None and not any(choice.cache for choice in decision.operands)
-        return is_plain and not is_frozen and self.observer is None
+        return is_plain and not is_frozen
 
     def _rotated(self, choice: Choice, v: Any, scope: Scope) -> Any:
         """An operand that is rotated here, once for all ops that take it so; a parameter comes rotated."""
