@@ -22,7 +22,7 @@ from ._base._sharding import replicated
 from ._base._table import as_html, as_text
 from ._files import saved_bytes
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
-from ._spec._spec import QuantSpec, qparams_shape
+from ._spec._spec import QuantSpec, groups_shape
 from ._transform._entries import Entry
 from ._transform._layout import Layout
 from ._transform._plan import Site, in_words
@@ -293,7 +293,7 @@ def _layer_error(leaf: Array, rounded: Array, products: Array, layout: Layout) -
 def _dead(leaf: Array, qparams: QParams | None, spec: QuantSpec, contracted: frozenset[int]) -> Array:
     """Whether each group in each channel is all 0 once it is quantized."""
     alive = fake_quant(leaf, to_nearest(spec), qparams) != 0
-    groups = qparams_shape(spec, leaf.shape) or (1,) * leaf.ndim
+    groups = groups_shape(spec, leaf.shape)
     if contracted:
         groups = tuple(g if i in contracted else n for i, (g, n) in enumerate(zip(groups, leaf.shape, strict=True)))
     return ~reduce_groups(jnp.any, alive, groups)

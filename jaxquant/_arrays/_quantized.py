@@ -91,14 +91,14 @@ class Quantized:
 
         They have sums where what is summed is still whole.
         """
-        names = (*_OF_GROUPS, "sums")
+        of = {name: getattr(self, name) for name in _OF_GROUPS} | {"sums": self.own_sums}
         each = {"stored": moved(of_values, self.stored, n)}
-        each |= {name: moved(of_groups, getattr(self, name), n) for name in names}
+        each |= {name: moved(of_groups, v, n) for name, v in of.items()}
         results = (dict(zip(each, arrays, strict=True)) for arrays in zip(*each.values(), strict=True))
         return [dataclasses.replace(self, **arrays)._with_own_sums() for arrays in results]
 
     def _with_own_sums(self) -> "Quantized":
-        return self if self.sums is None or self.own_sums is not None else self.without_sums()
+        return self.without_sums() if self.own_sums is None else self
 
     def move(self, of_values: Callable[[Array], Array], of_groups: Callable[[Array], Array]) -> "Quantized":
         """The result of what moves it."""

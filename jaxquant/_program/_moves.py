@@ -314,7 +314,7 @@ def _on_axis(eqn: JaxprEqn, ins: Sequence[Any], groups: _OfGroups | None = None)
     """The parameter moved by a primitive that wants values which vary over the axis of the mesh."""
     parameter = ins[0]
     like = parameter.real if parameter.quantized.stored is None else parameter.quantized.stored
-    varying = parameter.map(lambda v: v, lambda v: vary_together(v, like)[0])
+    varying = parameter.move(lambda v: v, lambda v: vary_together(v, like)[0])
     return _moved(groups, eqn, [varying, *ins[1:]])
 
 

@@ -82,7 +82,10 @@ class QuantizedParam:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("value", "qparams"), meta_fields=("spec", "contracted", "path")
+    jax.tree_util.register_dataclass,
+    data_fields=("value", "qparams"),
+    meta_fields=("spec", "contracted"),
+    drop_fields=("path",),  # of which no compiled function knows
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unquantized:
@@ -91,7 +94,7 @@ class Unquantized:
     Attributes:
       value: in float.
       qparams, spec, contracted: of its quantizer.
-      path: of a parameter.
+      path: of a parameter, for its errors.
     """
 
     value: Array

@@ -9,7 +9,7 @@ from .._program._jaxpr import NAME
 from .._program._origin import JOINED, PICKED
 from .._program._walk import Contraction, Operand
 from .._spec._granularity import PerBlock, PerChannel, PerTensor, PerToken, per_axes
-from .._spec._spec import QuantSpec, qparams_shape
+from .._spec._spec import QuantSpec, groups_shape, qparams_shape
 
 
 def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -21,7 +21,7 @@ def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[in
 
 def shared_axes(spec: QuantSpec, shape: tuple[int, ...]) -> frozenset[int]:
     """The axes along which not each element has a scale of its own."""
-    groups = qparams_shape(spec, shape) or (1,) * len(shape)
+    groups = groups_shape(spec, shape)
     return frozenset(i for i, (n, g) in enumerate(zip(shape, groups, strict=True)) if g != n or n == 1)
 
 

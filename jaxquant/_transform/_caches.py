@@ -14,7 +14,7 @@ from .._base import _checks as checks
 from .._cache import packed
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._spec._rule import Rule
-from .._spec._spec import QuantSpec, qparams_shape
+from .._spec._spec import QuantSpec, groups_shape
 from ._plan import Site
 
 
@@ -47,10 +47,9 @@ class Cache(NamedTuple):
     def quantized(self, value: Any) -> QArray:
         """The cache in integers, as it is passed or as it is made of floats."""
         with named_in_errors(self.path, rule=self.rule):
-            groups = qparams_shape(self.spec, self.shape)
             if not is_qarray(value):
                 return packed(quantize(value, self.spec))
-            if value.spec != self.spec or groups_of(value) != (groups or (1,) * value.ndim):
+            if value.spec != self.spec or groups_of(value) != groups_shape(self.spec, self.shape):
                 raise ValueError(
                     f"the cache is a QArray with {value.spec} and a scale of shape {value.scale.shape}, and the rule "
                     f"says {self.spec}. Make it by jaxquant.zeros({self.shape}, spec) with the spec of the rule, or "
@@ -60,8 +59,7 @@ class Cache(NamedTuple):
 
     def returned(self, q: Quantized) -> QArray:
         """What the function returns of the cache: of the structure that the next call takes, if it is the whole."""
-        groups = qparams_shape(self.spec, self.shape)
-        if q.shape != self.shape or q.groups != (groups or (1,) * q.ndim):
+        if q.shape != self.shape or q.groups != groups_shape(self.spec, self.shape):
             return outside(q)
         whole = outside(q, spec=self.spec)
         return packed(whole) if self.stored is None else changed(whole, stored=whole.stored.astype(self.stored))

@@ -15,7 +15,7 @@ from .._program._origin import JOINED, PICKED
 from .._program._walk import Contraction, Operand
 from .._spec._granularity import PerTensor
 from .._spec._rule import Rule
-from .._spec._spec import QuantSpec, qparams_shape
+from .._spec._spec import QuantSpec, groups_shape, qparams_shape
 from . import _errors as errors
 from ._axes import contracted_axes, on_operand
 from ._backward import precisions
@@ -109,7 +109,8 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
         return _of_closed(op, matcher)
     if op.kind == "value":
         return Decision(op, (_as_value(values[op.contraction.location], values),))
-    choices = _with_rotation(op, [_of_operand(op, side, matcher, strict) for side in range(2)])
+    contracted = contracted_axes(op.contraction)
+    choices = _with_rotation(op, [_of_operand(op, side, contracted[side], matcher, strict) for side in range(2)])
     specs = [choice.spec for choice in choices]
     if None not in specs:
         for choice in choices:
@@ -192,7 +193,7 @@ def _check_scales(choice: Choice, takes_blocks: bool) -> None:
     """A scale that is applied after the contraction is shared along it, or by blocks where the op takes them."""
     spec, shape = choice.spec, choice.operand.shape
     assert spec is not None
-    groups = qparams_shape(spec, shape) or (1,) * len(shape)
+    groups = groups_shape(spec, shape)
     blocked = {axis % len(shape) for axis in spec.granularity.sizes if takes_blocks}
     separate = [i for i in choice.contracted if groups[i] > 1 and i not in blocked]
     if separate:
@@ -277,9 +278,8 @@ def _as_value(choice: Choice, values: Mapping[Location, Choice]) -> Choice:
     return choice._replace(point=point)
 
 
-def _of_operand(op: MatchedOp, side: int, matcher: Matcher, strict: bool) -> Choice:
-    operand, contracted = op.contraction.operands[side], contracted_axes(op.contraction)[side]
-    rule = matcher.first(op, side)
+def _of_operand(op: MatchedOp, side: int, contracted: tuple[int, ...], matcher: Matcher, strict: bool) -> Choice:
+    operand, rule = op.contraction.operands[side], matcher.first(op, side)
     has_weight_spec = side == op.weight or (op.kind == "gradient" and operand.origin.role != "data")
     if op.kind == "weight" and not has_weight_spec:  # a parameter as the input of another may have a rule of its own
         own = matcher.of_parameter(op, operand.origin)
@@ -323,7 +323,7 @@ def _checked_spec(
     """The spec with the axes of the operand, in which parameters that were concatenated do not share a scale."""
     parts = operand.origin.weights
     spec = on_operand(spec, operand, contracted, matcher.leaves[parts[0]].shape if parts else (), is_weight)
-    groups = qparams_shape(spec, operand.shape) or (1,) * len(operand.shape)
+    groups = groups_shape(spec, operand.shape)
     joined = [i for i, along in enumerate(operand.origin.axes) if JOINED in along and groups[i] != operand.shape[i]]
     if len(parts) > 1 and joined:
         is_contracted = joined[0] in contracted

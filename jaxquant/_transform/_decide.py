@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from .._base import _checks as checks
 from .._program._jaxpr import NAME, Location
-from .._program._walk import Contraction, Walk
+from .._program._walk import Walk
 from .._spec._granularity import PerToken
 from . import _errors as errors
-from ._axes import contracted_axes
 from ._choices import Choice, Decision, choose
 from ._entries import Entries, Entry, entries_of, gradient_entries, keyed, read_entry
 from ._match import MatchedOp, Matcher, gathered_by_data, is_wanted, names_of, numbered, ops_of, with_names
@@ -133,7 +132,7 @@ def _sites(
             continue
         activation = rule.activation if rule and not choice.is_weight else None
         yield Site(
-            choice.name, op.kind, c.op, c.scope, operand.shape, operand.dtype, _length(c), spec,
+            choice.name, op.kind, c.op, c.scope, operand.shape, operand.dtype, _length(decision), spec,
             None if rule is None else rule.pattern, "" if spec else _why(op, choice, frozen), ", ".join(keys),
             entries[keys[0]].spec if keys else None, states[keys[0]] if keys else "",
             is_per_token=spec is not None and bool(activation) and activation.granularity == PerToken(),
@@ -150,12 +149,12 @@ def _site_of_read(name: str, by: Collection[str], entry: Entry, state: str) -> S
     )  # fmt: skip
 
 
-def _length(contraction: Contraction) -> int:
+def _length(decision: Decision) -> int:
     """K, the number of products in a sum."""
-    if contraction.op == NAME or contraction.is_closed:
+    if decision.contraction.op == NAME or decision.contraction.is_closed:
         return 0
-    axes, shape = contracted_axes(contraction)[1], contraction.operands[1].shape
-    return math.prod(shape[i] for i in axes)
+    choice = decision.operands[1]
+    return math.prod(choice.operand.shape[i] for i in choice.contracted)
 
 
 def _why(op: MatchedOp, choice: Choice, frozen: Set[str]) -> str:

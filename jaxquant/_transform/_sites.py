@@ -33,7 +33,7 @@ from .._program._evaluate import Inputs, Replacements, Scope
 from .._program._jaxpr import NAME, Location, params_of
 from .._program._param import QuantizedParam, Unquantized, dequantized, from_integers, quantized_now
 from .._spec._granularity import granularity_of
-from .._spec._spec import QuantSpec, qparams_shape
+from .._spec._spec import QuantSpec, groups_shape
 from ._caches import Cache
 from ._choices import Choice, Decision
 from ._compiled import (
@@ -259,12 +259,10 @@ class SiteEvaluator(NamedTuple):
         """An op in float, with the value of its quantizer for the operand that has one."""
         operands = list(values)
         for side, choice in enumerate(decision.operands):
-            if choice.spec is None:
+            if choice.spec is None or isinstance(values[side], Unquantized):
                 continue
             with named_in_errors(choice.name, rule=choice.rule):
-                if isinstance(values[side], Unquantized):
-                    operands[side] = dataclasses.replace(values[side], path="")
-                elif choice.arrives_quantized:
+                if choice.arrives_quantized:
                     operands[side] = _as_rotated(choice, dataclasses.replace(_checked(values[side]), paths=()))
                     if choice.point is not None:
                         operands[side] = self.read(values[side], choice.name)
@@ -298,8 +296,8 @@ class SiteEvaluator(NamedTuple):
         operands, is_one = list(values), self._is_one(decision, eqn, values)
         for side, choice in enumerate(decision.operands):
             if isinstance(values[side], Unquantized):
-                operands[side] = dataclasses.replace(values[side], path="")
-            elif choice.arrives_quantized:
+                continue
+            if choice.arrives_quantized:
                 dtype, parameter = eqn.invars[side].aval.dtype, _checked(values[side])
                 spec = choice.spec if choice.cache is None else parameter.quantized.spec
                 quantized = dataclasses.replace(parameter.quantized, spec=spec, dtype=dtype)
@@ -441,7 +439,7 @@ def _checked_result(of: str, y: Any, like: Any, where: str) -> Array:
 def _fitting(info: Site, qparams: QParams, shape: tuple[int, ...]) -> Site:
     """A site with the granularity that the qparams of a part of a parameter have, where it is finer than its spec."""
     assert info.spec is not None
-    groups = qparams_shape(info.spec, shape) or (1,) * len(shape)
+    groups = groups_shape(info.spec, shape)
     if qparams.scale.shape == groups:
         return info
     granularity = granularity_of(qparams.scale.shape, shape)
