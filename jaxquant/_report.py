@@ -22,7 +22,8 @@ from ._base._sharding import replicated
 from ._base._table import as_html, as_text
 from ._files import saved_bytes
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
-from ._spec._spec import QuantSpec, groups_shape
+from ._spec._spec import QuantSpec
+from ._transform._axes import groups_shape
 from ._transform._entries import Entry
 from ._transform._layout import Layout
 from ._transform._plan import Site, in_words

@@ -172,8 +172,3 @@ def has_grid_of(spec: QuantSpec, other: QuantSpec) -> bool:
 def qparams_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scale of an array of this shape; raises where the granularity does not fit it."""
     return spec.granularity.scale_shape(shape, spec)
-
-
-def groups_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The number of groups with a scale along each axis of an array of this shape."""
-    return qparams_shape(spec, shape) or (1,) * len(shape)

@@ -9,7 +9,7 @@ from .._program._jaxpr import NAME
 from .._program._origin import JOINED, PICKED
 from .._program._walk import Contraction, Operand
 from .._spec._granularity import PerBlock, PerChannel, PerTensor, PerToken, per_axes
-from .._spec._spec import QuantSpec, groups_shape, qparams_shape
+from .._spec._spec import QuantSpec, qparams_shape
 
 
 def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -17,6 +17,11 @@ def contracted_axes(contraction: Contraction) -> tuple[tuple[int, ...], tuple[in
     if contraction.op == NAME:
         return (), ()
     return contraction.as_op().contracted_axes([len(operand.shape) for operand in contraction.operands])
+
+
+def groups_shape(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of groups with a scale along each axis of an array of this shape."""
+    return qparams_shape(spec, shape) or (1,) * len(shape)
 
 
 def shared_axes(spec: QuantSpec, shape: tuple[int, ...]) -> frozenset[int]:

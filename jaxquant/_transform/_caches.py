@@ -14,7 +14,8 @@ from .._base import _checks as checks
 from .._cache import packed
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._spec._rule import Rule
-from .._spec._spec import QuantSpec, groups_shape
+from .._spec._spec import QuantSpec
+from ._axes import groups_shape
 from ._plan import Site
 
 

@@ -15,9 +15,9 @@ from .._program._origin import JOINED, PICKED
 from .._program._walk import Contraction, Operand
 from .._spec._granularity import PerTensor
 from .._spec._rule import Rule
-from .._spec._spec import QuantSpec, groups_shape, qparams_shape
+from .._spec._spec import QuantSpec, qparams_shape
 from . import _errors as errors
-from ._axes import contracted_axes, on_operand
+from ._axes import contracted_axes, groups_shape, on_operand
 from ._backward import precisions
 from ._match import MatchedOp, Matcher, is_exact, is_wanted
 

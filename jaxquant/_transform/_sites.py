@@ -33,7 +33,8 @@ from .._program._evaluate import Inputs, Replacements, Scope
 from .._program._jaxpr import NAME, Location, params_of
 from .._program._param import QuantizedParam, Unquantized, dequantized, from_integers, quantized_now
 from .._spec._granularity import granularity_of
-from .._spec._spec import QuantSpec, groups_shape
+from .._spec._spec import QuantSpec
+from ._axes import groups_shape
 from ._caches import Cache
 from ._choices import Choice, Decision
 from ._compiled import (
