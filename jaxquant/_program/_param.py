@@ -82,10 +82,7 @@ class QuantizedParam:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("value", "qparams"),
-    meta_fields=("spec", "contracted"),
-    drop_fields=("path",),  # of which no compiled function knows
+    jax.tree_util.register_dataclass, data_fields=("value", "qparams"), meta_fields=("spec", "contracted", "path")
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unquantized:
@@ -94,7 +91,7 @@ class Unquantized:
     Attributes:
       value: in float.
       qparams, spec, contracted: of its quantizer.
-      path: of a parameter, for its errors.
+      path: of a parameter; empty in a compiled function, which several layers share.
     """
 
     value: Array

@@ -207,7 +207,8 @@ class SiteEvaluator(NamedTuple):
         self, decision: Decision, observe: Callable[..., None], eqn: Any, ins: Sequence[Any], scope: Scope
     ) -> Array:
         """The result of an op, whose operands are observed."""
-        ins = ins if self._is_one(decision, eqn, ins) else list(map(quantized_now, ins))
+        nameless = lambda v: dataclasses.replace(v, path="") if isinstance(v, Unquantized) else v
+        ins = list(map(nameless if self._is_one(decision, eqn, ins) else quantized_now, ins))
         values = list(ins)
         for side, choice in enumerate(decision.operands):
             if isinstance(ins[side], QuantizedParam) and not choice.arrives_quantized:
