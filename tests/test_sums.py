@@ -341,7 +341,6 @@ def repeated(w, x, times):
     return jnp.tile(x, times) @ jnp.tile(w, (times, 1))
 
 
-@pytest.mark.slow
 @cases(("times", "split"), itertools.product([1, 2], SPLIT), [(2, "both")])
 def test_a_shard_map_inside_of_the_function(split, times):
     """The sums are of all devices, and are not taken for those of a part, nor of that part twice."""
