@@ -986,3 +986,16 @@ def test_equinox():
         (y, cache), (want, floats) = q(params, cache, x, jnp.int32(t)), plain(params, floats, x, jnp.int32(t))
         assert_same_bits(y, want)
     assert q._cache_size() == 1
+
+
+def test_a_part_of_one_group_that_leaves_keeps_the_scale_of_a_group():
+    """A scale of the tensor would stay where it is written."""
+    spec = QuantSpec(granularity=PerChannel((0, 1)))
+
+    def f(p, x, cache):
+        cache = jax.lax.dynamic_update_slice(cache, x[None], (0, 0, 0))
+        return x @ p["w"], cache[:, :1]
+
+    q = quantize_fn(f, [("w", weight_spec(8)), Rule("cache", activation=spec, kind="cache")])
+    _, part = jax.eval_shape(q, {"w": np.ones((4, 4), np.float32)}, np.ones((2, 4), np.float32), zeros((1, 2, 4), spec))
+    assert (part.spec.granularity, part.scale.shape) == (PerChannel(0), (1, 1, 1))

@@ -34,7 +34,7 @@ def of_rank(v: Array, ndim: int) -> Array:
 
 
 def reduce_groups(reduce: Callable, x: Array, groups: tuple[int, ...]) -> Array:
-    """Reduces each group of a tensor by `reduce(x, axes)`, to the shape `groups`: the inverse of `broadcast_groups`."""
+    """Reduces each group of a tensor by `reduce(x, axes)`, to an array of shape `groups`."""
     padded, axes = (1,) * (x.ndim - len(groups)) + tuple(groups), []
     for axis in reversed(range(x.ndim)):
         g, n = padded[axis], x.shape[axis]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of a function that are caches, by the rules of kind "cache"."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._cache import packed
 from .._paths import is_qarray, named_in_errors, with_paths
+from .._spec._granularity import PerChannel, PerTensor, granularity_of
 from .._spec._rule import Rule
 from .._spec._spec import QuantSpec
 from ._axes import groups_shape
@@ -61,7 +63,9 @@ class Cache(NamedTuple):
     def returned(self, q: Quantized) -> QArray:
         """What the function returns of the cache: of the structure that the next call takes, if it is the whole."""
         if q.shape != self.shape or q.groups != groups_shape(self.spec, self.shape):
-            return outside(q)
+            granularity = granularity_of(q.groups, q.shape)
+            is_shared = granularity == PerTensor() != q.spec.granularity  # the one scale of a part is of a group
+            return outside(q, spec=dataclasses.replace(q.spec, granularity=PerChannel(0))) if is_shared else outside(q)
         whole = outside(q, spec=self.spec)
         return packed(whole) if self.stored is None else changed(whole, stored=whole.stored.astype(self.stored))
 

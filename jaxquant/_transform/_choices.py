@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
     @property
     def is_taken_whole(self) -> bool:
-        """Whether nothing stands between it and its quantizer, and no noise is in that."""
+        """Whether its op can quantize the operand, which comes as it was made and is rounded without noise."""
         is_moved = self.is_weight and (self.operand.origin.moves != () or len(self.keys) > 1)
         in_place = self.point is None and self.cache is None and not self.rotated and not is_moved
         return in_place and self.spec is not None and self.spec.rounding != "stochastic"

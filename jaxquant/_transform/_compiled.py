@@ -120,4 +120,5 @@ not_differentiated.defvjp(lambda y, lacking: (y, None), _refuse_gradient)
 
 @functools.partial(jax.jit, static_argnames="spec")
 def fake_quantized(x: Array, spec: QuantSpec, qparams: QParams | None, key: Any) -> Array:
+    """`fake_quant`, compiled once for a shape."""
     return fake_quant(x, spec, qparams, key=key)
