@@ -997,5 +997,6 @@ def test_a_part_of_one_group_that_leaves_keeps_the_scale_of_a_group():
         return x @ p["w"], cache[:, :1]
 
     q = quantize_fn(f, [("w", weight_spec(8)), Rule("cache", activation=spec, kind="cache")])
-    _, part = jax.eval_shape(q, {"w": np.ones((4, 4), np.float32)}, np.ones((2, 4), np.float32), zeros((1, 2, 4), spec))
+    params, x, cache = jax.eval_shape(lambda: ({"w": jnp.ones((4, 4))}, jnp.ones((2, 4)), zeros((1, 2, 4), spec)))
+    _, part = jax.eval_shape(q, params, x, cache)
     assert (part.spec.granularity, part.scale.shape) == (PerChannel(0), (1, 1, 1))

@@ -20,7 +20,7 @@ class QuantizedOperand(NamedTuple):
 
     Attributes:
       real: its real values, which are there to be differentiated; no pass computes them.
-      integers: that stand for them.
+      integers: the Quantized that stands for them.
       nan_flags: what is added to the scales of the result: NaN where the values along the contracted axes hold one, 0
         elsewhere; or None.
     """
