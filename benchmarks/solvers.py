@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What solvers gain over rounding to nearest, without training, and QAT beside them: a language model, three seeds.
 
-The model is that of notebooks/05_train_freeze_serve, three times as wide, trained in float. The weights of its layers
-are quantized; the embedding, which is the output too, stays in float. Every cell of the table is served once: the
-integers of `q.freeze` must give the logits of the solved parameters, bit for bit.
+The model is a character transformer of width 192, trained in float. The weights of its layers are quantized; the
+embedding, which is the output too, stays in float. Every cell of the table is served once: the integers of `q.freeze`
+must give the logits of the solved parameters, bit for bit.
 
 A full run measures the bits per character that data/solvers.json lacks, such as of a new way, and keeps the others;
 delete the file to measure all of them.

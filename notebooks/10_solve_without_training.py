@@ -45,8 +45,7 @@ LAYERS, WIDTH, HEADS, LENGTH = 2, 64, 4, 64
 # %% [markdown]
 # ## A model in float
 #
-# The transformer of [notebook 05](05_train_freeze_serve.ipynb), trained on Python's documentation character by
-# character. The last tenth of the text is for testing.
+# A transformer trained on Python's documentation character by character. The last tenth of the text is for testing.
 
 # %%
 text = np.array([c for c in "".join(pydoc_data.topics.topics.values()) if c.isascii()])

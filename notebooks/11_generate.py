@@ -51,10 +51,10 @@ TEXTS, PROMPT = 8, 16  # what is generated: so many texts, after so many charact
 # %% [markdown]
 # ## A model with a cache
 #
-# The model of [notebook 05](05_train_freeze_serve.ipynb). It takes any number of tokens, from position `start` on. In
-# training there are no caches, and it attends to its own keys and values. Given caches, it writes into them first. A
-# cache is an array or a QArray, of shape (layers, texts, tokens, heads, features). The layers are scanned, and the
-# caches are in the carry: what is scanned over would be copied.
+# A small transformer. It takes any number of tokens, from position `start` on. In training there are no caches, and it
+# attends to its own keys and values. Given caches, it writes into them first. A cache is an array or a QArray, of shape
+# (layers, texts, tokens, heads, features). The layers are scanned, and the caches are in the carry: what is scanned
+# over would be copied.
 #
 # The served loop is `generate`: one program that takes a token in each step, a given one or the one it has just chosen.
 # So it reads texts, too, and its logits say how well. The caches that it is given are donated, and written in place.
