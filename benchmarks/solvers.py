@@ -9,7 +9,6 @@ A full run measures the bits per character that data/solvers.json lacks, such as
 delete the file to measure all of them.
 """
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -108,8 +107,8 @@ def trained(seed, steps):
 
 
 @functools.cache
-def quantized(rules):
-    return quantize_fn(model, rules)
+def quantized(f, rules):
+    return quantize_fn(f, rules)
 
 
 class Case(NamedTuple):
@@ -119,15 +118,16 @@ class Case(NamedTuple):
     params: Any
     calibration: Any  # batches of tokens
     grams: Any
+    f: Any = model
 
     @property
     def q(self):
-        return quantized(self.rules)
+        return quantized(self.f, self.rules)
 
 
-def observed(rules, params, calibration):
-    grams = (quantized(rules).observe(params, tokens, gram=True) for tokens in calibration)
-    return Case(rules, params, calibration, merge_grams(*grams))
+def observed(rules, params, calibration, f=model):
+    grams = (quantized(f, rules).observe(params, tokens, gram=True) for tokens in calibration)
+    return Case(rules, params, calibration, merge_grams(*grams), f)
 
 
 def minmax(case, **kw):
@@ -153,8 +153,8 @@ def smoothed(case):
 
 
 def rotated(case):
-    rules = tuple(dataclasses.replace(rule, rotate="hadamard") for rule in case.rules)
-    return observed(rules, case.params, case.calibration)
+    f = solve.with_rotation(model, [rule.pattern for rule in case.rules])
+    return observed(case.rules, f.init(case.params, case.calibration[0]), case.calibration, f)
 
 
 def trained_on(f, params):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ._arrays._affine import fake_quant, quantize
-from ._arrays._qarray import QArray, changed, checked_operand, groups_of, inside, packed_dtype, window, window_of
+from ._arrays._qarray import QArray, changed, checked_qarray, groups_of, inside, packed_dtype, window, window_of
 from ._arrays._qparams import QParams
 from ._arrays._quantized import Quantized, permutation
 from ._base import _checks as checks
@@ -88,7 +88,7 @@ def dynamic_slice(operand: Any, start_indices: Any, slice_sizes: Any) -> QArray:
     >>> dequantize(dynamic_slice(q, (jnp.int32(1), 0), (2, 1))).tolist()
     [[2.0], [3.0]]
     """
-    q = checked_operand("operand", operand)
+    q = checked_qarray("operand", operand)
     sizes = checks.static_ints("slice_sizes", slice_sizes)
     _check_fits("slice_sizes", sizes, q.shape)
     starts = _one_for_each_axis("start_indices", start_indices, q.shape)
@@ -138,8 +138,8 @@ def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray
     >>> dequantize(update_slice(cache, jnp.array([[1.0, -1.0]]), (1, 0))).tolist()
     [[0.0, 0.0], [1.0, -1.0], [0.0, 0.0]]
     """
-    cache = checked_operand("cache", cache)
-    new = checked_operand("new", new) if isinstance(new, QArray) else checks.float_array("new", new)
+    cache = checked_qarray("cache", cache)
+    new = checked_qarray("new", new) if isinstance(new, QArray) else checks.float_array("new", new)
     _check_fits("new", new.shape, cache.shape)
     index = _one_for_each_axis("index", index, cache.shape)
     windows = _windows("index", cache.shape, groups_of(cache), index, new.shape)

@@ -264,7 +264,7 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
         zero = jnp.zeros(())
         nothing = Tally(zero, zero, zero, zero, zero, jnp.zeros(0))
         return _row(entry, nothing, **sizes, dead=None)._replace(max_error=math.nan, clipped=math.nan)
-    leaf, qparams = jax.tree.map(replicated, (entry.rotated(leaf), qparams))
+    leaf, qparams = jax.tree.map(replicated, (leaf, qparams))
     t = jax.device_get(tally(leaf, spec, qparams))
     dead = np.asarray(_dead(leaf, qparams, spec, entry.contracted))
     return _row(entry, t, **sizes, dead=int(dead.sum()), channels=dead.size)
@@ -278,7 +278,7 @@ def _layer_errors(
     leaves, found = dict(with_paths(params)), {}
     for path, layout in layouts.items():
         if not is_qarray(leaves[path]):
-            leaf = entries.of[path].rotated(leaves[path])
+            leaf = leaves[path]
             rounded = fake_quant(leaf, to_nearest(entries.of[path].spec), (qparams or {}).get(path))
             found[path] = float(_layer_error(leaf, rounded, grams[path].products, layout))
     return found
@@ -347,12 +347,12 @@ class _Costs(NamedTuple):
     def _errors(self, path: str, leaf: Array) -> Array:
         """The errors of a parameter as its rule says, and at each of the widths by min-max, stacked."""
         entry = self.entries[path]
-        spec, leaf = to_nearest(entry.spec), entry.rotated(leaf)
-        own = entry.rotated(fake_quant(leaf, spec, (self.qparams or {}).get(path)) - leaf)
+        spec = to_nearest(entry.spec)
+        own = fake_quant(leaf, spec, (self.qparams or {}).get(path)) - leaf
         if not self.widths:
             return own[None]
         wide = _in_integers(spec, max(self.widths))
-        error = lambda bits: entry.rotated(fake_quant(leaf, wide, bits=bits) - leaf)
+        error = lambda bits: fake_quant(leaf, wide, bits=bits) - leaf
         return jnp.concatenate([own[None], lax.map(error, jnp.asarray(self.widths, jnp.int32))])
 
     def _loss(self, params: Any, batch: tuple, mask: Mapping[str, Array], errors: Mapping[str, Array]) -> Array:

@@ -293,8 +293,8 @@ plt.show()
 #   hundredth of a bit, and takes longer than any of them.
 # - **2 bits**: the scales decide. GPTQ on scales that were compared by what it makes of them, and AdaRound on those of
 #   `solve.ranges`, lose a third of what these 300 steps of QAT lose. More steps are another matter.
-# - **4-bit inputs**: no solver of weights makes up for them. QAT halves the loss; `Rule(rotate="hadamard")` takes away
-#   a seventh of it, with GPTQ a third. `solve.smooth` gains nothing here, for this model has no large channels; where
+# - **4-bit inputs**: no solver of weights makes up for them. QAT halves the loss; `solve.with_rotation` takes away a
+#   seventh of it, with GPTQ a third. `solve.smooth` gains nothing here, for this model has no large channels; where
 #   there are some, as above, it brings back what they cost.
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true}

@@ -53,7 +53,6 @@ RULES = {
     "gradient": Rule("w", W8, A8, gradient=QuantSpec()),
     "bfloat16": Rule("w", W8, A8, gradient="bfloat16"),
     "tokens": Rule("w", W8, activation_spec(8, granularity=PerToken())),
-    "rotated": Rule("w", W8, A8, rotate="hadamard"),
     "16 bits": Rule("w", QuantSpec(bits=16), A8),
 }
 # On the mesh, and on one device.
@@ -76,7 +75,7 @@ INPUTS = {"tokens": P("d"), "features": P(None, "d"), "whole": P()}
 X = normal(0, 8, 16)
 EVERY = [
     case for case in itertools.product(USES, RULES, SPLITS, INPUTS)
-    if not (case[0] == "in a scan" and case[1] in ("groups", "groups of 8 bits", "rotated"))
+    if not (case[0] == "in a scan" and case[1] in ("groups", "groups of 8 bits"))
 ]  # fmt: skip
 DEFAULT = [("resharded", "8 bits", "columns", "tokens")]
 

@@ -61,7 +61,7 @@ SITES = {  # function, rule, parameter, other arguments
     "history": (
         lambda w, x: x @ w, Rule("", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=2), normal(1, 8, 6), (X,),
     ),
-    "rotated": (lambda w, x: x @ w, Rule("", W8, A8, rotate="hadamard"), normal(1, 8, 6), (X,)),
+    "rotated": (solve.with_rotation(lambda w, x: x @ w, ""), Rule("", W8, A8), normal(1, 8, 6), (X,)),
     "experts": (
         lambda w, x, n: lax.ragged_dot(x, w, n), Rule("", W8, A8), normal(1, 3, 8, 6), (X, jnp.array([2, 0, 2])),
     ),

@@ -98,7 +98,8 @@ PUBLIC_TF = {
 }
 
 
-PUBLIC_SOLVE = {"adaround", "bias_correct", "equalize", "gptq", "low_rank", "ranges", "rotate", "smooth", "with_gains"}
+PUBLIC_SOLVE = {"adaround", "bias_correct", "equalize", "gptq", "low_rank", "ranges", "rotate", "smooth"}
+PUBLIC_SOLVE |= {"with_gains", "with_rotation"}
 
 
 def names(module):

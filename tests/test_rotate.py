@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotation at a site: against NumPy, against the function with the rotation written into it, and what is refused."""
+"""Functions with rotated inputs: against NumPy, against the rotation written by hand, and what is refused."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -15,33 +14,30 @@ from jax.sharding import PartitionSpec as P
 from lanes import cases
 
 from jaxquant import (
-    PerBlock,
     PerToken,
     QuantSpec,
     Rule,
     activation_spec,
     dequantize,
-    dot_general,
-    fake_quant,
-    fake_quant_params,
     load,
-    mxfp4_spec,
-    nvfp4_spec,
     quant_point,
-    quantize,
     quantize_fn,
-    report,
     save,
     solve,
     weight_spec,
 )
-from jaxquant._base._hadamard import block_of, hadamard
+from jaxquant.solve._hadamard import block_of, hadamard
 
 F = np.float32
 W4, A4 = weight_spec(4), activation_spec(4, granularity=PerToken())
 A8 = activation_spec(8)
 DOT = lambda p, x: x @ p["w"]
-ROTATED = functools.partial(Rule, rotate="hadamard")
+
+
+def quantized(f, rules, params, *args, patterns="*"):
+    """The function with rotated inputs, quantized; and its params."""
+    g = solve.with_rotation(f, patterns)
+    return quantize_fn(g, rules), g.init(params, *args)
 
 
 def normal(seed, *shape):
@@ -115,17 +111,17 @@ def test_rotated_float16_is_as_wide_as_float32(f, rule):
     """Inputs of 1,500 sum to more than float16 holds before they are scaled back."""
     params = {"w": jnp.asarray(normal(0, 512, 16) / 1000, jnp.float16)}
     x = jnp.asarray(1500 + normal(1, 4, 512), jnp.float16)
-    q = quantize_fn(FLOAT16[f], [Rule("w", weight_spec(8), rotate="hadamard", **FLOAT16_RULES[rule])])
-    frozen, whole = q.freeze(params, x), np.asarray(params["w"], np.float64)
-    want = np.asarray(x, np.float64) @ whole
+    whole = np.asarray(params["w"], np.float64)
+    q, params = quantized(FLOAT16[f], [Rule("w", weight_spec(8), **FLOAT16_RULES[rule])], params, x)
+    frozen, want = q.freeze(params, x), np.asarray(x, np.float64) @ whole
     assert_same_bits(q(frozen, x), q(params, x))
     np.testing.assert_allclose(q(params, x), want, atol=0.02 * np.abs(want).max())
-    assert frozen["w"].dtype == jnp.float16
-    np.testing.assert_allclose(dequantize(frozen["w"]), whole, atol=5e-5)
-    sum_of = lambda params, x: q(params, x).astype(F).sum()
+    assert frozen["w"].dtype == params["w"].dtype == jnp.float16
+    sum_of = lambda params, x: q(params, x).astype(F).sum() / 8  # so that float16 holds the gradient
     of_params, of_x = jax.grad(sum_of, (0, 1))(params, x)
-    np.testing.assert_allclose(of_params["w"][:, 0], np.asarray(x, F).sum(0), rtol=0.02)
-    np.testing.assert_allclose(of_x[0], whole.sum(1), atol=0.02 * np.abs(whole.sum(1)).max())
+    turned = np.asarray(hadamard(np.asarray(x, F), (1,)))
+    for got, want in ((of_params["w"][:, 0], turned.sum(0) / 8), (of_x[0], whole.sum(1) / 8)):
+        np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
     assert_same_bits(jax.grad(sum_of, 1)(frozen, x), of_x)
 
 
@@ -137,14 +133,15 @@ LAYOUTS = {
 
 
 @cases("layout", LAYOUTS)
-def test_real_values_are_rotated_back(layout):
+def test_what_is_frozen_is_an_array_as_any_other(layout):
     f, shape = LAYOUTS[layout]
-    params = {"w": normal(1, *shape)}
-    q = quantize_fn(f, [ROTATED("w", W4)])
-    frozen = q.freeze(params, X)
-    np.testing.assert_allclose(f({"w": dequantize(frozen["w"])}, X), q(frozen, X), atol=1e-4)
-    with pytest.raises(ValueError, match="was frozen by a rule with rotate="):
-        dequantize(frozen["w"].T)  # of which the axes are others
+    params, g = {"w": normal(1, *shape)}, solve.with_rotation(f, "w")
+    turned = g.init(params, X)
+    np.testing.assert_allclose(g.init(turned, X)["w"], params["w"], atol=1e-5)
+    np.testing.assert_allclose(g(turned, X), f(params, X), atol=1e-4)
+    q = quantize_fn(g, [Rule("w", W4)])
+    frozen = q.freeze(turned, X)
+    np.testing.assert_allclose(g({"w": dequantize(frozen["w"])}, X), q(frozen, X), atol=1e-4)
 
 
 def test_hadamard_in_float64_and_its_gradient():
@@ -223,44 +220,35 @@ WAYS = [way for way in itertools.product(FUNCTIONS, SPECS) if way != ("heads", "
 @cases("name, specs", WAYS)
 def test_it_is_the_function_with_the_rotation_written_down(name, specs):
     (f, by_hand, params, axes), (weight, activation) = FUNCTIONS[name], SPECS[specs]
-    q = quantize_fn(f, [ROTATED("*", weight, activation)])
     want = quantize_fn(by_hand, [Rule("*", weight, activation)])
     turned = jax.jit(lambda params: {path: hadamard(w, axes) for path, w in params.items()})(params)
-    value, pull = jax.vjp(q, params, X)
+    q, made = quantized(f, [Rule("*", weight, activation)], params, X)
+    jax.tree.map(assert_same_bits, made, turned)
+    value, pull = jax.vjp(q, turned, X)
     expected, pull_expected = jax.vjp(want, turned, X)
     if None in SPECS[specs]:  # a product in float, whose bits are those of the program that it is in
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
     else:
         assert_same_bits(value, expected)
-    assert_same_bits(q(params, X), jax.jit(q)(params, X))
+    assert_same_bits(q(turned, X), jax.jit(q)(turned, X))
     g = normal(9, *value.shape)
     (of_params, of_x), (of_turned, of_input) = pull(g), pull_expected(g)
     for path, gradient in of_turned.items():
-        np.testing.assert_allclose(of_params[path], hadamard(gradient, axes), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(of_params[path], gradient, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(of_x, of_input, rtol=1e-5, atol=1e-4)
     # The float function itself is what it was, for any observer.
-    np.testing.assert_allclose(q.observe(params, X, with_value=True)[0], f(params, X), rtol=1e-5, atol=1e-4)
-    assert len(q.plan(params, X)) == len(want.plan(turned, X))
+    np.testing.assert_allclose(q.observe(turned, X, with_value=True)[0], f(params, X), rtol=1e-5, atol=1e-4)
+    assert len(q.plan(turned, X)) == len(want.plan(turned, X))
 
 
 @pytest.mark.bits
 @cases("name, specs", WAYS, [("tied", "W4A4")])
 def test_what_is_frozen_serves_the_same_bits(name, specs, tmp_path):
-    (f, _, params, axes), (weight, activation) = FUNCTIONS[name], SPECS[specs]
-    q = quantize_fn(f, [ROTATED("*", weight, activation)])
+    (f, _, params, _), (weight, activation) = FUNCTIONS[name], SPECS[specs]
+    q, params = quantized(f, [Rule("*", weight, activation)], params, X)
     qparams = q.init_qparams(params, X)
-    want = q(params, X, qparams=qparams)
-    frozen = q.freeze(params, X, qparams=qparams)
+    want, frozen = q(params, X, qparams=qparams), q.freeze(params, X, qparams=qparams)
     assert_same_bits(q(frozen, X, qparams=qparams), want)
-    if weight is None:
-        return
-    # In float, integers count as what they stand for, rotated back.
-    turned_back = {path: hadamard(dequantize(dataclasses.replace(w, frozen=None)), axes) for path, w in frozen.items()}
-    seen = q.observe(frozen, X, with_value=True)[0]
-    np.testing.assert_allclose(seen, f(turned_back, X), rtol=1e-4, atol=1e-4)
-    for path, w in frozen.items():
-        own = q.plan(params, X)[path].entry_spec
-        assert_same_bits(w.values.astype(np.int8), quantize(hadamard(params[path], axes), own, qparams[path]).values)
     save(tmp_path / "model.npz", frozen)
     loaded = load(tmp_path / "model.npz")
     assert jax.tree.structure(loaded) == jax.tree.structure(frozen)
@@ -271,23 +259,23 @@ def test_operands_of_data_are_rotated_both():
     scores = lambda p, x: quant_point(x * p["q"][None], "a") @ quant_point(x * p["k"][None], "b").T
     by_hand = lambda p, x: hadamard(x * p["q"][None], (1,)) @ hadamard(x * p["k"][None], (1,)).T
     params = {"q": normal(1, 24), "k": normal(2, 24)}
-    rule = functools.partial(Rule, "*", activation=A8, kind="act_act")
-    q, want = quantize_fn(scores, [rule(rotate="hadamard")]), quantize_fn(by_hand, [rule()])
-    assert_same_bits(q(params, X), want(params, X))
+    rules = [Rule("*", activation=A8, kind="act_act")]
+    q = quantize_fn(solve.with_rotation(scores, "a", kind="act_act"), rules)
+    assert_same_bits(q(params, X), quantize_fn(by_hand, rules)(params, X))
     error = lambda y: np.square(y - scores(params, X)).sum()
-    assert error(q(params, X)) < error(quantize_fn(scores, [rule()])(params, X)) / 2
+    assert error(q(params, X)) < error(quantize_fn(scores, rules)(params, X)) / 2
 
 
 def test_an_input_is_rotated_once_for_all_that_take_it():
     f, _, params, _ = FUNCTIONS["shared"]
-    q = quantize_fn(f, [ROTATED("*", W4, A8)])
-    assert [site.entry for site in q.plan(params, X)] == ["q:input", "q", "q:input", "k"]
-    loops = str(jax.make_jaxpr(lambda p, x: q(p, x, qparams={}))(params, X)).count("name=_butterfly")
-    assert loops == 3  # of x, and of each weight
-    mixed = quantize_fn(f, [ROTATED("q", W4, A8), Rule("k", W4, A8)])
-    assert [site.entry for site in mixed.plan(params, X)] == ["q:input", "q", "k:input", "k"]
+    q, turned = quantized(f, [Rule("*", W4, A8)], params, X)
+    assert [site.entry for site in q.plan(turned, X)] == ["q:input", "q", "q:input", "k"]
+    loops = str(jax.make_jaxpr(lambda p, x: q(p, x, qparams={}))(turned, X)).count("name=_butterfly")
+    assert loops == 1  # of x
+    mixed, turned = quantized(f, [Rule("*", W4, A8)], params, X, patterns="q")
+    assert [site.entry for site in mixed.plan(turned, X)] == ["q:input", "q", "k:input", "k"]
     want = quantize_fn(lambda p, x: hadamard(x, (1,)) @ p["q"] + jnp.tanh(x @ p["k"]), [Rule("*", W4, A8)])
-    assert_same_bits(mixed(params, X), want(params | {"q": hadamard(params["q"], (0,))}, X))
+    assert_same_bits(mixed(turned, X), want(params | {"q": hadamard(params["q"], (0,))}, X))
 
 
 @pytest.mark.slow
@@ -300,150 +288,41 @@ def test_one_input_along_two_axes():
     )
     params, x = {name: normal(i, 24, 5) for i, name in enumerate("abc")}, with_outliers(9, 24, 24)
     want = quantize_fn(by_hand, [Rule("*", W4, A8)])({name: hadamard(w, (0,)) for name, w in params.items()}, x)
-    assert_same_bits(quantize_fn(f, [ROTATED("*", W4, A8)])(params, x), want)
-
-
-def test_the_plan_says_what_is_rotated():
-    q = quantize_fn(DOT, [ROTATED("w", W4)])
-    plan = q.plan({"w": normal(1, 24, 5)}, X)
-    assert [site.rotated for site in plan] == [(1,), (0,)]
-    assert str(plan).count(", rotated") == 2
+    q, turned = quantized(f, [Rule("*", W4, A8)], params, x)
+    assert_same_bits(q(turned, x), want)
 
 
 def test_large_channels_cost_less_once_they_are_rotated():
     params = {"w": normal(1, 64, 32)}
     x = with_outliers(2, 100, 64)
-    error = lambda q: float(np.square(q(params, x) - x @ params["w"]).sum())
-    plain, rotated = (quantize_fn(DOT, [rule("w", weight_spec(8), A4)]) for rule in (Rule, ROTATED))
-    assert error(rotated) < error(plain) / 4
+    error = lambda q, w: float(np.square(q(w, x) - x @ params["w"]).sum())
+    rules = [Rule("w", weight_spec(8), A4)]
+    assert error(*quantized(DOT, rules, params, x)) < error(quantize_fn(DOT, rules), params) / 4
 
 
-# What observes, solves and reports sees the rotated operands
-
-
-@pytest.mark.slow
-def test_what_is_observed_is_rotated():
-    params, x = {"w": normal(1, 24, 5)}, with_outliers(2, 50, 24)
-    q, plain = quantize_fn(DOT, [ROTATED("w", W4, A8)]), quantize_fn(DOT, [Rule("w", W4, A8)])
-    turned = np.asarray(hadamard(x, (1,)))
-    assert q.observe(params, x)["w:input"].x_max == turned.max()
-    gram = q.observe(params, x, gram=True)["w"].products
-    want = matrix(24) @ np.asarray(plain.observe(params, x, gram=True)["w"].products, float) @ matrix(24)
-    np.testing.assert_allclose(gram, want, atol=1e-5 * np.abs(want).max())
-    seen = {}
-    value = q.at_sites(lambda info, x: seen.setdefault(info.name, x))(params, x)
-    np.testing.assert_array_equal(seen["w:input"], turned)
-    np.testing.assert_array_equal(seen["w"], hadamard(params["w"], (0,)))
-    np.testing.assert_allclose(value, x @ params["w"], rtol=1e-4, atol=1e-4)
-    found = report(q, params, x, grams={"w": q.observe(params, x, gram=True)["w"]}, loss=lambda y: (y**2).mean())
-    lost = x @ (rounded(q, params, x, None, (0,)) - params["w"])
-    np.testing.assert_allclose(found["w"].layer_error, (lost**2).sum() / ((x @ params["w"]) ** 2).sum(), rtol=1e-3)
-    assert found["w"].levels == 15
-    np.testing.assert_allclose(found["w"].change, found["w"].predicted, rtol=0.1)
-    turned_w = np.asarray(hadamard(params["w"], (0,)))
-    assert found["w"].max_error == np.abs(fake_quant(turned_w, weight_spec(4, channel_axis=1)) - turned_w).max()
-    alone = quantize_fn(DOT, [ROTATED("w", W4)])(params, x)
-    change = np.square(alone).mean() - np.square(x @ params["w"]).mean()
-    np.testing.assert_allclose(found["w"].change, change, rtol=1e-2)
-    np.testing.assert_allclose(found["w"].by_bits[4], change, rtol=1e-2)
-
-
-def rounded(q, params, x, qparams, axes):
-    """The weight in float that has the effect of the rotated integers."""
-    integers = dataclasses.replace(q.freeze(params, x, qparams=qparams)["w"], frozen=None)
-    return hadamard(dequantize(integers), axes)
-
-
-@pytest.mark.slow
-def test_scales_are_of_the_rotated_weight():
-    """Of min-max, and of the search by the layer's error: as for the function with the rotation written down."""
-    params, x = {"w": normal(1, 24, 5) * np.linspace(0.1, 3, 24, dtype=F)[:, None]}, with_outliers(2, 50, 24)
-    q, want = quantize_fn(DOT, [ROTATED("w", W4)]), quantize_fn(rotating_input(DOT), [Rule("w", W4)])
-    turned = {"w": hadamard(params["w"], (0,))}
-    np.testing.assert_array_equal(q.init_qparams(params, x)["w"].scale, want.init_qparams(turned, x)["w"].scale)
-    got = solve.ranges(params, q, q.observe(params, x, gram=True), x)["w"]
-    expected = solve.ranges(turned, want, want.observe(turned, x, gram=True), x)["w"]
-    np.testing.assert_array_equal(got.scale, expected.scale)
-    plain = quantize_fn(DOT, [("w", W4)])
-    assert (got.scale != solve.ranges(params, plain, plain.observe(params, x, gram=True), x)["w"].scale).any()
-
-
-GRIDS = {
-    "w4": W4,
-    "w3 in groups": weight_spec(3, block_size=8),
-    "affine": QuantSpec(bits=4, symmetric=False, granularity=PerBlock(None, 8)),
-    "mxfp4": mxfp4_spec(None),
-    "nvfp4": nvfp4_spec(None),
-}
+# What observes and solves
 
 
 @cases("solver", ["gptq", "adaround"])
-@cases("grid", list(GRIDS))
-def test_what_is_solved_is_served(grid, solver):
+def test_what_is_solved_is_served(solver):
     params, x = {"w": normal(1, 64, 6)}, with_outliers(2, 200, 64)
-    q = quantize_fn(DOT, [ROTATED("w", GRIDS[grid])])
+    q, params = quantized(DOT, [Rule("w", weight_spec(3, block_size=8))], params, x)
     grams = q.observe(params, x, gram=True)
-    qparams = solve.ranges(params, q, grams, x)
-    found = []
+    turned = np.asarray(hadamard(x, (1,)), float)
+    np.testing.assert_allclose(grams["w"].products, turned.T @ turned, atol=1e-5 * np.abs(turned.T @ turned).max())
+    qparams, found = solve.ranges(params, q, grams, x), []
     solved = getattr(solve, solver)(params, q, grams, x, qparams=qparams, progress=lambda *said: found.append(said))
-    error = np.square(q(solved, x, qparams=qparams) - x @ params["w"]).sum() / np.square(x @ params["w"]).sum()
     ((_, before, after),) = found
-    np.testing.assert_allclose(error, after, rtol=1e-2)
     assert after < 0.9 * before
-    np.testing.assert_allclose(q.observe(solved, x, with_value=True)[0], x @ solved["w"])
     frozen = q.freeze(solved, x, qparams=qparams)
     assert_same_bits(q(frozen, x, qparams=qparams), q(solved, x, qparams=qparams))
-    at_once = getattr(solve, solver)(params, q, grams, x, qparams=qparams, freeze=True)
-    assert_same_bits(at_once["w"].values, frozen["w"].values)
 
 
-@pytest.mark.slow
-def test_turns_of_a_scan_and_what_is_lost_of_them():
-    f, _, params, _ = FUNCTIONS["scan"]
-    x = with_outliers(2, 100, 24)
-    q = quantize_fn(f, [ROTATED("w", weight_spec(3))])
-    grams, qparams = q.observe(params, x, gram=True), q.init_qparams(params, x)
-    a, b = solve.low_rank(params, q, grams, x, rank=24, qparams=qparams)["w"]
-    served = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, a @ b + rounded(q, params, x, qparams, (1,)))[0]
-    np.testing.assert_allclose(served, f(params, x), atol=1e-4)
-    solved = solve.gptq(params, q, grams, x, qparams=qparams)
-    assert_same_bits(q(q.freeze(solved, x, qparams=qparams), x, qparams=qparams), q(solved, x, qparams=qparams))
-
-
-@pytest.mark.slow
-def test_biases_make_up_for_what_rotated_weights_lose():
-    f = lambda p, x: x @ p["w"] + p["b"][None]
-    params, x = {"w": normal(1, 24, 5), "b": normal(3, 5)}, with_outliers(2, 50, 24) + F(3)
-    q = quantize_fn(f, [ROTATED("w", weight_spec(3))])
-    grams, qparams = q.observe(params, x, gram=True), q.init_qparams(params, x)
-    off = lambda new: np.abs(np.asarray(q(new, x, qparams=qparams) - f(params, x)).mean(0)).max()
-    for solved in (None, q.freeze(params, x, qparams=qparams), solve.gptq(params, q, grams, x, qparams=qparams)):
-        said = []
-        note = lambda *of, said=said: said.append(of)
-        corrected = solve.bias_correct(params, q, grams, x, qparams=qparams, solved=solved, progress=note)
-        lost = q(params if solved is None else solved, x, qparams=qparams) - f(params, x)
-        np.testing.assert_allclose(said[0][2], np.square(lost).sum() / np.square(x @ params["w"]).sum(), rtol=1e-3)
-        assert off(params if solved is None else solved) > 0.02
-        assert off(corrected) < 1e-4
-
-
-@pytest.mark.slow
-def test_narrow_weights_that_would_lose_levels():
-    params, x = {"w": jnp.asarray(normal(1, 64, 32), jnp.bfloat16)}, jnp.asarray(normal(2, 100, 64), jnp.bfloat16)
-    coarse, fine = (quantize_fn(DOT, [ROTATED("w", spec)]) for spec in (W4, QuantSpec(format="float8_e4m3fn")))
-    solved = lambda q: solve.gptq(params, q, q.observe(params, x, gram=True), x, qparams=q.init_qparams(params, x))
-    assert solved(coarse)["w"].dtype == jnp.bfloat16
-    with pytest.raises(
-        ValueError, match=r"At 'w'.*bfloat16 and rotated: .* levels would be others.*Cast it to float32"
-    ):
-        solved(fine)
-
-
-def test_a_smoothed_function_is_not_rotated_yet():
+def test_factors_do_not_pass_a_rotation():
     params = {"gain": normal(0, 24), "w": normal(1, 24, 5)}
-    q = quantize_fn(lambda p, x: (x * p["gain"][None]) @ p["w"], [ROTATED("w", W4)])
-    with pytest.raises(ValueError, match=r"At 'w'.*rotated, which mixes the channels.*Smooth by a `q`"):
-        solve.smooth(params, q, q.observe(params, X, gram=True), X)
+    q, params = quantized(lambda p, x: (x * p["gain"][None]) @ p["w"], [Rule("w", W4)], params, X, patterns="w")
+    with pytest.raises(ValueError, match=r"At 'w'.*"):
+        solve.smooth(params, q, q.observe(params, X, gram=True), X, unfolded="error")
 
 
 # Devices
@@ -456,27 +335,32 @@ def test_on_several_devices(kind):
     mesh = jax.make_mesh((4,), ("data",), (getattr(jax.sharding.AxisType, kind),))
     params, x = {"w": normal(1, 32, 8)}, with_outliers(0, 8, 32)
     f = lambda p, x: jnp.einsum("tk,kn->tn", x, p["w"], out_sharding=None if kind == "Auto" else P())
-    q = quantize_fn(f, [ROTATED("w", W4, A8)])
-    plain = quantize_fn(DOT, [ROTATED("w", W4, A8)])
+    g, rules = solve.with_rotation(f, "w"), [Rule("w", W4, A8)]
+    q, (plain, turned) = quantize_fn(g, rules), quantized(DOT, rules, params, x)
+    original, params = params, turned
     qparams = plain.init_qparams(params, x)
     want, frozen = plain(params, x, qparams=qparams), plain.freeze(params, x, qparams=qparams)
     put = lambda v, spec: jax.device_put(v, jax.NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         for of_w, of_x in [(P("data"), P(None, "data")), (P(None, "data"), P()), (P(), P("data"))]:
             w, rows = {"w": put(params["w"], of_w)}, put(x, of_x)
+            assert_same_bits(g.init({"w": put(original["w"], of_w)}, rows)["w"], params["w"])
             assert_same_bits(jax.jit(q)(w, rows, qparams=qparams), want)
             assert_same_bits(q.freeze(w, rows, qparams=qparams)["w"].values, frozen["w"].values)
 
 
 @pytest.mark.slow
-def test_rows_inside_shard_map_are_rotated_as_they_were_frozen():
+def test_a_shard_of_the_rows_is_refused():
+    """It would be rotated in blocks of 8, and all rows were in blocks of 16."""
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    f = lambda p, x: lax.psum(x @ p["w"], "data")
-    whole, part = quantize_fn(DOT, [ROTATED("w", W4)]), quantize_fn(f, [ROTATED("w", W4)])
-    frozen = whole.freeze({"w": normal(1, 48, 8)}, normal(0, 4, 48))
-    specs = jax.tree.map(lambda v: P("data") if v.shape[0] == 48 else P(), frozen), P(None, "data")
-    with pytest.raises(ValueError, match=r"At 'w'.*rotated in blocks of 16 rows, and by the rule it is .* of 8 rows"):
-        jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P())(frozen, normal(0, 4, 48))
+    g = solve.with_rotation(DOT, "w")
+    of = lambda split: jax.shard_map(g, mesh=mesh, in_specs=(P("data") if split else P(), P()), out_specs=P())
+    params, x = {"w": normal(1, 48, 8)}, normal(0, 4, 48)
+    np.testing.assert_allclose(of(False)(g.init(params, x), x), x @ params["w"], atol=1e-4)
+    with pytest.raises(ValueError, match=r"At 'w'.*a shard, which varies over the mesh axes \['data'\]"):
+        jax.shard_map(
+            lambda p, x: lax.psum(g(p, x), "data"), mesh=mesh, in_specs=(P("data"), P(None, "data")), out_specs=P()
+        )(params, x)
 
 
 # What is refused
@@ -485,76 +369,35 @@ def test_rows_inside_shard_map_are_rotated_as_they_were_frozen():
 NORMALIZED = jax.custom_jvp(lambda w, x: x @ w)
 NORMALIZED.defjvp(lambda v, t: (NORMALIZED(*v), t[1] @ v[0] + v[1] @ t[0]))
 REFUSED = {
-    "odd": (lambda p, x: x[:, :5] @ p["w"][:5], [ROTATED("w", W4)], "even number of products.*got 5"),
-    "part": (lambda p, x: x[:, :4] @ p["w"][:4], [ROTATED("w", W4)], "whole and alone, got an operand of shape"),
+    "odd": (lambda p, x: x[:, :5] @ p["w"][:5], "even number of products.*got 5"),
+    "part": (lambda p, x: x[:, :4] @ p["w"][:4], "whole and alone, got an operand of shape"),
     "convolution": (
-        lambda p, x: lax.conv(x.T[None], p["w"].T[:, :, None], (1,), "VALID"), [ROTATED("w", W4)],
-        "`rotate` is for dots, got 'conv_general_dilated'",
+        lambda p, x: lax.conv(x.T[None], p["w"].T[:, :, None], (1,), "VALID"),
+        "a rotation is for dots, got 'conv_general_dilated'",
     ),
-    "named value": (
-        lambda p, x: quant_point(x, "x") @ p["w"],
-        [Rule("x", activation=A8, kind="value"), ROTATED("w", W4, A8)], "quantized where it is named.*rotated here",
-    ),
-    "author's derivative": (
-        lambda p, x: NORMALIZED(p["w"], x), [ROTATED("w", W4, custom="keep")], 'Say custom="inline", or drop `rotate`',
-    ),
-    "two ways": (
-        lambda p, x: x @ p["w"] @ p["w"].T, [ROTATED("w", QuantSpec(bits=4))],
-        "rotated in two ways",
+    "author's derivative": (lambda p, x: NORMALIZED(p["w"], x), "derivative of its own.*Take its path out"),
+    "two ways": (lambda p, x: x @ p["w"] @ p["w"].T, "sum along different axes of it"),
+    "read elsewhere": (
+        lambda p, x: x @ p["w"] + jnp.tanh(p["w"])[:1], "also read by 'tanh'.*nothing rotates them back",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_rotated(name):
-    f, rules, match = REFUSED[name]
-    with pytest.raises(ValueError, match=match):
-        quantize_fn(f, rules).plan({"w": normal(1, 24, 24)}, X)
+    f, match = REFUSED[name]
+    g, params = solve.with_rotation(f, "w"), {"w": normal(1, 24, 24)}
+    for called in (g, g.init):
+        with pytest.raises(ValueError, match=match):
+            called(params, X)
 
 
-def test_rules_that_do_not_agree():
-    scores = lambda p, x: quant_point(x, "a") @ quant_point(x * p[None], "b").T
-    rules = [ROTATED("a", activation=A8, kind="act_act"), Rule("b", activation=A8, kind="act_act")]
-    with pytest.raises(ValueError, match="one operand is rotated by its rule and the other is not"):
-        quantize_fn(scores, rules).plan(normal(1, 24), X)
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "given"),
-    [
-        (ValueError, "`rotate` must be one of hadamard, got 'random'", {"rotate": "random"}),
-        (TypeError, "`rotate` must be one of hadamard, got bool", {"rotate": True}),
-        (ValueError, "`everywhere` .*got it with rotate='hadamard'", {"rotate": "hadamard", "everywhere": True}),
-        (
-            ValueError,
-            "`rotate` are of products.*'hadamard' with kind=",
-            {"rotate": "hadamard", "kind": "value"},
-        ),
-    ],
-)
-def test_bad_rules(error, match, given):
-    with pytest.raises(error, match=match):
-        Rule("w", **given)
-
-
-def test_only_a_function_can_rotate():
-    with pytest.raises(ValueError, match="rotate='hadamard'"):
-        fake_quant_params({"w": normal(1, 24, 5)}, [ROTATED("w", W4)])
-
-
-def test_rotated_integers_serve_nothing_else():
-    params = {"w": normal(1, 24, 5)}
-    rotated, plain = quantize_fn(DOT, [ROTATED("w", W4)]), quantize_fn(DOT, [("w", W4)])
-    frozen, others = rotated.freeze(params, X), plain.freeze(params, X)
-    with pytest.raises(ValueError, match=r"At 'w'.*rotated in blocks of 8 rows, and by the rule it is not rotated"):
-        plain(frozen, X)
-    with pytest.raises(ValueError, match=r"At 'w'.*not rotated, and by the rule it is rotated in blocks of 8 rows"):
-        rotated(others, X)
-    with pytest.raises(ValueError, match=r"At 'w'.*not rotated"):
-        rotated({"w": quantize(params["w"], weight_spec(4, channel_axis=1))}, X)
-    without = quantize_fn(DOT, [Rule("w", None)])
-    for f in (without, quantize_fn(lambda p, x: jnp.tanh(p["w"]), [Rule("*", W4, optional=True, kind="captured")])):
-        with pytest.raises(ValueError, match=r"At 'w'.*frozen by a rule that rotates its rows"):
-            f(frozen, X)
-    with pytest.raises(ValueError, match="was frozen by a rule with rotate="):
-        dot_general(X, frozen["w"], (((1,), (0,)), ((), ())))
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="`kind` must be one of weight, act_act, got 'value'"):
+        solve.with_rotation(DOT, "w", kind="value")
+    with pytest.raises(TypeError, match="`f` must be a function, got int"):
+        solve.with_rotation(1, "w")
+    with pytest.raises(ValueError, match="'v', matched no site"):
+        solve.with_rotation(DOT, "v")({"w": normal(1, 24, 5)}, X)
+    with pytest.raises(TypeError, match="rotate"):
+        Rule("w", rotate="hadamard")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotations of channels that are folded into parameters: the function stays, large channels are spread over all."""
 
-import dataclasses
 import math
 
 import jax
@@ -523,15 +522,6 @@ def test_outliers_are_spread():
     want = np.asarray(jax.jit(in_a_scan)(params, TOKENS))
     error = lambda p: np.square(q(p, TOKENS) - want).sum() / np.square(want).sum()
     assert error(new) < 0.7 * error(params)
-
-
-def test_refuses_to_rotate_twice():
-    """By a rule, too, which would rotate back; but not what only the rule can rotate."""
-    own = dataclasses.replace(RULES[0], pattern="layers/gate", rotate="hadamard")
-    with pytest.raises(ValueError, match=r"At 'layers/gate': its inputs are rotated.*would rotate them back"):
-        solve.rotate(SCANNED, quantize_fn(in_a_scan, [own, *RULES]), TOKENS)
-    down = quantize_fn(in_a_scan, [dataclasses.replace(own, pattern="layers/down"), *RULES])
-    same_function(in_a_scan, SCANNED, solve.rotate(SCANNED, down, TOKENS), TOKENS)
 
 
 @pytest.mark.slow

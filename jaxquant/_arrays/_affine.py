@@ -14,14 +14,13 @@ from .._base import _checks as checks
 from .._base import _numerics as num
 from .._base._gradients import custom_vjp
 from .._base._groups import broadcast_groups, of_rank, reduce_groups
-from .._base._hadamard import hadamard
 from .._base._sharding import shard_like, vary_together
 from .._platform._cpu import loaded
 from .._platform._division import divide
 from .._spec._spec import QuantSpec, checked_spec, has_grid_of, qparams_shape
 from ._fit import fit_qparams
 from ._grid import Grid, frame_of, grid_of
-from ._qarray import QArray, checked_operand, checked_qarray, outside, real_values
+from ._qarray import QArray, checked_qarray, outside, real_values
 from ._qparams import QParams
 from ._quantized import Quantized
 
@@ -343,7 +342,6 @@ def dequantize(q: QArray) -> Array:
 
     Raises:
       TypeError: for anything but a QArray.
-      ValueError: for a part of one that was frozen by a rule with `rotate`; the values of a whole one are rotated back.
 
     Source: ONNX DequantizeLinear.
 
@@ -352,10 +350,7 @@ def dequantize(q: QArray) -> Array:
     >>> dequantize(quantize(jnp.array([0.26, -9.0]), QuantSpec(bits=4), QParams(0.5, 0.0))).tolist()
     [0.5, -3.5]
     """
-    if isinstance(q, QArray) and q.frozen and q.frozen.rotated_along:
-        wide = real_values(checked_qarray("q", q), num.compute_dtype(q.dtype))
-        return num.downcast(hadamard(wide, q.frozen.rotated_along), q.dtype)
-    return real_values(checked_operand("q", q), q.dtype)
+    return real_values(checked_qarray("q", q), q.dtype)
 
 
 def scale_gradient(x: Any, factor: Any) -> Array:

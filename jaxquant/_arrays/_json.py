@@ -51,8 +51,7 @@ def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
         return None
     activation = said["activation"] and spec_from_json(said["activation"])
     flags = bool(said["from_qparams"]), bool(said["static_inputs"])
-    along = tuple(map(int, said["rotated_along"]))
-    return Frozen(tuple(said["shape"]), *flags, activation, int(said["rotated"]), along)
+    return Frozen(tuple(said["shape"]), *flags, activation)
 
 
 def _static_to_bytes(static: Static) -> bytes:

@@ -32,16 +32,12 @@ class Frozen(NamedTuple):
       from_qparams: whether its scale came from qparams; else it was fitted to the values.
       static_inputs: whether an input of the ops that use it had qparams.
       activation: the QuantSpec of these inputs in the rule, None where they stay in float.
-      rotated: how many rows were rotated together, by Rule(rotate=), 0 if none. Its values are rotated.
-      rotated_along: the axes along which they were, counted from the end; none where these are not whole axes of it.
     """
 
     shape: tuple[int, ...]
     from_qparams: bool
     static_inputs: bool
     activation: QuantSpec | None
-    rotated: int = 0
-    rotated_along: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
@@ -185,7 +181,7 @@ def outside(q: Quantized, frozen: Frozen | None = None, spec: QuantSpec | None =
 
 
 def _as_frozen(q: QArray, new: Quantized) -> QArray:
-    return outside(new, q.frozen and q.frozen._replace(shape=new.shape, rotated_along=()))
+    return outside(new, q.frozen and q.frozen._replace(shape=new.shape))
 
 
 @jax.jit
@@ -212,10 +208,7 @@ def window(q: QArray, windows: grouping.Windows, picked: Sequence[int] = ()) -> 
 @functools.partial(jax.jit, static_argnames=("sizes", "picked"))
 def _window(q: QArray, starts: dict[int, Any], sizes: tuple[tuple[int, int], ...], picked: tuple[int, ...]) -> QArray:
     windows = {axis: (starts[axis], size) for axis, size in sizes}
-    new = inside(q).window(windows, picked)
-    frozen, along = q.frozen, q.frozen.rotated_along if q.frozen else ()
-    is_kept = new.order == q.order and all(axis < q.ndim + i for axis in windows for i in along)
-    return outside(new, frozen and frozen._replace(shape=new.shape, rotated_along=along if is_kept else ()))
+    return _as_frozen(q, inside(q).window(windows, picked))
 
 
 def _places(q: QArray, index: Array | np.ndarray) -> Array | np.ndarray:
@@ -357,18 +350,6 @@ def _of_arrays(static: Static, arrays: Any) -> QArray:
 
 
 jax.tree_util.register_pytree_with_keys(QArray, _with_keys, _of_arrays)
-
-
-def checked_operand(name: str, q: Any) -> QArray:
-    """Returns `q`, which must be a QArray whose real values mean something beside other arrays."""
-    q = checked_qarray(name, q)
-    if q.frozen and q.frozen.rotated:
-        raise ValueError(
-            f"`{name}` was frozen by a rule with rotate=, so that it holds the rotated parameter, which meets rotated "
-            "inputs alone. Serve it by q(params, ...), with the rules that it was frozen with; dequantize(v) of the "
-            "whole parameter rotates its real values back."
-        )
-    return q
 
 
 def checked_qarray(name: str, q: Any) -> QArray:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._arrays._qarray import QArray, checked_operand, inside, real_values
+from .._arrays._qarray import QArray, checked_qarray, inside, real_values
 from .._arrays._quantized import Quantized
 from .._arrays._straight_through import with_gradient_of
 from .._base import _checks as checks
@@ -233,7 +233,7 @@ def is_weight_only(a: Any, b: Any, execution: str) -> bool:
 
 def checked_either(name: str, v: Any) -> Any:
     """Returns `v`, which must be a QArray, or a floating array beside one."""
-    return checked_operand(name, v) if isinstance(v, QArray) else checks.float_array(name, v)
+    return checked_qarray(name, v) if isinstance(v, QArray) else checks.float_array(name, v)
 
 
 def with_real_values(a: Any, b: Any) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from .._arrays._codes import centred, codes, sums_along
-from .._arrays._qarray import checked_operand
+from .._arrays._qarray import checked_qarray
 from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -305,7 +305,7 @@ def conv_general_dilated(
     """
     execution = checked_execution(execution, LOWERINGS)
     in_float = is_weight_only(a, b, execution)
-    a, b = with_real_values(a, b) if in_float else (checked_operand("a", a), checked_operand("b", b))
+    a, b = with_real_values(a, b) if in_float else (checked_qarray("a", a), checked_qarray("b", b))
     if a.ndim != b.ndim or a.ndim < 2:
         raise ValueError(
             f"`a` and `b` must have one rank, at least 2, got shapes {a.shape} and {b.shape}. Add the batch, feature "

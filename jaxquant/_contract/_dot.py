@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._arrays._codes import centred, codes, sums_along
-from .._arrays._qarray import QArray, checked_operand, inside
+from .._arrays._qarray import QArray, checked_qarray, inside
 from .._arrays._quantized import Quantized, permutation
 from .._arrays._straight_through import quantize_straight_through
 from .._base import _checks as checks
@@ -468,7 +468,7 @@ def dot_general(
     if spec is not None:
         _check_spec(a, b, spec)
     in_float = spec is None and is_weight_only(a, b, execution)
-    checked = checked_either if in_float or spec is not None else checked_operand
+    checked = checked_either if in_float or spec is not None else checked_qarray
     a, b = checked("a", a), checked("b", b)
     (ca, cb), (ba, bb) = _dimension_numbers(dimension_numbers)
     _axes("dimension_numbers of a", (*ca, *ba), a.ndim)

@@ -15,10 +15,10 @@ from ._spec import QuantSpec
 
 OPS: dict[str, Any] = {}  # contractions by the names of their primitives; `_contract/_ops` has them
 KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value", "cache")
-_OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient", "history", "rotate")
+_OF_QUANTIZE_FN = ("kind", "op", "scope", "custom", "everywhere", "gradient", "history")
 _OF_PRODUCTS = (
-    "`op`, `gradient`, `history` and `rotate` are of products, got {0.op!r}, {0.gradient!r}, {0.history!r} and "
-    '{0.rotate!r} with kind="{0.kind}". Drop them, or give them to the rule of the dot.'
+    "`op`, `gradient` and `history` are of products, got {0.op!r}, {0.gradient!r} and {0.history!r} with "
+    'kind="{0.kind}". Drop them, or give them to the rule of the dot.'
 )
 # Of the fields that not every kind has: the kinds that have one, and the error of the others.
 _FIELDS_OF_KINDS = {
@@ -33,7 +33,6 @@ _FIELDS_OF_KINDS = {
     "op": (KINDS[:-2], _OF_PRODUCTS),
     "gradient": (KINDS[:-2], _OF_PRODUCTS),
     "history": (KINDS[:-2], _OF_PRODUCTS),
-    "rotate": (KINDS[:-2], _OF_PRODUCTS),
 }
 
 
@@ -85,15 +84,10 @@ class Rule:
       of these (delayed scaling), and not with its own (just in time), which 0 means. For a `gradient` that is
       PerTensor(). `q.init_qparams` then has a GradientHistory for each gradient, "w:gradient" towards w and
       "w:input:gradient" towards its input; `split_histories` says how a train step uses them.
-    - rotate: "hadamard" multiplies both operands of a dot, before they are quantized, by a Hadamard matrix H along what
-      is contracted, in blocks of the largest power of two that divides its length. H @ H = 1, so that the float
-      function stays the same, and large values of a few channels are spread over all of them. Parameters stay as they
-      are, and are rotated by each call, once by `freeze`; inputs are rotated by each call. None does not.
 
     Raises:
       TypeError: for anything else.
-      ValueError: for `**` beside other characters in a segment, a weight where kind="act_act", `rotate` with
-        `everywhere`, and unknown words.
+      ValueError: for `**` beside other characters in a segment, a weight where kind="act_act", and unknown words.
 
     >>> from jaxquant import Rule, weight_spec
     >>> Rule("decoder/**/kernel", weight_spec(8, channel_axis=-1), optional=True).optional
@@ -117,7 +111,6 @@ class Rule:
     everywhere: bool = dataclasses.field(default=False, kw_only=True)
     gradient: Any = dataclasses.field(default=None, kw_only=True)
     history: int = dataclasses.field(default=0, kw_only=True)
-    rotate: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         _check_globs(self)
@@ -129,7 +122,7 @@ class Rule:
         checks.static_bool("everywhere", self.everywhere)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
-        words = {"kind": KINDS, "op": tuple(OPS), "custom": ("keep", "inline"), "rotate": ("hadamard",)}
+        words = {"kind": KINDS, "op": tuple(OPS), "custom": ("keep", "inline")}
         for name, choices in words.items():
             if (value := getattr(self, name)) is not None or name == "kind":
                 checks.one_of(name, value, choices)
@@ -138,11 +131,6 @@ class Rule:
                 raise ValueError(text.format(self))
         if self.kind == "cache" and self.activation is not None:
             _check_of_cache(self.activation)
-        if self.everywhere and self.rotate:
-            raise ValueError(
-                f"`everywhere` gives every use the value of the parameter, got it with rotate={self.rotate!r}, whose "
-                "value is for its dots alone. Drop one of them."
-            )
 
     @property
     def gradients(self) -> tuple[Any, Any]:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each operand of each op gets: by which rule, and which spec, with the axes of the operand."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .._base import _checks as checks
-from .._base._hadamard import block_of
 from .._contract._contract import Precision
 from .._contract._ops import OPS
 from .._paths import named_in_errors
@@ -34,7 +32,6 @@ class Choice(NamedTuple):
       is_weight: whether it is a parameter that a rule of kind "weight" is for.
       point: where it is quantized already, if it is a value that a rule of kind "value" is for; else None.
       keys: of its entry, or of each of the parameters that were concatenated.
-      rotated: the axes along which it is rotated before it is quantized, in the order of the other operand's.
       cache: the path of the cache that it is, whose spec then has the axes of that; else None.
       is_folded: whether its scales, those of a cache, are multiplied into the other operand: they change along what is
         contracted, or may.
@@ -48,7 +45,6 @@ class Choice(NamedTuple):
     is_weight: bool = False
     point: Location | None = None
     keys: tuple[str, ...] = ()
-    rotated: tuple[int, ...] = ()
     cache: str | None = None
     is_folded: bool = False
 
@@ -56,7 +52,7 @@ class Choice(NamedTuple):
     def is_taken_whole(self) -> bool:
         """Whether its op can quantize the operand, which comes as it was made and is rounded without noise."""
         is_moved = self.is_weight and (self.operand.origin.moves != () or len(self.keys) > 1)
-        in_place = self.point is None and self.cache is None and not self.rotated and not is_moved
+        in_place = self.point is None and self.cache is None and not is_moved
         return in_place and self.spec is not None and self.spec.rounding != "stochastic"
 
     @property
@@ -110,7 +106,7 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
     if op.kind == "value":
         return Decision(op, (_as_value(values[op.contraction.location], values),))
     contracted = contracted_axes(op.contraction)
-    choices = _with_rotation(op, [_of_operand(op, side, contracted[side], matcher, strict) for side in range(2)])
+    choices = [_of_operand(op, side, contracted[side], matcher, strict) for side in range(2)]
     specs = [choice.spec for choice in choices]
     if None not in specs:
         for choice in choices:
@@ -144,11 +140,6 @@ def _as_cache(choice: Choice, other: Choice, op: MatchedOp, matcher: Matcher) ->
         return choice
     cache, rule = choice.operand.origin.cache or "", choice.rule or other.rule
     with named_in_errors(choice.name, rule=rule):
-        if choice.rotated:
-            raise ValueError(
-                f"the operand is the cache {cache!r}, which is quantized where it is written, and would be rotated "
-                "here. Drop `rotate`, or the rule of the cache."
-            )
         if other.spec.rounding == "stochastic":
             raise ValueError(f"what meets the cache {cache!r} must round to nearest, got {other.spec}.")
     spec, shape = matcher.caches[cache]
@@ -160,33 +151,6 @@ def _changes(choice: Choice, spec: QuantSpec, shape: tuple[int, ...]) -> bool:
     groups, along = qparams_shape(spec, shape), choice.operand.origin.axes
     changing = {JOINED, PICKED, *(axis for axis, g in enumerate(groups) if g > 1)}
     return bool(groups) and (not along or any(not changing.isdisjoint(along[i]) for i in choice.contracted))
-
-
-def _with_rotation(op: MatchedOp, choices: Sequence[Choice]) -> Sequence[Choice]:
-    """The choices with the axes along which their rules rotate both; the rule of a weight decides for its input."""
-    deciding = [choice for choice in choices if choice.is_weight] or choices
-    rules = [choice.rule for choice in deciding if choice.rule]
-    if not any(rule.rotate for rule in rules) or not any(choice.spec for choice in choices):
-        return choices
-    with named_in_errors(*op.names, rule=rules[0]):
-        if len({rule.rotate for rule in rules}) > 1:
-            raise ValueError("one operand is rotated by its rule and the other is not. Give both rules one `rotate`.")
-        if not op.contraction.as_op().pairs_axes([len(v.shape) for v in op.contraction.operands]):
-            raise ValueError(
-                f"`rotate` is for dots, got {op.contraction.op!r}, whose inputs meet several rows of the weight. "
-                'Give it a rule of its own before this one, or say op="dot_general" in this one.'
-            )
-        pairs, shape = contracted_axes(op.contraction), op.contraction.operands[0].shape
-        length = math.prod(shape[i] for i in pairs[0])
-        if block_of(length) < 2:
-            raise ValueError(
-                f"`rotate` is for sums of an even number of products, in blocks of a power of two, got {length}. Give "
-                "it a rule of its own before this one."
-            )
-    of_other = pairs[next((i for i, choice in enumerate(choices) if choice.is_weight), 1)]
-    order = sorted(range(len(of_other)), key=of_other.__getitem__)
-    each = zip(choices, pairs, strict=True)
-    return [choice._replace(rotated=tuple(axes[i] for i in order)) for choice, axes in each]
 
 
 def _check_scales(choice: Choice, takes_blocks: bool) -> None:
@@ -268,12 +232,6 @@ def _as_value(choice: Choice, values: Mapping[Location, Choice]) -> Choice:
                 f"the operand is the value {values[point].name!r}, which is quantized to {values[point].spec}, and "
                 f"the rule says {choice.spec}. Give both rules one spec, or drop the rule of the value or of this "
                 "operand."
-            )
-    if choice.rotated:
-        with named_in_errors(choice.name, rule=choice.rule):
-            raise ValueError(
-                f"the operand is the value {values[point].name!r}, which is quantized where it is named, and would be "
-                "rotated here. Drop the rule of the value, or `rotate`."
             )
     return choice._replace(point=point)
 

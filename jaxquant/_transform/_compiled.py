@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
 from .._arrays._affine import fake_quant
@@ -26,26 +25,17 @@ Delayed = tuple[DelayedQParams | None, ...]  # what histories give for the gradi
 
 
 class FloatOp(NamedTuple):
-    """An op as the program has it, in float: its primitive, and the dtypes of its operands and result. Static."""
+    """An op as the program has it, in float: its primitive with parameters. Static."""
 
     primitive: Any
     params: tuple[tuple[str, Any], ...]
-    dtypes: tuple[Any, ...]
-    dtype: Any
 
     @classmethod
     def of(cls, eqn: Any) -> "FloatOp":
-        dtypes = tuple(v.aval.dtype for v in eqn.invars)
-        return cls(eqn.primitive, tuple(eqn.params.items()), dtypes, eqn.outvars[0].aval.dtype)
+        return cls(eqn.primitive, tuple(eqn.params.items()))
 
     def __call__(self, *operands: Array) -> Array:
-        """The result; where rotation has made operands wider than the program has them, rounded once."""
-        params = dict(self.params)
-        if all(v.dtype == dtype for v, dtype in zip(operands, self.dtypes, strict=True)):
-            return self.primitive.bind(*operands, **params)
-        dtype = jnp.promote_types(*(v.dtype for v in operands[:2]))
-        operands = tuple(v.astype(dtype) if i < 2 else v for i, v in enumerate(operands))
-        return self.primitive.bind(*operands, **params | {"preferred_element_type": dtype}).astype(self.dtype)
+        return self.primitive.bind(*operands, **dict(self.params))
 
 
 def value_of(parameter: QuantizedParam, guarded: bool = True) -> Array:

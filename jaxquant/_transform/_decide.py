@@ -136,7 +136,7 @@ def _sites(
             None if rule is None else rule.pattern, "" if spec else _why(op, choice, frozen), ", ".join(keys),
             entries[keys[0]].spec if keys else None, states[keys[0]] if keys else "",
             is_per_token=spec is not None and bool(activation) and activation.granularity == PerToken(),
-            rotated=choice.rotated, scaled_by=entries[keys[0]].scaled_by if keys else "",
+            scaled_by=entries[keys[0]].scaled_by if keys else "",
             cache=operand.origin.cache or "",
         )  # fmt: skip
 
@@ -250,9 +250,4 @@ def _custom(decisions: Iterable[Decision]) -> dict[Location, str]:
                     "instead, before it is solved."
                 )
             custom[location] = choices.pop() or ""
-            if custom[location] == "keep" and any(choice.rotated for choice in decision.operands):
-                raise ValueError(
-                    f"At {' and '.join(map(repr, decision.op.names))}: the op is rotated inside a function with a "
-                    'derivative of its own, which is of operands that are not. Say custom="inline", or drop `rotate`.'
-                )
     return custom

@@ -22,7 +22,6 @@ from .._spec._rule import Rule
 from .._spec._spec import QuantSpec, qparams_shape
 from ._axes import along, on_parameter, shared_axes
 from ._choices import Choice, Decision
-from ._layout import Layout, layout_of
 
 
 class Entry(NamedTuple):
@@ -47,7 +46,6 @@ class Entry(NamedTuple):
       location: of the first op that uses it.
       stack: the scans over parameters around an input, and their lengths: each turn has a scale of its own.
       is_seen: whether it can be observed: not in the condition of a loop.
-      layout: of a parameter whose rows are rotated, how it lies in the matrices that its ops contract; else None.
     """
 
     key: str
@@ -67,16 +65,6 @@ class Entry(NamedTuple):
     location: Location = ()
     stack: tuple[tuple[Location, int], ...] = ()
     is_seen: bool = True
-    layout: Layout | None = None
-
-    def rotated(self, leaf: Any) -> Any:
-        """The parameter as it is quantized: rotated, if a rule says so. Twice is not at all."""
-        return leaf if self.layout is None else self.layout.rotated(leaf)
-
-    @property
-    def rotation(self) -> tuple[int, tuple[int, ...]]:
-        """How many of its rows are rotated together, and along which axes, as `Frozen` has them."""
-        return (0, ()) if self.layout is None else (self.layout.block, self.layout.along)
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -153,7 +141,7 @@ def keyed(decisions: Sequence[Decision]) -> list[Decision]:
         origin = choice.operand.origin
         if choice.is_weight:
             return origin.parts
-        how = choice.spec, choice.rotated, decision.scaled_by if decision.is_folded else None
+        how = choice.spec, decision.scaled_by if decision.is_folded else None
         known_by = origin.value, str(choice.operand.dtype), contraction.stack, how
         return (choice.name if origin.value is None else first.setdefault(known_by, choice.name),)
 
@@ -201,7 +189,6 @@ def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -
     return Entry(
         key, spec, leaf.shape, leaf.dtype, True, rule, (name,), summed, order=order,
         is_multiplied=rule.activation is not None, summed=_summed(decision, side, leaf.shape),
-        layout=layout_of(decision, side, leaf.shape) if decision.operands[side].rotated else None,
     )  # fmt: skip
 
 
@@ -235,11 +222,6 @@ def _merged(old: Entry, new: Entry) -> Entry:
             f"{old.sites[0]!r}, and as {new.spec} at {new.sites[0]!r}. One parameter has one scale for each of its "
             "groups, whatever uses it. Name them by weight_spec(bits, channel_axis=...), counted on the parameter and "
             "kept by every op, or by granularity=PerTensor(); or leave one of the uses in float by a rule with None."
-        )
-    if old.layout != new.layout and not (old.layout and new.layout and old.layout.has_rows_of(new.layout)):
-        raise ValueError(
-            f"the parameter {old.key!r} is rotated in two ways, at {old.sites[0]!r} and {new.sites[0]!r}, which sum "
-            "along different axes of it. Leave one of the uses in float, or give each a parameter of its own."
         )
     # Of ops that sum along other axes a flag is for all that share a scale.
     contracted = old.contracted if old.contracted == new.contracted else shared_axes(old.spec, old.shape)
@@ -356,11 +338,6 @@ class Entries:
             if entry is not None:
                 with named_in_errors(path, rule=entry.rule):
                     _check_frozen_by(entry, q, (qparams or {}).get(path))
-            elif q.frozen and q.frozen.rotated and (path in operands or path in read):
-                raise ValueError(
-                    f"At {path!r}: the parameter was frozen by a rule that rotates its rows and its inputs, and no "
-                    "rule rotates them now. Serve it with the rules that it was frozen with."
-                )
             elif path in operands and q.frozen and q.frozen.activation:
                 raise ValueError(
                     f"At {path!r}: the parameter was frozen by a rule that quantizes its inputs to "
@@ -379,13 +356,6 @@ def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
             "is served with; or leave it out of the rules, and it is used as it is, with inputs in float."
         )
     check_reads(entry, "given as a QArray")
-    rotated, wanted = q.frozen.rotated if q.frozen else 0, entry.rotation[0]
-    if rotated != wanted:
-        said = lambda block: f"rotated in blocks of {block} rows" if block else "not rotated"
-        raise ValueError(
-            f"the parameter is a QArray that is {said(rotated)}, and by the rule it is {said(wanted)}. Serve it with "
-            "the rules that it was frozen with, or freeze the float parameters by q.freeze."
-        )
     if q.frozen is None:
         return
     if not _equal_but_for_rounding(q.frozen.activation, entry.rule.activation):

@@ -24,7 +24,6 @@ from .._base._sharding import is_inside_shard_map
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._spec._spec import QuantSpec
 from ._entries import Entries, check_reads
-from ._layout import Layout
 
 
 def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QParams | None], key: Any) -> Any:
@@ -38,12 +37,11 @@ def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QP
         own = entries.noise_key(key, path) if entry.spec.rounding == "stochastic" and key is not None else None
         packed = None if entry.is_multiplied else packed_dtype(entry.spec)
         summed = None if entry.summed is None else tuple(sorted(entry.summed))
-        form = _Form(entry.spec, entry.layout, packed, entry.order, summed)
+        form = _Form(entry.spec, packed, entry.order, summed)
         q, total = _quantized(checks.float_array("x", leaf), known, own, form)
         refuse_not_finite(leaf, total)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
-    block, along = entry.rotation
-    frozen = Frozen(q.shape, known is not None, has_static_inputs, entry.rule.activation, block, along)
+    frozen = Frozen(q.shape, known is not None, has_static_inputs, entry.rule.activation)
     return changed(q, frozen=frozen)
 
 
@@ -51,7 +49,6 @@ class _Form(NamedTuple):
     """How the integers of a parameter are made and lie; static. `packed` is the dtype of several in a byte."""
 
     spec: QuantSpec
-    layout: Layout | None
     packed: Any
     order: tuple[int, ...] | None
     summed: tuple[int, ...] | None
@@ -60,7 +57,7 @@ class _Form(NamedTuple):
 @functools.partial(jax.jit, static_argnames="form")
 def _quantized(leaf: Array, qparams: QParams | None, key: Any, form: _Form) -> tuple[QArray, Array]:
     """A parameter in integers, and its sum, which is finite only where all its values are."""
-    q = quantize(leaf if form.layout is None else form.layout.rotated(leaf), form.spec, qparams, key=key)
+    q = quantize(leaf, form.spec, qparams, key=key)
     values = q.values.astype(form.packed or q.values.dtype)
     q = dataclasses.replace(q, values=values, order=form.order, dtype=leaf.dtype)
     return q if form.summed is None else with_own_sums(q, form.summed), jnp.sum(leaf)

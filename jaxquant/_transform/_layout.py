@@ -10,8 +10,6 @@ import numpy as np
 from jax import Array
 
 from .._base._axes import Matrix
-from .._base._hadamard import block_of, hadamard
-from .._base._sharding import shard_like
 from .._program._moves import in_order
 from .._program._origin import Moved
 from ._choices import Choice, Decision
@@ -25,13 +23,11 @@ class Layout:
       shape: of the parameter.
       moves: what puts its elements in the order of the operand.
       matrix: how the operand lies in matrices.
-      along: the axes of the parameter, from its end, along which K runs; none where it does not run along whole ones.
     """
 
     shape: tuple[int, ...]
     moves: tuple[Moved, ...]
     matrix: Matrix
-    along: tuple[int, ...] = ()
 
     def matrices(self, v: Array) -> Array:
         """The matrices of an array of the parameter's shape."""
@@ -42,15 +38,6 @@ class Layout:
         # Each element is one element of a matrix, so that the transpose of the map is its inverse.
         like = jax.ShapeDtypeStruct(self.shape, matrices.dtype)
         return jax.linear_transpose(self.matrices, like)(matrices)[0]
-
-    def rotated(self, v: Array) -> Array:
-        """An array of the parameter's shape, and on explicit axes with its sharding, with its rows rotated."""
-        return shard_like(self.parameter(hadamard(self.matrices(v), (-2,))), v)
-
-    @property
-    def block(self) -> int:
-        """How many rows are rotated together."""
-        return block_of(jax.eval_shape(self.matrices, jax.ShapeDtypeStruct(self.shape, jnp.float32)).shape[-2])
 
     def has_rows_of(self, other: "Layout") -> bool:
         """Whether the same elements of the parameter lie in each row, so that both have one Gram."""
@@ -75,17 +62,4 @@ def layout_of(decision: Decision, side: int, shape: tuple[int, ...]) -> Layout:
         )
     contraction = decision.contraction
     matrix = contraction.as_op().matrix(side, [len(v.shape) for v in contraction.operands])
-    return Layout(shape, origin.moves, matrix, _along(choice, matrix, shape))
-
-
-def _along(choice: Choice, matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes of the parameter, from its end, along which the contracted axes of an operand run; see `Layout`."""
-    origin, found = choice.operand.origin, []
-    is_cut, is_turned = (any(getattr(move, of) for move in origin.moves or ()) for of in ("is_cut", "is_turned"))
-    for i in matrix.contracted:
-        axes = sorted(origin.axes[i])
-        length = math.prod(shape[axis] for axis in axes)
-        if length != choice.operand.shape[i] or is_cut or (len(axes) > 1 and is_turned):
-            return ()
-        found += [axis - len(shape) for axis in axes]
-    return tuple(found) if len(set(found)) == len(found) else ()
+    return Layout(shape, origin.moves, matrix)

@@ -38,7 +38,6 @@ class Site(NamedTuple):
         so. The paths of concatenated parameters are joined by ", ".
       entry_spec: QuantSpec with the axes of the parameter; for an input, `spec`.
       is_per_token: whether the rule says PerToken(); `spec` then has its axes.
-      rotated: the axes along which it is rotated before it is quantized; empty if it is not.
       scaled_by: the path of a cache whose scales change along what is contracted: they are multiplied into it before it
         is quantized, so that it is always dynamic. Empty if there is none.
       cache: the path of the cache that the operand is: its integers, where `spec` stands without `entry`, or its real
@@ -64,7 +63,6 @@ class Site(NamedTuple):
     state: str = ""
     qparams: Any = None
     is_per_token: bool = False
-    rotated: tuple[int, ...] = ()
     nbytes: int = 0
     scaled_by: str = ""
     cache: str = ""
@@ -75,7 +73,7 @@ class Site(NamedTuple):
         words = in_words(self.spec, self.is_per_token) if self.spec else "-"
         scaled = f", times the scales of {self.scaled_by}" if self.scaled_by else ""
         again = f", of the real values of {self.cache}" if self.cache and self.entry else ""
-        return words + (", rotated" if self.rotated else "") + scaled + again
+        return words + scaled + again
 
 
 class Op(NamedTuple):

@@ -469,8 +469,8 @@ def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:
             return None
         return QParams(leaf.step, leaf.zero_point.astype(jnp.float32))
     if not entry.spec.signed and entry.spec.symmetric:
-        refuse_unsigned_below_zero(*observe(entry.rotated(leaf), entry.spec), entry.spec)
-    return fit_qparams(entry.rotated(leaf), entry.spec, method)
+        refuse_unsigned_below_zero(*observe(leaf, entry.spec), entry.spec)
+    return fit_qparams(leaf, entry.spec, method)
 
 
 def _of_input(r: Any, entry: Entry) -> QParams | None:

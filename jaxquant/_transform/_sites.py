@@ -19,7 +19,6 @@ from .._arrays._straight_through import quantize_straight_through, with_gradient
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._base._groups import of_rank
-from .._base._hadamard import hadamard
 from .._base._sharding import axes_of, replicated, vary_together
 from .._cache import as_cache
 from .._contract._contract import Precision
@@ -135,23 +134,21 @@ class SiteEvaluator(NamedTuple):
 
     def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
         """A parameter on its way to its ops; `is_read` where something may read it in float."""
-        entry, real = self.decisions.entries.of.get(path), None
+        entry = self.decisions.entries.of.get(path)
         if isinstance(value, QArray):
             if not (self.is_float or self.view):
                 return _parameter(path, inside(value), (entry or value).spec)
-            qparams, real = QParams(value.step, value.zero_point), real_values(value, value.dtype)
-            value = entry.rotated(real) if entry else real
+            qparams, value = QParams(value.step, value.zero_point), real_values(value, value.dtype)
         if entry is None or self.is_float:
             return value
-        real = entry.rotated(value) if real is None else real
         if self.view:
-            return self._to_view(entry, value, real, qparams)
+            return self._to_view(entry, value, qparams)
         contracted = self._flagged(entry.spec, tuple(sorted(entry.contracted)))
         if path in self.once and not is_read and self.observer is None:
             return Unquantized(value, qparams, entry.spec, contracted, path)
         with named_in_errors(path, rule=entry.rule):
             key = self._key(entry.spec, self.key, path)
-            real, q, flags = quantize_straight_through(real, entry.spec, contracted, key, qparams)
+            real, q, flags = quantize_straight_through(value, entry.spec, contracted, key, qparams)
         return _parameter(path, q, entry.spec, real, value if is_read else None, flags)
 
     def _flagged(self, spec: QuantSpec, contracted: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -215,12 +212,9 @@ class SiteEvaluator(NamedTuple):
                 values[side] = self.read(ins[side], decision.contraction.op if ins[side].is_cache else choice.name)
         for i, v in enumerate(ins[2:], 2):
             values[i] = self.read(v, decision.contraction.op) if isinstance(v, QuantizedParam) else v
-        in_float, choices = values, decision.operands
-        rotated = [self._rotated(choice, v, scope) for choice, v in zip(choices, values, strict=False)]
-        values = [*rotated, *values[2:]]
         observe(values, scope)
         if self.is_float:
-            return eqn.primitive.bind(*in_float, **eqn.params)
+            return eqn.primitive.bind(*values, **eqn.params)
         if self.view:
             return self._in_view(self.view, decision, eqn, values, scope)
         is_integer = all(choice.spec for choice in decision.operands)
@@ -231,15 +225,6 @@ class SiteEvaluator(NamedTuple):
         is_frozen = any(isinstance(v, QuantizedParam) and v.real is None for v in values)  # made again backward, alone
         is_plain = eqn.params.get("out_sharding") is None and not any(choice.cache for choice in decision.operands)
         return is_plain and not is_frozen
-
-    def _rotated(self, choice: Choice, v: Any, scope: Scope) -> Any:
-        """An operand that is rotated here, once for all ops that take it so; a parameter comes rotated."""
-        if not choice.rotated or isinstance(v, QuantizedParam | Unquantized):
-            return v
-        known_by = id(v), choice.rotated
-        if known_by not in scope.memo:
-            scope.memo[known_by] = v, hadamard(v, choice.rotated)  # the value too: no other then gets its id
-        return scope.memo[known_by][1]
 
     def _observe(
         self, decision: Decision, sides: Mapping[str, int], inputs: Inputs, values: Sequence[Any], scope: Scope
@@ -265,7 +250,7 @@ class SiteEvaluator(NamedTuple):
                 continue
             with named_in_errors(choice.name, rule=choice.rule):
                 if choice.arrives_quantized:
-                    operands[side] = _as_rotated(choice, dataclasses.replace(_checked(values[side]), paths=()))
+                    operands[side] = dataclasses.replace(_checked(values[side]), paths=())
                     if choice.point is not None:
                         operands[side] = self.read(values[side], choice.name)
                 else:
@@ -303,7 +288,7 @@ class SiteEvaluator(NamedTuple):
                 dtype, parameter = eqn.invars[side].aval.dtype, _checked(values[side])
                 spec = choice.spec if choice.cache is None else parameter.quantized.spec
                 quantized = dataclasses.replace(parameter.quantized, spec=spec, dtype=dtype)
-                parameter = _as_rotated(choice, dataclasses.replace(parameter, quantized=quantized))
+                parameter = dataclasses.replace(parameter, quantized=quantized)
                 is_value = choice.point is not None
                 operands[side] = of_value(parameter, choice.contracted) if is_value else parameter
             else:
@@ -391,14 +376,14 @@ class SiteEvaluator(NamedTuple):
 
     # Views
 
-    def _to_view(self, entry: Entry, value: Array, real: Array, qparams: QParams | None) -> QuantizedParam:
+    def _to_view(self, entry: Entry, value: Array, qparams: QParams | None) -> QuantizedParam:
         read = value
         if entry.rule.everywhere and entry.reads:
             info = next(site for site in self.decisions.plan if site.entry == entry.key and site.op not in OPS)
             read = self._given(info._replace(qparams=qparams), value)
         scale, zero_point = (None, None) if qparams is None else (of_rank(v, value.ndim) for v in qparams)
         q = Quantized(None, scale, zero_point, entry.spec, value.dtype)
-        return QuantizedParam(q, real, read, None, (entry.key,))
+        return QuantizedParam(q, value, read, None, (entry.key,))
 
     def _in_view(self, view: View, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
         """What the functions of the caller make of an op."""
@@ -479,15 +464,6 @@ def _checked(v: Any) -> QuantizedParam:
         "follow. Report the program that does this; until then quantize the operand by fake_quant_params, or drop the "
         "rule of the value."
     )
-
-
-def _as_rotated(choice: Choice, v: QuantizedParam) -> QuantizedParam:
-    """A parameter for its op; one that is rotated in the dtype in which its inputs are, whatever the program casts."""
-    if not choice.rotated:
-        return v
-    dtype = num.compute_dtype(v.quantized.dtype)
-    wide = v.map_floats(lambda real: real.astype(dtype))
-    return dataclasses.replace(wide, quantized=dataclasses.replace(v.quantized, dtype=dtype), casts=())
 
 
 def _has_tiles(choice: Choice, v: Any, other: Any) -> bool:

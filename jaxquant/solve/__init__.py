@@ -9,4 +9,5 @@ from ._gptq import gptq as gptq
 from ._low_rank import low_rank as low_rank
 from ._ranges import ranges as ranges
 from ._rotate import rotate as rotate
+from ._rotation import with_rotation as with_rotation
 from ._smooth import smooth as smooth

@@ -85,7 +85,7 @@ def _learned(w: Array, products: Array, grid: Grid, steps: int) -> Array:
 def _solved(leaf: Array, gram: Gram, qparams: QParams, form: Form, steps: int) -> tuple[Array, Errors]:
     """A weight on its grid; and its error before and after."""
     dtype = gram.products.dtype
-    w, grid = form.matrices(form.rotated(leaf).astype(dtype)), grid_in_matrices(form, qparams, dtype)
+    w, grid = form.matrices(leaf.astype(dtype)), grid_in_matrices(form, qparams, dtype)
     learned = functools.partial(_learned, steps=steps)
     found = no_worse(w, gram.products, grid, over_matrices(learned, w, gram.products, grid))
     return found.as_weight(form, qparams, leaf.dtype)

@@ -175,7 +175,7 @@ def bias_correct(
     found = _found(model, q.program(shapes_of(params), args, kwargs))
 
     def solve(weight: Weight) -> _Error:
-        return _error(weight.form.rotated(array(weight.leaf)), weight.lost(), weight.gram, weight.form)
+        return _error(array(weight.leaf), weight.lost(), weight.gram, weight.form)
 
     errors = model.found(solve)
     leaves = dict(with_paths(model.params))

@@ -1,33 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products in front of weights whose inputs no parameter can make up for: places for the factors of `smooth`."""
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._paths import named_in_errors
-from .._program._calls import CALLS
-from .._program._evaluate import Replacements, Scope
-from .._program._jaxpr import Location, evaluated
 from .._spec._granularity import PerTensor
-from .._spec._rule import Rule, checked_rules
 from .._spec._spec import QuantSpec
-from .._transform._caches import CacheRules
-from .._transform._call import Call, Static, call_of
 from .._transform._choices import Decision
-from .._transform._sites import inputs_of
-from .._transform._source import Program, Source, value_of
+from .._transform._source import Program
 from ._graph._channels import sides_of
 from ._graph._flat import Flat
+from ._wrapper import Changes, Wrapper
 
-_TENSOR = QuantSpec(granularity=PerTensor())  # which any operand can have: it is not quantized here
+_TENSOR = QuantSpec(granularity=PerTensor())  # of the weights, which are not quantized here
 
 
 class _Gain(NamedTuple):
@@ -37,29 +28,22 @@ class _Gain(NamedTuple):
     dtype: Any
 
 
-class WithGains:
+class WithGains(Wrapper):
     """A function with a product in front of some weights, as `solve.with_gains` returns it.
 
     Called as the function, with `{"params": params, "gains": gains}` in place of the params, which `init` makes. It can
     be transformed as the function can. The original function is `f.__wrapped__`.
     """
 
-    def __init__(self, f: Callable, rules: Sequence[Rule], argnum: int):
-        functools.update_wrapper(self, f, ("__module__", "__name__", "__qualname__"), ())
-        self._source, self._argnum = Source(f, rules, argnum, CacheRules.of(f, rules)), argnum
-        self.__signature__ = inspect.signature(f)
-        self._jitted = jax.jit(self._function, static_argnums=0)  # as in QuantizedFunction
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = args[self._argnum] if len(args) > self._argnum else None
+        n = self._argnum
+        given = args[n] if len(args) > n else None
         if not isinstance(given, Mapping) or set(given) != {"params", "gains"}:
             raise TypeError(
-                f"The params, argument {self._argnum}, must be a dict of 'params' and 'gains', got "
-                f"{checks.kind(given)}. Make it of the params by f.init(params, ...)."
+                f"The params, argument {n}, must be a dict of 'params' and 'gains', got {checks.kind(given)}. Make it "
+                "of the params by f.init(params, ...)."
             )
-        call, arrays = self._call(args, given["params"], kwargs)
-        leaves, structure = self._jitted(call, arrays, given["gains"])
-        return value_of(leaves, structure)
+        return self._result((*args[:n], given["params"], *args[n + 1 :]), kwargs, given["gains"])
 
     def init(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The params with gains of ones: of the function that stays the same.
@@ -75,28 +59,21 @@ class WithGains:
         Raises:
           TypeError, ValueError: as a call.
         """
-        params = args[self._argnum]
-        call, arrays = self._call(args, params, kwargs)
-        gains = _gains(self._source.program(call, arrays))
-        return {"params": params, "gains": {key: jnp.ones(gain.shape, gain.dtype) for key, gain in gains.items()}}
+        gains = _gains(self._program(*self._call(args, kwargs)))
+        ones = {key: jnp.ones(gain.shape, gain.dtype) for key, gain in gains.items()}
+        return {"params": args[self._argnum], "gains": ones}
 
-    def _call(self, args: tuple, params: Any, kwargs: Mapping[str, Any]) -> tuple[Call, list[Any]]:
-        n = self._argnum
-        return call_of((*args[:n], params, *args[n + 1 :]), kwargs, n, self._source.caches)
+    def _changes(self, decision: Decision, program: Program) -> Changes:
+        def change(key: str) -> Callable[[Array, Mapping[str, Array]], Array]:
+            return lambda x, gains: num.downcast(x.astype(gains[key].dtype) * gains[key], x.dtype)
 
-    def _function(self, call: Call, arrays: Sequence[Any], given: Any) -> tuple[list[Any], Static]:
-        """The results, without what is static of them; and their structure."""
-        program = self._source.program(call, arrays)
+        return {side: (key, change(key)) for key, side in _inputs(decision)}
+
+    def _check(self, program: Program, arrays: Sequence[Any], given: Any) -> None:
         gains = _gains(program)
         checks.same_keys("gains", given, gains, "Make them by f.init(params, ...) of this call.")
         for key, gain in gains.items():
             checks.shape(f"gains[{key!r}]", given[key], gain.shape, "one for each channel of this input")
-        decisions = program.decisions
-        multiplied = {at: functools.partial(_multiplied, of, program) for at, of in decisions.of.items()}
-        inputs, _ = inputs_of(decisions, None)
-        replacements = Replacements(multiplied, {}, program.walk.with_integers, _read, inputs, CALLS)
-        outs = iter(replacements.program(program.jaxpr, program.consts, arrays, (), Scope(given, None, {}, {})))
-        return [next(outs) if s is None else s for s in program.static], Static.of(program.structure)
 
 
 def _gains(program: Program) -> dict[str, _Gain]:
@@ -105,7 +82,11 @@ def _gains(program: Program) -> dict[str, _Gain]:
     found: dict[str, _Gain] = {}
     for location, decision in program.decisions.of.items():
         with named_in_errors(*decision.op.names):
-            _check(location, program, location in nodes)
+            if location not in nodes:
+                raise ValueError(
+                    "it is inside a cond, a while loop or a shard_map, where no factor is followed. Take its path out "
+                    "of `patterns`."
+                )
             for key, side in _inputs(decision):
                 operand, stack = decision.contraction.operands[side], program.decisions.entries.of[key].stack
                 channels = sides_of(nodes[location]).channels[side]
@@ -119,42 +100,10 @@ def _gains(program: Program) -> dict[str, _Gain]:
     return found
 
 
-def _check(location: Location, program: Program, is_found: bool) -> None:
-    if not is_found:
-        raise ValueError(
-            "it is inside a cond, a while loop or a shard_map, where no factor is followed. Take its path out of "
-            "`patterns`."
-        )
-    if any(location[: len(at)] == at for at in program.decisions.custom):
-        raise ValueError(
-            "it is inside a function with a derivative of its own (jax.custom_jvp or custom_vjp), which is of inputs "
-            "without a gain. Take its path out of `patterns`."
-        )
-
-
 def _inputs(decision: Decision) -> list[tuple[str, int]]:
     """The inputs that are multiplied at an op: their keys, and the sides."""
     each = enumerate(decision.operands)
     return [(choice.keys[0], side) for side, choice in each if choice.spec and not choice.is_weight]
-
-
-def _multiplied(decision: Decision, program: Program, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
-    """The result of an op on inputs that are multiplied by their gains, once for all ops that take one."""
-    operands = list(ins)
-    for key, side in _inputs(decision):
-        known_by = id(ins[side]), key
-        if known_by not in scope.memo:
-            scope.memo[known_by] = ins[side], _product(ins[side], scope.qparams[key])
-        operands[side] = scope.memo[known_by][1]
-    return evaluated(eqn, operands, program.jaxpr)[0]
-
-
-def _product(x: Array, gain: Array) -> Array:
-    return num.downcast(x.astype(gain.dtype) * gain, x.dtype)
-
-
-def _read(parameter: Any, by: str | None) -> Array:
-    raise NotImplementedError("nothing is quantized here")  # so that nothing is read
 
 
 def with_gains(f: Callable, patterns: str | Sequence[str], *, params_argnum: int = 0) -> WithGains:
@@ -199,8 +148,4 @@ def with_gains(f: Callable, patterns: str | Sequence[str], *, params_argnum: int
     >>> error(smoothed) < error(params) / 4
     True
     """
-    if not callable(f):
-        raise TypeError(f"`f` must be a function, got {checks.kind(f)}. Pass one such as lambda params, x: ....")
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    rules = checked_rules([Rule(pattern, _TENSOR, _TENSOR, custom="inline") for pattern in patterns])
-    return WithGains(f, rules, checks.static_int_between("params_argnum", params_argnum, 0, 255))
+    return WithGains(f, patterns, params_argnum, weight=_TENSOR)

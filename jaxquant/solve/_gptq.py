@@ -95,7 +95,7 @@ def _solved(
 
     rounded = functools.partial(in_order_of_rows, damping=damping, activation_order=activation_order)
     dtype = gram.products.dtype
-    w, grid = form.matrices(form.rotated(leaf).astype(dtype)), grid_in_matrices(form, qparams, dtype)
+    w, grid = form.matrices(leaf.astype(dtype)), grid_in_matrices(form, qparams, dtype)
     found = no_worse(w, gram.products, grid, over_matrices(rounded, w, gram.products, grid))
     return found.as_weight(form, qparams, leaf.dtype)
 

@@ -10,7 +10,6 @@ from jax import Array
 
 from .._arrays._gram import Gram, matmul
 from .._base import _checks as checks
-from .._base._hadamard import hadamard
 from .._transform._quantize_fn import QuantizedFunction
 from ._weights import Form, Weight, check_solved, checked_damping, damped, model_of
 
@@ -94,6 +93,6 @@ def low_rank(
     def solve(weight: Weight) -> tuple[Array, Array]:
         a, b = _factors(weight.lost(), weight.gram, weight.form, rank, damping)
         check_solved(a.sum(), weight)
-        return (hadamard(a, (-2,)) if weight.form.is_rotated else a), b
+        return a, b
 
     return model.found(solve)

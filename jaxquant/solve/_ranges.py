@@ -66,7 +66,6 @@ _METHODS = {
 def _searched(leaf: Array, gram: Gram, form: Form, method: str) -> QParams:
     """The qparams with the least error of those with a shrunken scale, for each group."""
     spec, dtype, search = form.spec, gram.products.dtype, _METHODS[method]
-    leaf = form.rotated(leaf)
     start, w = fit_qparams(leaf, spec), form.matrices(leaf.astype(dtype))
     products = _of_group(form, gram.products) if method == "full" else gram.products
 

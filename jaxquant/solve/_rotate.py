@@ -14,13 +14,13 @@ from jax import Array
 
 from .._base import _checks as checks
 from .._base import _numerics as num
-from .._base._hadamard import block_of, hadamard
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, narrowed, of_channels, operands_of
 from ._graph._factors import NoFactorsError
 from ._graph._folding import Fold, Gain, fold_gain
 from ._graph._streams import Numbers, Streams
+from ._hadamard import block_of, hadamard
 from ._weights import array, changed_leaves, checked_function, shapes_of
 
 Progress = Callable[[str, int, str | None], None]  # (path, how many channels are rotated together, why not)
@@ -159,7 +159,7 @@ def rotate(
       ValueError: with unfolded="error" for a weight whose inputs cannot be rotated: because an op that they go through
         treats each channel by itself, such as a gelu or a product, or sums them, as the mean of a LayerNorm; because
         they come from an argument or go into the result; or because no weight can take up a gain, as with an
-        embedding that is also the head. And for a weight that the rule rotates in the program, too.
+        embedding that is also the head.
 
     Source: Ashkboos et al., 2024, "QuaRot"; the rotations R1 and R2 of Liu et al., 2024, "SpinQuant".
 
@@ -187,11 +187,6 @@ def rotate(
             raise ValueError(
                 f'At {path!r}: its inputs cannot be rotated: their channels {why}. Pass unfolded="leave", or a '
                 "function of `quantize_fn` whose rules leave it out."
-            )
-        if why is None and program.decisions.entries.of[path].layout is not None:
-            raise ValueError(
-                f"At {path!r}: its inputs are rotated in the parameters, and the `rotate` of its rule would rotate "
-                "them back. Drop it there: it is for inputs that come out of a gelu and the like."
             )
         if progress is not None:
             progress(path, state.together(path), why)

@@ -327,12 +327,6 @@ def smooth(
             raise ValueError(f"`alpha` must be in [0, 1], got {alpha}. Pass 0.5, or None to search it.")
     model = model_of(params, q, grams, args, kwargs, None)
     operands = operands_of(q.program(shapes_of(params), args, kwargs), params)
-    for weight in model.weights:
-        if weight.form.is_rotated:
-            raise ValueError(
-                f"At {weight.path!r}: its inputs are rotated, which mixes the channels that have factors. Smooth "
-                "by a `q` and grams without `rotate` in the rules, and rotate what comes of it."
-            )
     state = _Smoothing(model, operands, alpha, progress)
     smoothed = functools.partial(state.smoothed, unfolded)
     leaves = changed_leaves(smoothed, operands.leaves, {weight.path: weight.gram for weight in model.weights})

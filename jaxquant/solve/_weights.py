@@ -39,17 +39,11 @@ class Form(NamedTuple):
       spec: QuantSpec, to nearest.
       layout: how the weight lies in matrices.
       sharding: how it lies on a mesh, if it is on several devices.
-      is_rotated: whether its rows are rotated before they are quantized.
     """
 
     spec: QuantSpec
     layout: Layout
     sharding: jax.NamedSharding | None = None
-    is_rotated: bool = False
-
-    def rotated(self, v: Array) -> Array:
-        """An array of the weight's shape as it is quantized: rotated, if a rule says so. Twice is not at all."""
-        return self.layout.rotated(v) if self.is_rotated else v
 
     def matrices(self, v: Array) -> Array:
         """The matrices (..., K, N) of an array of the weight's shape, split along N where the weight is split."""
@@ -106,17 +100,17 @@ class Weight:
         shape = layout.shape[1:]
         spec = dataclasses.replace(spec, granularity=granularity_of(qparams_shape(spec, layout.shape)[1:], shape))
         layout = Layout(shape, layout.moves[1:], layout.matrix)
-        form = Form(spec, layout, _sharding_of(leaf), self.form.is_rotated)
+        form = Form(spec, layout, _sharding_of(leaf))
         return Weight(f"{self.path}[{i}]", form, leaf, gram, qparams, None if self.served is None else self.served[i])
 
     def lost(self) -> Array:
         """What it loses, as it is quantized, by being served; rounded to nearest, if it is not served otherwise."""
-        w = self.form.rotated(array(self.leaf))
+        w = array(self.leaf)
         if self.served is None:
             return w - fake_quant(w, self.form.spec, self.qparams)
         if is_qarray(self.served):
             return w - real_values(self.served, w.dtype)
-        return w - self.form.rotated(array(self.served))
+        return w - array(self.served)
 
 
 @jax.jit
@@ -294,7 +288,7 @@ def model_of(params: Any, q: Any, grams: Any, args: tuple, kwargs: Mapping[str, 
             _check_gram(grams[path], layout)
             own = qparams.get(path) if isinstance(qparams, Mapping) else None
             refuse_lost_scales({path: own})
-        form = Form(to_nearest(entry.spec), layout, _sharding_of(leaves[path]), entry.layout is not None)
+        form = Form(to_nearest(entry.spec), layout, _sharding_of(leaves[path]))
         weights.append(Weight(path, form, leaves[path], grams[path], entries.checked(path, own)))
     return Model(params, entries, tuple(weights), qparams)
 
@@ -376,22 +370,15 @@ def of_each(f: Callable[[Array], Array], grid: Grid) -> Grid:
     return grid._replace(scale=f(grid.scale), zero_point=zero_point)
 
 
-def _values(form: Form, levels: Array, qparams: QParams, dtype: Any) -> tuple[Array, Array]:
-    """The weight with these levels in its matrices; and of how many levels it is not, once it is quantized again.
-
-    A weight that is not rotated has the values of its grid, which are rounded to the same levels.
-    """
+def _values(form: Form, levels: Array, qparams: QParams, dtype: Any) -> Array:
+    """The weight with these levels in its matrices: the values of its grid, which are rounded to the same levels."""
     if form.spec.levels.number > 2 ** (jnp.finfo(dtype).nmant + 1):
         raise ValueError(
             f"the weight is {dtype}, which cannot hold the {form.spec.levels.number} levels of {form.spec}. Cast it to "
             "float32."
         )
     levels = form.parameter(levels).astype(num.compute_dtype(dtype))
-    grid = grid_of(qparams, frame_of(form.spec)).effective().over(levels)
-    values = num.downcast(form.rotated(grid.value(levels)), dtype)
-    if not form.is_rotated:
-        return values, jnp.zeros((), jnp.int32)
-    return values, (nearest(form.rotated(values).astype(levels.dtype), grid) != levels).sum(dtype=jnp.int32)
+    return num.downcast(grid_of(qparams, frame_of(form.spec)).effective().over(levels).value(levels), dtype)
 
 
 def over_matrices(solve: Callable[..., Any], w: Array, products: Array, grid: Grid) -> Any:
@@ -426,24 +413,21 @@ def nearest(w: Array, grid: Grid) -> Array:
 
 
 class Errors(NamedTuple):
-    """The relative squared error of a layer with the nearest levels and with those found, and how many are lost."""
+    """The relative squared error of a layer with the nearest levels and with those found."""
 
     before: Array
     after: Array
-    lost: Array
 
 
 class Found(NamedTuple):
-    """What a solver found: the levels, and the relative squared error of the layer with the nearest ones and these."""
+    """What a solver found: the levels, and the errors."""
 
     levels: Array
-    before: Array
-    after: Array
+    errors: Errors
 
     def as_weight(self, form: Form, qparams: QParams, dtype: Any) -> tuple[Array, Errors]:
         """The weight that has these levels."""
-        values, lost = _values(form, self.levels, qparams, dtype)
-        return values, Errors(self.before, self.after, lost)
+        return _values(form, self.levels, qparams, dtype), self.errors
 
 
 def no_worse(w: Array, products: Array, grid: Grid, levels: Array) -> Found:
@@ -458,22 +442,17 @@ def no_worse(w: Array, products: Array, grid: Grid, levels: Array) -> Found:
     levels = jnp.where(is_better[..., None, :], levels, others)
     whole = squared_errors(w, products).sum()
     share = lambda errors: relative(errors.sum(), whole)
-    return Found(levels, share(before), share(jnp.where(is_better, found, before)))
+    return Found(levels, Errors(share(before), share(jnp.where(is_better, found, before))))
 
 
 Progress = Callable[[str, float, float], None]  # (path, error before, error after)
 
 
 def checked(weight: Weight, leaf: Array, errors: Errors, progress: Progress | None) -> Array:
-    """The new values of a weight, if its errors are numbers and its levels are kept; reported to the caller."""
+    """The new values of a weight, if its errors are numbers; reported to the caller."""
     check_solved(errors.after, weight)
     if isinstance(errors.after, jax.core.Tracer):
         return leaf
-    if int(errors.lost):
-        raise ValueError(
-            f"the weight is {leaf.dtype} and rotated: {int(errors.lost)} of its {leaf.size} levels would be others "
-            "once its values are rotated back and rounded. Cast it to float32."
-        )
     if progress is not None:
         progress(weight.path, float(errors.before), float(errors.after))
         for place in np.argwhere(np.asarray(weight.gram.rows) == 0) if np.ndim(weight.gram.rows) else ():

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from . import _numerics as num
-from ._sharding import replicated
+from .._base import _numerics as num
+from .._base._sharding import replicated
 
 
 def block_of(length: int) -> int:
