@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxquant import PerToken, Rule, activation_spec, merge_grams, quantize_fn, solve, weight_spec
+from jaxquant import PerToken, Rule, activation_spec, merge, quantize_fn, solve, weight_spec
 
 from .runner import Part, Ratio, compared, kept, verdict
 
@@ -127,7 +127,7 @@ class Case(NamedTuple):
 
 def observed(rules, params, calibration, f=model):
     grams = (quantized(f, rules).observe(params, tokens, gram=True) for tokens in calibration)
-    return Case(rules, params, calibration, merge_grams(*grams), f)
+    return Case(rules, params, calibration, merge(*grams), f)
 
 
 def minmax(case, **kw):

@@ -9,13 +9,11 @@ from ._arrays._affine import quantize as quantize
 from ._arrays._affine import scale_gradient as scale_gradient
 from ._arrays._fit import fit_qparams as fit_qparams
 from ._arrays._gram import Gram as Gram
-from ._arrays._gram import merge_grams as merge_grams
 from ._arrays._histogram import Histogram as Histogram
 from ._arrays._histogram import histogram as histogram
-from ._arrays._histogram import merge_histograms as merge_histograms
 from ._arrays._histogram import range_from_histogram as range_from_histogram
 from ._arrays._merging import ema_ranges as ema_ranges
-from ._arrays._merging import merge_ranges as merge_ranges
+from ._arrays._merging import merge as merge
 from ._arrays._pack import pack as pack
 from ._arrays._pack import unpack as unpack
 from ._arrays._qarray import QArray as QArray
@@ -43,6 +41,7 @@ from ._params import fake_quant_params as fake_quant_params
 from ._params import init_qparams as init_qparams
 from ._params import match_rules as match_rules
 from ._params import quantize_params as quantize_params
+from ._renamed import __getattr__ as __getattr__
 from ._report import Report as Report
 from ._report import ReportRow as ReportRow
 from ._report import choose_bits as choose_bits

@@ -14,8 +14,9 @@ from jax import Array, lax
 
 from ._arrays._affine import fake_quant
 from ._arrays._gram import Gram, relative, squared_errors
+from ._arrays._merging import merge
 from ._arrays._qparams import QParams
-from ._arrays._tally import Tally, merge_tallies, sqnr, tally, to_nearest
+from ._arrays._tally import Tally, sqnr, tally, to_nearest
 from ._base import _checks as checks
 from ._base._groups import reduce_groups
 from ._base._sharding import replicated
@@ -252,7 +253,7 @@ def _of_input(entry: Entry, t: Tally) -> ReportRow:
     if entry.stack:  # a tally for each turn of a scan
         turns = range(math.prod(n for _, n in entry.stack))
         flat = [v.reshape(len(turns), *v.shape[len(entry.stack) :]) for v in t]
-        t = functools.reduce(merge_tallies, [Tally(*(v[i] for v in flat)) for i in turns])
+        t = merge(*(Tally(*(v[i] for v in flat)) for i in turns))
     return _row(entry, jax.device_get(t), size=0, dead=None, bytes_before=0, bytes_after=0)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from jaxquant import Rule, activation_spec, from_log2, load, merge_ranges, quantize_fn, save, to_log2, weight_spec
+from jaxquant import Rule, activation_spec, from_log2, load, merge, quantize_fn, save, to_log2, weight_spec
 
 output = Path("output")
 output.mkdir(exist_ok=True)
@@ -181,7 +181,7 @@ results["float32"] = {"float": [], "float, trained on": []}
 
 
 def started(name, params, batches):
-    ranges = functools.reduce(merge_ranges, (observe(params, x) for x in batches[:16, :, :-1]))
+    ranges = functools.reduce(merge, (observe(params, x) for x in batches[:16, :, :-1]))
     of_inputs = ranges if "a8" in name else None
     return params, to_log2(quantized[name].init_qparams(params, batches[0, :, :-1], ranges=of_inputs))
 

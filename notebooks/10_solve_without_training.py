@@ -29,7 +29,7 @@ from jaxquant import (
     Rule,
     activation_spec,
     load,
-    merge_grams,
+    merge,
     quantize_fn,
     report,
     save,
@@ -133,7 +133,7 @@ calibration = windows(2000, 8, 32)[..., :-1]
 tokens = calibration[0]
 
 start = time.perf_counter()
-grams = merge_grams(*(quantized["w4"].observe(params, batch, gram=True) for batch in calibration))
+grams = merge(*(quantized["w4"].observe(params, batch, gram=True) for batch in calibration))
 print(f"{time.perf_counter() - start:.1f} s")
 for path, gram in grams.items():
     print(f"{path:<12} weight {params['layers'][path[7:]].shape!s:<14} products {gram.products.shape}")

@@ -34,7 +34,7 @@ from jaxquant import (
     QuantSpec,
     Rule,
     float8_spec,
-    merge_grams,
+    merge,
     quantize_fn,
     save,
     solve,
@@ -193,7 +193,7 @@ calibration = windows(2000, 4, 32)[..., :-1]
 tokens = calibration[0]
 # The embedding is also the head: its Gram sees the head alone, so that it stays with the nearest levels.
 layers = [site.entry for site in q.plan(params, tokens) if site.kind == "weight" and site.entry.startswith("layers")]
-grams = merge_grams(*(q.observe(params, batch, gram=True, entries=layers) for batch in calibration))
+grams = merge(*(q.observe(params, batch, gram=True, entries=layers) for batch in calibration))
 qparams = solve.ranges(params, q, grams, tokens)
 solved = solve.gptq(params, q, grams, tokens, qparams=qparams)
 served = {"params": q.freeze(solved, tokens, qparams=qparams), "qparams": qparams}

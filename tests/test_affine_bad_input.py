@@ -198,7 +198,7 @@ RANGES = [
     (lambda x: jq.qparams_from_range(Range(-1.0, 1.0), None), TypeError, "`spec`", "NoneType"),
     *[
         (lambda x, f=f, a=a, b=b: f(a, b), kind, name, text)
-        for f in (jq.merge_ranges, functools.partial(jq.ema_ranges, decay=0.5))
+        for f in (jq.merge, functools.partial(jq.ema_ranges, decay=0.5))
         for a, b, kind, name, text in [
             (R, (-1.0, 1.0), TypeError, "`b`", "tuple"),
             (None, R, TypeError, "`a`", "NoneType"),
@@ -226,11 +226,11 @@ RANGES = [
             (put(np.int32(1)), TypeError, "int32"),
         ]
     ],
-    (lambda x: jq.merge_histograms(H, HC), ValueError, "`b`", "(4, 1, 16384)"),
-    (lambda x: jq.merge_histograms(H, H.counts), TypeError, "`b`", "Array"),
-    (lambda x: jq.merge_histograms(None, H), TypeError, "`a`", "NoneType"),
-    (lambda x: jq.merge_histograms(jq.Histogram(None), H), TypeError, "`a`", "NoneType"),
-    (lambda x: jq.merge_histograms(H, jq.Histogram(np.ones(16384, F))), TypeError, "`b`", "float32"),
+    (lambda x: jq.merge(H, HC), ValueError, "`b`", "(4, 1, 16384)"),
+    (lambda x: jq.merge(H, H.counts), TypeError, "`b`", "Array"),
+    (lambda x: jq.merge(None, H), TypeError, "`a`", "NoneType"),
+    (lambda x: jq.merge(jq.Histogram(None), H), TypeError, "`a`", "NoneType"),
+    (lambda x: jq.merge(H, jq.Histogram(np.ones(16384, F))), TypeError, "`b`", "float32"),
     (lambda x: jq.range_from_histogram(X), TypeError, "`h`", "Array"),
     (lambda x: jq.range_from_histogram(jq.Histogram(V3.astype(np.uint32))), ValueError, "`h`", "(3,)"),
 ]
@@ -408,7 +408,7 @@ def test_float64_is_not_narrowed_silently():
             "qparams.scale": lambda: jq.fake_quant(narrow, S, QParams(wide, 0.0)),
             "qparams.zero_point": lambda: jq.quantize(narrow, S, QParams(0.5, wide)),
             "x_min": lambda: jq.qparams_from_range(Range(wide, 1.0), S),
-            "x_max": lambda: jq.merge_ranges(R, Range(-1.0, wide)),
+            "x_max": lambda: jq.merge(R, Range(-1.0, wide)),
             "decay": lambda: jq.ema_ranges(R, R, wide),
             "factor": lambda: jq.scale_gradient(narrow, wide),
         }

@@ -263,7 +263,7 @@ def same(a, b):
     jax.tree.map(assert_same_bits, tuple(a), tuple(b))
 
 
-merge, ema = jax.jit(jq.merge_ranges), jax.jit(jq.ema_ranges)
+merge, ema = jax.jit(jq.merge), jax.jit(jq.ema_ranges)
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_an_average_lies_between_both(x, y, decay):
 def counts_of(x, y, both):
     """Of two arrays, merged, and of one."""
     count = lambda x: jq.histogram(x, QuantSpec())
-    return jq.merge_histograms(count(x), count(y)).counts, count(both).counts
+    return jq.merge(count(x), count(y)).counts, count(both).counts
 
 
 @pytest.mark.slow

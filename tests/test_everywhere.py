@@ -30,7 +30,7 @@ from jaxquant import (
     dot_general,
     fake_quant,
     histogram,
-    merge_ranges,
+    merge,
     quantize,
     quantize_fn,
     quantize_params,
@@ -318,7 +318,7 @@ def served(names):
     """Several uses as one function, quantized, in float and frozen, with the values of all three."""
     f, params, rules = together(names)
     q = quantize_fn(f, rules)
-    s = q.init_qparams(params, X, ranges=merge_ranges(q.observe(params, X), q.observe(params, -np.asarray(X))))
+    s = q.init_qparams(params, X, ranges=merge(q.observe(params, X), q.observe(params, -np.asarray(X))))
     frozen = q.freeze(params, X, qparams=s)
     return q, params, s, frozen, *jax.jit(lambda p, s: (q(p, X, qparams=s), f(p, X)))(params, s)
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from lanes import cases
 
-from jaxquant import Gram, QuantSpec, Rule, activation_spec, merge_grams, quantize_fn, weight_spec
+from jaxquant import Gram, QuantSpec, Rule, activation_spec, merge, quantize_fn, weight_spec
 
 F = np.float32
 W4, A8 = weight_spec(4), activation_spec(8)
@@ -167,7 +167,7 @@ def test_batches_and_devices_add_up():
     q, params = quantize_fn(stacked, RULES), LAYERS
     observe = functools.partial(q.observe, gram=True)
     parts = [observe(params, X[i : i + 2]) for i in (0, 2, 4)]
-    merged = merge_grams(*parts)
+    merged = merge(*parts)
     layers, shared = of_stacked()
     same(merged["layers"], layers, [6, 6, 6])
     same(merged["shared"], shared, 36)
@@ -248,14 +248,14 @@ def test_bad_input():
         q.observe({"w": normal(2, 4, 7)}, X, gram=1)
     one, other = Gram(np.eye(2, dtype=F), F(3), np.ones(2, F)), Gram(np.eye(3, dtype=F), F(3), np.ones(3, F))
     with pytest.raises(ValueError, match=r"`products` must have one shape, got \(2, 2\) and \(3, 3\)"):
-        merge_grams(one, other)
-    with pytest.raises(ValueError, match="the same keys in merge_grams"):
-        merge_grams({"a": one}, {"b": one})
+        merge(one, other)
+    with pytest.raises(ValueError, match="the same keys in merge"):
+        merge({"a": one}, {"b": one})
     for wrong in (([one, one],), ()):
-        with pytest.raises(TypeError, match="merge_grams takes Grams"):
-            merge_grams(*wrong)
-    with pytest.raises(TypeError, match="Gram"):
-        merge_grams(np.eye(2))
+        with pytest.raises(TypeError, match="merge takes Ranges"):
+            merge(*wrong)
+    with pytest.raises(TypeError, match="must be of type Range, or dicts of it, in merge, got ndarray"):
+        merge(np.eye(2))
     f = lambda p, x: lax.conv_general_dilated(x, p["w"], (1,), "SAME", batch_group_count=2)
     with pytest.raises(ValueError, match="batch_group_count=2"):
         quantize_fn(f, RULES).observe({"w": normal(1, 4, 2, 3)}, normal(2, 4, 2, 5), gram=True)

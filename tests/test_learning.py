@@ -19,7 +19,7 @@ from jaxquant import (
     fake_quant,
     fake_quant_params,
     init_qparams,
-    merge_ranges,
+    merge,
     observe,
     qparams_from_range,
     quantize_params,
@@ -300,7 +300,7 @@ def test_one_program_runs_every_schedule():
 SPEC = activation_spec(8)
 UPDATES = {
     "ema": lambda old, h: ema_ranges(old, observe(h, SPEC), 0.9),
-    "merge": lambda old, h: merge_ranges(old, observe(h, SPEC)),
+    "merge": lambda old, h: merge(old, observe(h, SPEC)),
 }
 frozen = lambda old, h: old
 NOTHING = {name: Range(np.float32(np.inf), np.float32(-np.inf)) for name in ("input", "hidden", "sum")}

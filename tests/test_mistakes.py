@@ -33,7 +33,7 @@ from jaxquant import (
     from_log2,
     init_qparams,
     load,
-    merge_ranges,
+    merge,
     quantize,
     quantize_fn,
     quantize_params,
@@ -387,12 +387,12 @@ def test_a_scale_that_training_has_lost_is_not_frozen(value):
 
 def test_ranges_of_any_number_of_batches():
     batches = [{"a": Range(F(-i), F(2 * i))} for i in range(4)]
-    got = merge_ranges(*batches)["a"]
+    got = merge(*batches)["a"]
     assert (got.x_min, got.x_max) == (-3, 6)
-    assert merge_ranges(batches[1])["a"].x_max == 2
+    assert merge(batches[1])["a"].x_max == 2
     for wrong in ((), (batches,)):
-        with pytest.raises(TypeError, match=r"merge_ranges takes Ranges.*\(\*values\)"):
-            merge_ranges(*wrong)
+        with pytest.raises(TypeError, match=r"merge takes Ranges.*\(\*values\)"):
+            merge(*wrong)
 
 
 def test_the_plan_says_per_token():

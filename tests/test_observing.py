@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jaxquant import (
     ema_ranges,
     fake_quant,
     histogram,
-    merge_ranges,
+    merge,
     observe,
     quantize,
     quantize_fn,
@@ -136,7 +137,7 @@ def test_batches_merge_to_the_range_of_all():
     f, p, rules = together(("plain", "one value in several ops"))
     q = quantize_fn(f, rules)
     whole, *halves = (q.observe(p, x) for x in (X, *np.split(np.asarray(X), 2)))
-    merged = merge_ranges(*halves)
+    merged = merge(*halves)
     near(merged, whole)  # of what a dot makes of fewer rows
     for end in range(2):
         assert_same_bits(merged["plain/v:input"][end], range_of(X)[end])
@@ -258,14 +259,23 @@ def test_lsq_gradient_divides_by_what_shares_a_scale():
 
 
 @pytest.mark.slow
+class Products(NamedTuple):
+    """What an observer sees of a layer."""
+
+    products: Any
+    other: Any
+
+    def merged(self, more):
+        return Products(*map(jnp.add, self, more))
+
+
 def test_an_observer_gets_the_contracted_axes_and_the_other_operand():
     """As a solver for the integers of a weight needs them: the products of its inputs, where it meets them."""
 
     def of(given):
         kept = tuple(i for i in range(given.x.ndim) if i not in given.contracted)
-        return jnp.tensordot(given.x, given.x, (kept, kept)), given.other
+        return Products(jnp.tensordot(given.x, given.x, (kept, kept)), given.other)
 
-    add = functools.partial(jax.tree.map, jnp.add)
     zeros = functools.partial(jax.tree.map, lambda v: jnp.zeros(v.shape, v.dtype))
     across = lambda found, axes: lax.psum(found, tuple(axes))
     q, x = quantize_fn(scanned, RULES), normal(0, 4, 8)
@@ -276,7 +286,7 @@ def test_an_observer_gets_the_contracted_axes_and_the_other_operand():
         x = x + hidden @ down
     for qparams, tolerance in ((None, 1e-5), (q.init_qparams(P3, inputs["up:input"][0]), 0.1)):
         arguments = (P3, inputs["up:input"][0]), {}
-        observer = Observer(of, add, zeros, across, lambda decisions: uses_of_inputs(decisions, has_range))
+        observer = Observer(of, zeros, across, lambda decisions: uses_of_inputs(decisions, has_range))
         _, found = q._collect(observer, qparams is None, qparams, *arguments)
         for key, (products, other) in found.items():
             assert_same_bits(other, weights[key])

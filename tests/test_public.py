@@ -53,9 +53,7 @@ PUBLIC = {
     "init_qparams",
     "load",
     "match_rules",
-    "merge_grams",
-    "merge_histograms",
-    "merge_ranges",
+    "merge",
     "pack",
     "qparams_from_range",
     "quant_point",
@@ -110,6 +108,13 @@ def test_public_names():
     assert names(jaxquant) == PUBLIC
     assert names(tf) == PUBLIC_TF
     assert names(solve) == PUBLIC_SOLVE
+
+
+@pytest.mark.parametrize("old", ["merge_ranges", "merge_histograms", "merge_grams"])
+def test_old_names_say_the_new_ones(old):
+    with pytest.raises(AttributeError, match=rf"no attribute {old!r}\. It is jaxquant\.merge now"):
+        getattr(jaxquant, old)
+    assert not hasattr(jaxquant, "mergers")
 
 
 functions = [(tf, name) for name in PUBLIC_TF if name[0].islower()]

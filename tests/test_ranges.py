@@ -32,13 +32,12 @@ from jaxquant import (
     fake_quant,
     fit_qparams,
     histogram,
-    merge_histograms,
-    merge_ranges,
+    merge,
     observe,
     qparams_from_range,
     range_from_histogram,
 )
-from jaxquant._arrays._tally import merge_tallies, tally
+from jaxquant._arrays._tally import tally
 from jaxquant._platform._cpu import _in_one_pass
 
 pytestmark = pytest.mark.bits
@@ -686,9 +685,9 @@ def test_merged_ranges():
     a, b, _ = some_ranges()
     tree = lambda r: {"x": r, "y": {"z": Range(r.x_min[0], r.x_max[0])}}
     want = Range(np.minimum(a.x_min, b.x_min), np.maximum(a.x_max, b.x_max))
-    jax.tree.map(assert_same_bits, jax.jit(merge_ranges)(tree(a), tree(b)), tree(want))
-    same(functools.reduce(merge_ranges, (NEUTRAL, Range(-1, 2), Range(np.float16(-3), 1.0))), Range(F(-3), F(2)))
-    assert list(merge_ranges({"b": a, "a": a}, {"a": b, "b": b})) == ["b", "a"]
+    jax.tree.map(assert_same_bits, jax.jit(merge)(tree(a), tree(b)), tree(want))
+    same(functools.reduce(merge, (NEUTRAL, Range(-1, 2), Range(np.float16(-3), 1.0))), Range(F(-3), F(2)))
+    assert list(merge({"b": a, "a": a}, {"a": b, "b": b})) == ["b", "a"]
 
 
 def test_averaged_ranges():
@@ -761,9 +760,7 @@ def test_histograms_merge_exactly_in_any_order():
     want = histogram(x, spec).counts
     assert_same_bits(histogram(x[::-1, ::-1], spec).counts, want, "order")
     empty = Histogram(np.zeros_like(want))
-    merged = jax.jit(
-        lambda x: jax.lax.scan(lambda h, x: (merge_histograms(h, histogram(x[None], spec)), None), empty, x)[0]
-    )
+    merged = jax.jit(lambda x: jax.lax.scan(lambda h, x: (merge(h, histogram(x[None], spec)), None), empty, x)[0])
     assert_same_bits(merged(x).counts, want, "scan")
     assert_same_bits(merged(x[::-1]).counts, want, "scan in another order")
     shard = lambda x: jax.lax.psum(histogram(x, spec).counts, "data")
@@ -849,24 +846,24 @@ def test_a_histogram_keeps_its_shares_however_often_it_is_doubled():
     x[: 2**11] = 0
     one = histogram(x, activation_spec(8))
     want = {percentile: range_from_histogram(one, percentile) for percentile in (90, 99.9, 100)}
-    double = jax.jit(lambda h: merge_histograms(h, h))
+    double = jax.jit(lambda h: merge(h, h))
     total = one
     for n in range(13, 45):
         total = double(total)
         for percentile in want if n in (31, 32, 33, 44) else ():
             assert range_from_histogram(total, percentile) == want[percentile], (n, percentile)
     half = functools.reduce(lambda h, _: double(h), range(17), one)
-    in_any_order = merge_histograms(half, one, half, one), merge_histograms(one, merge_histograms(one, half), half)
+    in_any_order = merge(half, one, half, one), merge(one, merge(one, half), half)
     np.testing.assert_array_equal(*(h.counts for h in in_any_order))
     for wrong in ((), ([one, one],)):
-        with pytest.raises(TypeError, match=r"merge_histograms takes Histograms.*\(\*values\)"):
-            merge_histograms(*wrong)
+        with pytest.raises(TypeError, match=r"merge takes Ranges.*\(\*values\)"):
+            merge(*wrong)
 
 
 @pytest.mark.slow
 def test_a_tally_counts_on():
     t = tally(jnp.linspace(-1.0, 1.0, 64), activation_spec(8))
-    many = functools.reduce(lambda t, _: merge_tallies(t, t), range(32), t)
+    many = functools.reduce(lambda t, _: t.merged(t), range(32), t)
     assert int(many.clipped) / int(many.size) == int(t.clipped) / int(t.size)
     assert ((many.levels > 0) == (t.levels > 0)).all()
     np.testing.assert_allclose(many.noise / many.signal, t.noise / t.signal, rtol=1e-5)

@@ -31,8 +31,7 @@ from jaxquant import (
     ema_ranges,
     fake_quant,
     histogram,
-    merge_histograms,
-    merge_ranges,
+    merge,
     observe,
     quantize_fn,
     range_from_histogram,
@@ -346,13 +345,13 @@ def curves():
 def ranges():
     """The upper end of an activation's range over batches, by three observers."""
     spec, total, seen, counts = activation_spec(8), Range(np.inf, -np.inf), Range(np.inf, -np.inf), None
-    rows = {"this batch": [], "min-max, merge_ranges": [], "moving average, ema_ranges": [], "99.9 %, histogram": []}
+    rows = {"this batch": [], "min-max, merge": [], "moving average, ema_ranges": [], "99.9 %, histogram": []}
     for i in range(60):
         x = jax.nn.relu(jax.random.normal(jax.random.key(i), (512,)) + 0.5)
         x = x.at[0].set(9.0) if i == 20 else x
         batch = observe(x, spec)
-        total, seen = merge_ranges(total, batch), ema_ranges(seen, batch, 0.9)
-        counts = histogram(x, spec) if counts is None else merge_histograms(counts, histogram(x, spec))
+        total, seen = merge(total, batch), ema_ranges(seen, batch, 0.9)
+        counts = histogram(x, spec) if counts is None else merge(counts, histogram(x, spec))
         of_batch = batch, total, seen, range_from_histogram(counts, percentile=99.9)
         for row, r in zip(rows.values(), of_batch, strict=True):
             row.append(float(r.x_max))

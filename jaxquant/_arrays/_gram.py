@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The moments of the inputs that a weight contracts, which say what an error of the weight costs."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .._base._sharding import is_explicit, replicated
-from ._merging import merged
 
 
 class Gram(NamedTuple):
@@ -29,6 +28,16 @@ class Gram(NamedTuple):
     products: Array
     rows: Array
     sums: Array
+
+    def merged(self, other: "Gram") -> "Gram":
+        """The moments of the rows of both."""
+        a, b = jnp.shape(self.products), jnp.shape(other.products)
+        if a != b:
+            raise ValueError(
+                f"`products` must have one shape, got {a} and {b}: Grams of two weights, or of two models. Observe all "
+                "batches with one function and its parameters."
+            )
+        return Gram(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def gram(rows: Array, is_met: Array | None = None, counts: Array | None = None) -> Gram:
@@ -62,40 +71,3 @@ def squared_errors(error: Array, products: Array) -> Array:
 def relative(error: Array, output: Array) -> Array:
     """A squared error relative to the square of the output; of a layer that gives zeros alone, the error itself."""
     return error / jnp.where(output > 0, output, 1)
-
-
-def merge_grams(*grams: Any) -> Any:
-    """The sums of Grams, such as of several batches.
-
-    Args:
-      *grams: one or more: Gram, or dicts of them with the same keys, as `q.observe(..., gram=True)` gives them.
-
-    Returns:
-      A Gram, or a dict of them like the first.
-
-    Gradient: as a sum.
-
-    Raises:
-      TypeError: for anything but Grams or dicts of them, such as a list of them, and for no argument.
-      ValueError: for different keys or shapes.
-
-    Source: the Hessian of a layer's squared error, as in Hassibi et al., 1993, "Optimal Brain Surgeon".
-
-    >>> import jax.numpy as jnp
-    >>> from jaxquant import merge_grams, quantize_fn, weight_spec
-    >>> q = quantize_fn(lambda params, x: x @ params["w"], [("w", weight_spec(4))])
-    >>> batches = jnp.ones((2, 3)), 2 * jnp.ones((5, 3))
-    >>> grams = merge_grams(*(q.observe({"w": jnp.ones((3, 4))}, x, gram=True) for x in batches))
-    >>> grams["w"].products[0].tolist(), grams["w"].rows.item(), grams["w"].sums.tolist()
-    ([22.0, 22.0, 22.0], 7.0, [12.0, 12.0, 12.0])
-    """
-
-    def summed(a: Gram, b: Gram) -> Gram:
-        if jnp.shape(a.products) != jnp.shape(b.products):
-            raise ValueError(
-                f"`products` must have one shape, got {jnp.shape(a.products)} and {jnp.shape(b.products)}: Grams of "
-                "two weights, or of two models. Observe all batches with one function and its parameters."
-            )
-        return Gram(*(x + y for x, y in zip(a, b, strict=True)))
-
-    return merged(summed, Gram, "merge_grams", grams)

@@ -12,7 +12,6 @@ from jax import Array, lax
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._spec._spec import QuantSpec, checked_spec, qparams_shape
-from ._merging import merged
 from ._range import Range, for_each, no_nonfinite, rows_of
 
 _FRACTION_BITS = 5
@@ -28,6 +27,13 @@ class Histogram(NamedTuple):
     """
 
     counts: Array
+
+    def merged(self, other: "Histogram") -> "Histogram":
+        """The histogram of the values of both."""
+        for name, h in (("a", self), ("b", other)):
+            _checked_counts(name, h)
+        checks.shape("b", other.counts, self.counts.shape, "the shape of `a`")
+        return Histogram(*added_counts(self.counts, other.counts))
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -53,7 +59,7 @@ def histogram(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Histogra
       nonfinite: static. "ignore" leaves NaN and infinities out; "raise" raises for them, and needs a concrete `x`.
 
     Returns:
-      Histogram, 64 KiB for each group, whatever x is. Add batches by `merge_histograms`; under `shard_map` add shards
+      Histogram, 64 KiB for each group, whatever x is. Add batches by `merge`; under `shard_map` add shards
       by `lax.psum`, which holds up to 2 ** 32 - 1 values in a bin.
 
     Gradient: none; counts are integers.
@@ -72,42 +78,6 @@ def histogram(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Histogra
     x = checks.float_array("x", x)
     no_nonfinite(x, nonfinite)
     return _histogram(x, checked_spec(spec))
-
-
-def merge_histograms(*histograms: Any) -> Any:
-    """The histogram of the values of several: the sum of the counts.
-
-    Associative and commutative as long as no bin has more than 2 ** 31 values. Where one would, all counts of its group
-    are halved first, on both sides, so that shares stay, and the ends of the range; counts are rounded up.
-
-    Args:
-      *histograms: one or more: Histogram, of one shape; or dicts of them with the same keys.
-
-    Returns:
-      Histogram of that shape, or a dict of them like the first.
-
-    Gradient: none; counts are integers.
-
-    Raises:
-      TypeError: for anything but Histograms or dicts of them, such as a list of them, and for no argument.
-      ValueError: for different keys or shapes.
-
-    Source: as `histogram`.
-
-    >>> import jax.numpy as jnp
-    >>> from jaxquant import activation_spec, histogram, merge_histograms
-    >>> h = histogram(jnp.ones(3), activation_spec())
-    >>> merge_histograms(h, h).counts.sum().item()
-    6
-    """
-
-    def summed(a: Histogram, b: Histogram) -> Histogram:
-        for name, h in (("a", a), ("b", b)):
-            _checked_counts(name, h)
-        checks.shape("b", b.counts, a.counts.shape, "the shape of `a`")
-        return Histogram(*added_counts(a.counts, b.counts))
-
-    return merged(summed, Histogram, "merge_histograms", histograms)
 
 
 @jax.jit

@@ -2,7 +2,7 @@
 """Merges of what batches, shards and processes observe: the union of ranges, and their moving average."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,58 +14,45 @@ from .._base import _numerics as num
 from ._range import Range, for_each
 
 
-def merged(merge: Callable, kind: type, function: str, values: Sequence[Any]) -> Any:
-    """Merges any number of values of one kind, or of dicts of them, by a `merge` of two."""
-    if not values or isinstance(values[0], list):
-        raise TypeError(
-            f"{function} takes {kind.__name__}s, got {'a list' if values else 'none'}. Unpack it: (*values)."
-        )
-    two = lambda a, b: for_each(merge, kind, function, a=a, b=b)
-    return functools.reduce(two, values[1:], for_each(lambda a: a, kind, function, a=values[0]))
+def merge(*observed: Any) -> Any:
+    """What is observed of several batches, shards or processes: the union of ranges, the sum of histograms or Grams.
 
-
-def _of_two_ranges(f: Callable[[Range, Range], Range]) -> Callable[[Range, Range], Range]:
-    """`f` of two ranges whose ends have been checked."""
-
-    def of(a: Range, b: Range) -> Range:
-        ends = [checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32)) for r in (a, b)]
-        for name, one, other in zip(("x_min", "x_max"), *ends, strict=True):
-            checks.shape(f"{name} of b", other, one.shape, "the shape in `a`")
-        return f(Range(*ends[0]), Range(*ends[1]))
-
-    return of
-
-
-def merge_ranges(*ranges: Any) -> Any:
-    """The smallest range that contains all of those given, such as one of each batch.
-
-    Associative, commutative and idempotent, so that batches, shards and processes merge in any order; Range(inf, -inf)
-    is neutral.
+    Associative and commutative, but for the rounding of the float sums of Grams, so that parts merge in any order. For
+    ranges also idempotent, and Range(inf, -inf) is neutral. Where a bin of a histogram would have more than 2 ** 32
+    values, all counts of its group are halved first, on both sides, and rounded up, so that shares and ends stay.
 
     Args:
-      *ranges: one or more: Range of floating arrays of one shape, or dicts of them with the same keys.
+      *observed: one or more of one kind and shape: Range, Histogram or Gram, or dicts of them with the same keys, as
+        `q.observe` gives them.
 
     Returns:
-      A Range of float32, or a dict of them like the first.
+      One of this kind, or a dict like the first.
 
-    Gradient: as minimum and maximum, as JAX defines it.
+    Gradient: of ranges as minimum and maximum, of Grams as a sum, as JAX defines them; counts have none.
 
     Raises:
-      TypeError: for anything but Ranges or dicts of them, such as a list of them, and for no argument.
+      TypeError: for anything else, such as a list of them, and for no argument.
       ValueError: for different keys or shapes.
 
-    Source: the min-max observer of every calibration scheme.
+    Source: the observers of every calibration scheme.
 
-    >>> from jaxquant import Range, merge_ranges
-    >>> [end.item() for end in merge_ranges(Range(-1.0, 2.0), Range(-3.0, 1.0), Range(0.0, 5.0))]
+    >>> from jaxquant import Range, merge
+    >>> [end.item() for end in merge(Range(-1.0, 2.0), Range(-3.0, 1.0), Range(0.0, 5.0))]
     [-3.0, 5.0]
     """
-    return merged(_of_two_ranges(_widest), Range, "merge_ranges", (*ranges[:1], *ranges))
+    if not observed or isinstance(observed[0], list):
+        got = "a list" if observed else "none"
+        raise TypeError(f"merge takes Ranges, Histograms or Grams, or dicts of them, got {got}. Unpack it: (*values).")
+    kind = next((kind for v in observed if hasattr(kind := _kind(v), "merged")), Range)
+    two = lambda a, b: for_each(lambda a, b: a.merged(b), kind, "merge", a=a, b=b)
+    return functools.reduce(two, observed[1:], for_each(lambda a: a, kind, "merge", a=observed[0]))
 
 
-@jax.jit
-def _widest(a: Range, b: Range) -> Range:
-    return Range(jnp.minimum(a.x_min, b.x_min), jnp.maximum(a.x_max, b.x_max))
+def _kind(v: Any) -> type:
+    """The type of what is observed, under whatever keys."""
+    while isinstance(v, Mapping) and v:
+        v = next(iter(v.values()))
+    return type(v)
 
 
 @jax.jit
@@ -79,7 +66,7 @@ def _ema(a: Range, b: Range, decay: Array) -> Range:
 def ema_ranges(a: Any, b: Any, decay: Any) -> Any:
     """The exponential moving average of ranges: `decay * a + (1 - decay) * b`, end by end.
 
-    Not associative: the order of the batches matters, and shards are merged by `merge_ranges` first. The empty range,
+    Not associative: the order of the batches matters, and shards are merged by `merge` first. The empty range,
     (inf, -inf), is neutral, so an average can start from it.
 
     Args:
@@ -103,4 +90,4 @@ def ema_ranges(a: Any, b: Any, decay: Any) -> Any:
     [-1.5, 1.5]
     """
     decay = checks.fraction("decay", decay)
-    return for_each(_of_two_ranges(lambda a, b: _ema(a, b, decay)), Range, "ema_ranges", a=a, b=b)
+    return for_each(lambda a, b: _ema(*a.checked(b), decay), Range, "ema_ranges", a=a, b=b)

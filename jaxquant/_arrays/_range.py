@@ -30,11 +30,27 @@ _ZERO = np.float32(0)
 class Range(NamedTuple):
     """The ends of real ranges, float32, in the shape of the scale: scalars per tensor.
 
-    `Range(inf, -inf)` is the empty range, the neutral element of `merge_ranges`.
+    `Range(inf, -inf)` is the empty range, the neutral element of `merge`.
     """
 
     x_min: Any
     x_max: Any
+
+    def checked(self, other: "Range") -> tuple["Range", "Range"]:
+        """Both in float32; raises for different shapes."""
+        a, b = (Range(*checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32))) for r in (self, other))
+        for name, of_a, of_b in zip(self._fields, a, b, strict=True):
+            checks.shape(f"{name} of b", of_b, of_a.shape, "the shape in `a`")
+        return a, b
+
+    def merged(self, other: "Range") -> "Range":
+        """The smallest range that contains both."""
+        return _widest(*self.checked(other))
+
+
+@jax.jit
+def _widest(a: Range, b: Range) -> Range:
+    return Range(jnp.minimum(a.x_min, b.x_min), jnp.maximum(a.x_max, b.x_max))
 
 
 # So that an exported program can take and return it.
@@ -99,7 +115,7 @@ def observe(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
 
     Returns:
       Range of float32 in the shape of the scale; the empty range, (inf, -inf), where no value is finite. Combine
-      batches by `merge_ranges` or `ema_ranges`. Under `shard_map` it is the range of the shard: combine by `lax.pmin`
+      batches by `merge` or `ema_ranges`. Under `shard_map` it is the range of the shard: combine by `lax.pmin`
       and `lax.pmax`.
 
     Gradient: none; ranges are observed, and QParams are trained.

@@ -41,6 +41,13 @@ class Tally(NamedTuple):
     clipped: Array
     levels: Array
 
+    def merged(self, other: "Tally") -> "Tally":
+        """The tally of the values of both; counts are halved together where there are more than 2 ** 31."""
+        counts = zip(*((t.size[..., None], t.clipped, t.levels) for t in (self, other)), strict=True)
+        size, clipped, levels = added_counts(*next(counts), *counts)
+        largest = jnp.maximum(self.max_error, other.max_error)
+        return Tally(size[..., 0], self.signal + other.signal, self.noise + other.noise, largest, clipped, levels)
+
 
 def to_nearest(spec: QuantSpec) -> QuantSpec:
     """The spec itself, or to nearest in place of stochastic rounding, whose error is another one in each step."""
@@ -79,14 +86,6 @@ def _level_number(q: QArray) -> Array:
     # XLA bitcasts whole bytes alone, and float4 is half of one.
     values = q.values.astype(jnp.float8_e4m3fn if jnp.finfo(q.spec.dtype).bits < 8 else q.spec.dtype)
     return jnp.where(values == 0, 0, lax.bitcast_convert_type(values, jnp.uint8)).astype(jnp.int32)
-
-
-def merge_tallies(a: Tally, b: Tally) -> Tally:
-    """The tally of the values of both; counts are halved together where there are more than 2 ** 31."""
-    sizes, clipped, levels = zip(*((t.size[..., None], t.clipped, t.levels) for t in (a, b)), strict=True)
-    size, clipped, levels = added_counts(*sizes, clipped, levels)
-    largest = jnp.maximum(a.max_error, b.max_error)
-    return Tally(size[..., 0], a.signal + b.signal, a.noise + b.noise, largest, clipped, levels)
 
 
 def tally_across(t: Tally, axes: Collection[str]) -> Tally:

@@ -238,7 +238,7 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
     def body(state, turn):
         (changing, seen), (xs, of_turn, own) = state, turn
         outs, observed = inner({**shared, **of_turn}, own, *consts, *carry.whole(changing), *xs)
-        seen = {key: inputs.merge(v, observed.pop(key)) for key, v in seen.items()}
+        seen = {key: v.merged(observed.pop(key)) for key, v in seen.items()}
         ys = [v.ordered() if isinstance(v, QuantizedParam) else v for v in outs[n:]]
         return (carry.changing(outs[:n]), seen), (ys, observed)
 
@@ -273,7 +273,7 @@ def _evaluate_while(replace: Replacements, step: Step) -> Sequence[Any]:
     def body(state):
         changing, seen, turn = state
         outs, observed = inner(qparams, key_of(turn), *consts, *carry.whole(changing))
-        seen = {key: replace.inputs.merge(v, observed[key]) for key, v in seen.items()}
+        seen = {key: v.merged(observed[key]) for key, v in seen.items()}
         return carry.changing(outs), seen, None if turn is None else turn + 1
 
     changing, seen, _ = lax.while_loop(
@@ -305,7 +305,7 @@ def _evaluate_cond(replace: Replacements, step: Step) -> Sequence[Any]:
             outs, observed = f(qparams, key, *args)
             # All branches alike: a part may have lost the sums that the whole came with.
             outs = [v.ordered().without_sums() if isinstance(v, QuantizedParam) else v for v in outs]
-            return outs, {k: replace.inputs.merge(v, observed[k]) if k in observed else v for k, v in nothing.items()}
+            return outs, {k: v.merged(observed[k]) if k in observed else v for k, v in nothing.items()}
 
         return all_seen
 

@@ -39,7 +39,6 @@ class Inputs(NamedTuple):
       observed: of each entry that is observed, the locations where.
       scans: of each entry, the scans whose turns each have a value of their own.
       nothing: (entry, locations of scans) -> what is observed where nothing is seen, stacked for these scans.
-      merge: of what two turns or branches have seen.
       across: (what is seen on one device, axes of the mesh) -> what is seen on all.
     """
 
@@ -47,7 +46,6 @@ class Inputs(NamedTuple):
     observed: Mapping[str, Collection[Location]]
     scans: Mapping[str, Collection[Location]]
     nothing: Callable[[str, Collection[Location]], Any]
-    merge: Callable[[Any, Any], Any]
     across: Callable[[Any, Collection[str]], Any]
 
     def within(self, qparams: Mapping[str, Any], location: Location) -> dict[str, Any]:
@@ -66,7 +64,7 @@ class Inputs(NamedTuple):
     def note(self, scope: Scope, observed: Mapping[str, Any]) -> None:
         """Adds what is observed to what a scope has observed before."""
         before = scope.observed
-        before.update({key: self.merge(before[key], v) if key in before else v for key, v in observed.items()})
+        before.update({key: before[key].merged(v) if key in before else v for key, v in observed.items()})
 
 
 class Step(NamedTuple):

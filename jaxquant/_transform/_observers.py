@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arrays._gram import Gram, gram, merge_grams
-from .._arrays._histogram import Histogram, histogram, merge_histograms
-from .._arrays._merging import merge_ranges
+from .._arrays._gram import Gram, gram
+from .._arrays._histogram import Histogram, histogram
 from .._arrays._qparams import QParams
 from .._arrays._range import Range, observe
-from .._arrays._tally import merge_tallies, tally, tally_across
+from .._arrays._tally import tally, tally_across
 from .._base import _checks as checks
 from .._paths import named_in_errors
 from .._program._jaxpr import Location
@@ -75,14 +74,12 @@ class Observer(NamedTuple):
 
     Attributes:
       of: Observed -> what is seen of it.
-      merge: of what is seen of two.
       neutral: shapes and dtypes of what is seen -> what is seen of nothing.
       across: (what is seen on one device, axes) -> what is seen on all.
       uses: decisions about a function -> of each entry that is observed, where.
     """
 
     of: Callable[[Observed], Any]
-    merge: Callable[[Any, Any], Any]
     neutral: Callable[[Any], Any]
     across: Callable[[Any, Collection[str]], Any]
     uses: Callable[[Decisions], dict[str, Use]]
@@ -157,21 +154,18 @@ def _zeros(like: Any) -> Any:
 
 RANGES = Observer(
     lambda given: observe(given.counted, given.spec),
-    merge_ranges,
     lambda r: Range(jnp.full(r.x_min.shape, jnp.inf), jnp.full(r.x_max.shape, -jnp.inf)),
     lambda r, axes: Range(lax.pmin(r.x_min, tuple(axes)), lax.pmax(r.x_max, tuple(axes))),
     lambda decisions: uses_of_inputs(decisions, has_range),
 )
 HISTOGRAMS = Observer(
     lambda given: histogram(given.counted, given.spec),
-    merge_histograms,
     _zeros,
     lambda h, axes: Histogram(lax.psum(h.counts, tuple(axes))),
     lambda decisions: uses_of_inputs(decisions, has_range),
 )
 TALLIES = Observer(
     lambda given: tally(given.counted, given.spec, given.qparams),
-    merge_tallies,
     _zeros,
     tally_across,
     lambda decisions: uses_of_inputs(decisions, lambda entry: entry.is_seen),
@@ -183,7 +177,6 @@ def grams(wanted: frozenset[str] | None) -> Observer:
     """The observer of moments, of all weights or those wanted; one object, so that jit knows it again."""
     return Observer(
         _gram_of,
-        merge_grams,
         _zeros,
         lambda g, axes: Gram(*(lax.psum(v, tuple(axes)) for v in g)),
         functools.partial(uses_of_weights, wanted=wanted),

@@ -127,13 +127,13 @@ class QuantizedFunction:
 
         Returns:
           A dict from entry to Range, or to Histogram, of each input except those that are always dynamic, as inputs
-          per token are. Combine batches by `merge_ranges`, `ema_ranges` or `merge_histograms`. An input in a scan over
+          per token are. Combine batches by `merge` or `ema_ranges`. An input in a scan over
           parameters has one range for each turn; in other loops, one for all turns; in a branch that is not taken, or a
           loop without a turn, the empty range, Range(inf, -inf). Under shard_map, and for sharded arrays, it is one
           range for all devices.
 
           With `gram=True` a dict from the path of each weight to a Gram of its inputs, whether these are quantized or
-          stay in float; of all uses of the weight together. Combine batches by `merge_grams`. Turns, branches and
+          stay in float; of all uses of the weight together. Combine batches by `merge`. Turns, branches and
           devices are as for ranges; where nothing is seen, a Gram is 0. A mask that is nowhere True gives the empty
           range, a histogram without counts, a Gram of 0.
 
@@ -143,7 +143,7 @@ class QuantizedFunction:
           TypeError, ValueError: as a call; with `gram=True`, for a weight that is a part of a parameter; for a mask
             that is not of bools or fits no input, and for one where the function has a `mask` of its own.
 
-        Source: as `jaxquant.observe`, and `merge_grams`.
+        Source: as `jaxquant.observe`; of Grams Hassibi et al., 1993, "Optimal Brain Surgeon".
         """
         with_value = checks.static_bool("with_value", with_value)
         histogram, gram = checks.static_bool("histogram", histogram), checks.static_bool("gram", gram)

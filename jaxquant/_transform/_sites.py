@@ -83,7 +83,6 @@ def inputs_of(decisions: Decisions, observer: Observer | None) -> tuple[Inputs, 
         {key: tuple(use.at) for key, use in uses.items()},
         {key: [location for location, _ in stack] for key, stack in stacks.items()},
         nothing,
-        how.merge,
         how.across,
     )
     return inputs, uses

@@ -329,7 +329,7 @@ def _check_gram(gram: Gram, layout: Layout) -> None:
     if jnp.shape(gram.sums) != (*lead, k):
         raise ValueError(
             f"the sums of the Gram must have shape {(*lead, k)} for a weight of shape {layout.shape}, got "
-            f"{jnp.shape(gram.sums)}. Take Grams as q.observe(params, ..., gram=True) and merge_grams give them."
+            f"{jnp.shape(gram.sums)}. Take Grams as q.observe(params, ..., gram=True) and merge give them."
         )
     if any(isinstance(v, jax.core.Tracer) for v in gram):
         return
