@@ -258,7 +258,6 @@ def test_lsq_gradient_divides_by_what_shares_a_scale():
         q(p, X, lsq_gradient=True)
 
 
-@pytest.mark.slow
 class Products(NamedTuple):
     """What an observer sees of a layer."""
 
@@ -269,6 +268,7 @@ class Products(NamedTuple):
         return Products(*map(jnp.add, self, more))
 
 
+@pytest.mark.slow
 def test_an_observer_gets_the_contracted_axes_and_the_other_operand():
     """As a solver for the integers of a weight needs them: the products of its inputs, where it meets them."""
 

@@ -54,5 +54,6 @@ def _butterfly(x: Array, axis: int) -> Array:
     if stages % 2:
         a, b = parts(v, 2)
         v = lax.concatenate([a + b, a - b], axis + 1).reshape(shape)
-    v = lax.fori_loop(0, stages // 2, two_stages, v)
+    if stages > 1:  # a loop of no turns would be traced all the same
+        v = lax.fori_loop(0, stages // 2, two_stages, v)
     return num.guard(v * block**-0.5)
