@@ -59,9 +59,7 @@ def matrix(n):
 # The rotation
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes"), [((5, 16), (1,)), ((24, 3), (0,)), ((2, 4, 3, 6), (3, 1)), ((3, 12), (-1,)), ((5, 6), (1,))]
-)
+@pytest.mark.parametrize(("shape", "axes"), [((5, 16), (1,)), ((24, 3), (0,)), ((2, 4, 3, 6), (3, 1)), ((5, 6), (-1,))])
 def test_hadamard_is_the_matrix_of_sylvester(shape, axes):
     x = normal(0, *shape)
     got = np.moveaxis(np.asarray(hadamard(x, axes)), axes, range(-len(axes), 0))

@@ -155,12 +155,12 @@ def with_rotation(
     >>> import numpy as np
     >>> from jaxquant import solve
     >>> f = solve.with_rotation(lambda params, x: x @ params["w"], "w")
-    >>> params, x = {"w": np.eye(2, dtype=np.float32)}, np.float32([[8, 0]])
+    >>> params, x = {"w": np.eye(2, dtype=np.float32)}, np.float32([[8, 2]])
     >>> rotated = f.init(params, x)
     >>> np.round(2 * np.square(rotated["w"]), 3).tolist()
     [[1.0, 1.0], [1.0, 1.0]]
     >>> np.round(f(rotated, x), 3).tolist()
-    [[8.0, 0.0]]
+    [[8.0, 2.0]]
     """
     checks.one_of("kind", kind, ("weight", "act_act"))
     spec = QuantSpec(granularity=PerTensor()) if kind == "weight" else None
