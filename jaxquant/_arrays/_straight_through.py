@@ -53,13 +53,16 @@ def straight_through(
         trained, integers = computed_apart(fitted, values, x_min, x_max, noise)
         grid = grid_of(trained, frame)
         effective = grid.effective()
+        q = quantized_of(integers, effective, x.dtype)
+        if effective.scale is grid.scale:  # the gradient reads what is kept of the integers, and not its like
+            grid = grid._replace(scale=q.scale, zero_point=q.zero_point)
     else:
         grid = as_trained(grid_of(qparams, frame))
         effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
         flags = None if contracted is None else nan_where(values, contracted)
-        integers = computed_apart(levels_of, values, effective, noise)
+        q = quantized_of(computed_apart(levels_of, values, effective, noise), effective, x.dtype)
     real = _straight_through(*vary_together(x, grid.trained, frame, noise))
-    return real, quantized_of(integers, effective, x.dtype), flags
+    return real, q, flags
 
 
 quantize_straight_through = jax.jit(straight_through, static_argnames=("spec", "contracted"))
