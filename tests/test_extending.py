@@ -25,11 +25,14 @@ from jaxquant import (
     quantize,
     quantize_fn,
     save,
+    weight_spec,
 )
 from jaxquant._arrays._fit import METHODS
 from jaxquant._spec._formats import FLOATS, Float
 from jaxquant._spec._granularity import Granularity
 from jaxquant._spec._scale_formats import SCALE_FORMATS, Rounded
+from jaxquant.solve._rounding import rounded
+from jaxquant.solve._weights import model_of
 
 X = normal(0, 6, 16)
 W = normal(1, 16, 8)
@@ -185,3 +188,30 @@ def test_a_range_method_fits(monkeypatch):
     assert_same_bits(init_qparams({"w": W}, [("w", spec)], "wide")["w"].scale, 2 * minmax.scale)
     with pytest.raises(ValueError, match="`method` must be one of minmax, percentile, mse, lsq, wide, got 'wider'"):
         fit_qparams(W, spec, "wider")
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfUp:
+    """A solver of levels: ties are rounded up."""
+
+    def __call__(self, w, products, grid):
+        return jnp.clip(jnp.floor(w / grid.step + 0.5), grid.qmin, grid.qmax)
+
+
+def test_a_solver_of_levels_is_a_choice_for_one_matrix():
+    """In turns of a scan, too; a column that the nearest levels suit better keeps them."""
+    f = lambda params, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
+    q, params = quantize_fn(f, [Rule("w", weight_spec(4))]), {"w": np.stack([W[:8], W[8:]]) + 1}
+    x = X[:, :8]
+    grams, qparams = q.observe(params, x, gram=True), q.init_qparams(params, x)
+    ties = {"w": (np.round(params["w"] / qparams["w"].scale) - np.float32(0.5)) * qparams["w"].scale}
+    said = []
+    model = model_of(ties, q, grams, (x,), {}, qparams)
+    solved = rounded(model, HalfUp(), (), False, lambda *of: said.append(of))
+    up = np.floor(ties["w"] / qparams["w"].scale + 0.5) * qparams["w"].scale
+    is_up = (np.asarray(solved["w"]) == up).all(1)
+    assert is_up.any()
+    nearest = fake_quant(ties["w"], q.plan(params, x)["w"].entry_spec, qparams["w"])
+    assert_same_bits(solved["w"], jnp.where(is_up[:, None], up, nearest))
+    assert [path for path, *_ in said] == ["w[0]", "w[1]"]
+    assert all(after <= before for _, before, after in said)

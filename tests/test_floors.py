@@ -29,8 +29,8 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     " _observers _compiled _sites _source _quantize_fn",
     "_report": "",
     "solve/_graph": "_factors _elementwise _flat _channels _folding _biases _streams",
-    "solve": "_hadamard _wrapper _weights _adaround _folds _bias_correct _equalize _gains _gptq _low_rank _ranges"
-    " _rotate _rotation _smooth",
+    "solve": "_hadamard _wrapper _weights _rounding _adaround _folds _bias_correct _equalize _gains _gptq _low_rank"
+    " _ranges _rotate _rotation _smooth",
 }
 FLOORS = [[f"{folder}/{file}".strip("/") for file in files.split(" ")] for folder, files in FOLDERS.items()]
 FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}

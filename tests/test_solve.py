@@ -33,7 +33,9 @@ from jaxquant import (
     solve,
     weight_spec,
 )
-from jaxquant.solve import _adaround, _gptq
+from jaxquant.solve._adaround import Learned
+from jaxquant.solve._gptq import InOrderOfRows
+from jaxquant.solve._rounding import _solved
 from jaxquant.solve._weights import model_of
 
 F = np.float32
@@ -508,9 +510,9 @@ def test_one_compile_for_weights_of_one_form():
     params, x = {f"w{i}": normal(i, 24, 24) for i in range(4)}, dependent(9, 40, 24)
     q = quantize_fn(lambda p, x: sum(x @ w for w in p.values()), [("*", W3)])
     grams, qparams = q.observe(params, x, gram=True), q.init_qparams(params, x)
-    before = _gptq._solved._cache_size()
+    before = _solved._cache_size()
     solve.gptq(params, q, grams, x, qparams=qparams)
-    assert _gptq._solved._cache_size() == before + 1
+    assert _solved._cache_size() == before + 1
 
 
 @pytest.mark.slow
@@ -577,13 +579,12 @@ def test_weights_on_several_devices_are_solved_where_they_are(split):
     q = quantize_fn(DOT, [("w", weight_spec(4, block_size=16))])
     grams, qparams = q.observe({"w": w}, x, gram=True), q.init_qparams({"w": w}, x)
     sharded = jax.device_put(w, jax.NamedSharding(mesh, split))
-    for solver, solved in ((solve.gptq, _gptq._solved), (solve.adaround, _adaround._solved)):
+    for solver, *options in ((solve.gptq, InOrderOfRows(), (0.01,)), (solve.adaround, Learned(500), ())):
         found = solver({"w": sharded}, q, grams, x, qparams=qparams)["w"]
         assert found.sharding.is_equivalent_to(sharded.sharding, 2)
         np.testing.assert_array_equal(found, solver({"w": w}, q, grams, x, qparams=qparams)["w"])
         (weight,) = model_of({"w": sharded}, q, grams, (x,), {}, qparams).weights
-        options = (0.01, True) if solver is solve.gptq else (500,)
-        text = solved.lower(weight.leaf, weight.gram, weight.qparams, weight.form, *options).compile().as_text()
+        text = _solved.lower(weight.leaf, weight.gram, weight.qparams, weight.form, *options).compile().as_text()
         gathered = re.findall(r"= (?:f32|f64)\[([\d,]+)\][^ ]* all-gather\(", text)
         assert all(math.prod(map(int, of.split(","))) < w.size / 4 for of in gathered)
     scales = solve.ranges({"w": sharded}, q, grams, x)["w"].scale

@@ -1,31 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding each weight up or down as the error of the layer learns it."""
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._arrays._gram import Gram, matmul, squared_errors
+from .._arrays._gram import matmul, squared_errors
 from .._arrays._grid import Grid
-from .._arrays._qparams import QParams
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._transform._quantize_fn import QuantizedFunction
-from ._weights import (
-    Errors,
-    Form,
-    Progress,
-    Weight,
-    array,
-    checked,
-    grid_in_matrices,
-    model_of,
-    no_worse,
-    over_matrices,
-)
+from ._rounding import Progress, rounded
+from ._weights import model_of
 
 # As published: sigmoids stretched beyond [0, 1] and clipped; after a fifth of the steps a pull to 0 or 1 that sharpens.
 _STRETCH, _PULL, _WARM_UP = (-0.1, 1.1), (20.0, 2.0), 0.2
@@ -46,49 +35,45 @@ def _start(share: Array) -> Array:
     return jnp.log(p / (1 - p))
 
 
-def _learned(w: Array, products: Array, grid: Grid, steps: int) -> Array:
-    """The levels of a weight (K, N)."""
-    # Noise of 1 rounds down, of 0 up, in every format.
-    ends = (num.clip(grid.level(w, jnp.full_like(w, noise)), grid.qmin, grid.qmax) for noise in (1, 0))
-    down, up = ends
-    low, high = grid.value(down), grid.value(up)
-    gap = high - low
-    start = _start(jnp.clip(jnp.where(gap > 0, (w - low) / jnp.where(gap > 0, gap, 1), 0), 0, 1))
-    # In units of the mean squared error of rounding to nearest, so that one pull fits every layer.
-    nearest = jnp.where(w - low > high - w, high, low)
-    unit = squared_errors(w - nearest, products).mean()
-    unit = jnp.where(unit > 0, unit, 1)
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """Levels that steps of Adam choose."""
 
-    def gradient(v: Array, i: Array) -> Array:
-        share, back = jax.vjp(_share, v)
-        of_layer = 2 * matmul(products, low + share * gap - w) * gap / unit
-        first, last = _PULL
-        progress = jnp.clip((i / steps - _WARM_UP) / (1 - _WARM_UP), 0, 1)
-        power = last + (first - last) * (1 + jnp.cos(progress * jnp.pi)) / 2
-        away = 2 * share - 1
-        of_pull = -2 * power * jnp.sign(away) * jnp.abs(away) ** (power - 1)
-        return back(of_layer + jnp.where(i >= _WARM_UP * steps, _STRENGTH / len(w), 0) * of_pull)[0]
+    steps: int
 
-    def step(state: tuple[Array, Array, Array], i: Array) -> tuple[tuple[Array, Array, Array], None]:
-        v, mean, square = state
-        g = gradient(v, i)
-        mean, square = _FIRST * mean + (1 - _FIRST) * g, _SECOND * square + (1 - _SECOND) * g**2
-        t = i + 1
-        moved = (mean / (1 - _FIRST**t)) / (jnp.sqrt(square / (1 - _SECOND**t)) + _SMALL)
-        return (v - _RATE * moved, mean, square), None
+    def __call__(self, w: Array, products: Array, grid: Grid) -> Array:
+        # Noise of 1 rounds down, of 0 up, in every format.
+        ends = (num.clip(grid.level(w, jnp.full_like(w, noise)), grid.qmin, grid.qmax) for noise in (1, 0))
+        down, up = ends
+        low, high = grid.value(down), grid.value(up)
+        gap = high - low
+        start = _start(jnp.clip(jnp.where(gap > 0, (w - low) / jnp.where(gap > 0, gap, 1), 0), 0, 1))
+        # In units of the mean squared error of rounding to nearest, so that one pull fits every layer.
+        nearest = jnp.where(w - low > high - w, high, low)
+        unit = squared_errors(w - nearest, products).mean()
+        unit = jnp.where(unit > 0, unit, 1)
 
-    (v, _, _), _ = lax.scan(step, (start, jnp.zeros_like(w), jnp.zeros_like(w)), jnp.arange(steps, dtype=w.dtype))
-    return jnp.where(_share(v) > 0.5, up, down)
+        def gradient(v: Array, i: Array) -> Array:
+            share, back = jax.vjp(_share, v)
+            of_layer = 2 * matmul(products, low + share * gap - w) * gap / unit
+            first, last = _PULL
+            progress = jnp.clip((i / self.steps - _WARM_UP) / (1 - _WARM_UP), 0, 1)
+            power = last + (first - last) * (1 + jnp.cos(progress * jnp.pi)) / 2
+            away = 2 * share - 1
+            of_pull = -2 * power * jnp.sign(away) * jnp.abs(away) ** (power - 1)
+            return back(of_layer + jnp.where(i >= _WARM_UP * self.steps, _STRENGTH / len(w), 0) * of_pull)[0]
 
+        def step(state: tuple[Array, Array, Array], i: Array) -> tuple[tuple[Array, Array, Array], None]:
+            v, mean, square = state
+            g = gradient(v, i)
+            mean, square = _FIRST * mean + (1 - _FIRST) * g, _SECOND * square + (1 - _SECOND) * g**2
+            t = i + 1
+            moved = (mean / (1 - _FIRST**t)) / (jnp.sqrt(square / (1 - _SECOND**t)) + _SMALL)
+            return (v - _RATE * moved, mean, square), None
 
-@functools.partial(jax.jit, static_argnames=("form", "steps"))
-def _solved(leaf: Array, gram: Gram, qparams: QParams, form: Form, steps: int) -> tuple[Array, Errors]:
-    """A weight on its grid; and its error before and after."""
-    dtype = gram.products.dtype
-    w, grid = form.matrices(leaf.astype(dtype)), grid_in_matrices(form, qparams, dtype)
-    learned = functools.partial(_learned, steps=steps)
-    found = no_worse(w, gram.products, grid, over_matrices(learned, w, gram.products, grid))
-    return found.as_weight(form, qparams, leaf.dtype)
+        zeros, steps = jnp.zeros_like(w), jnp.arange(self.steps, dtype=w.dtype)
+        (v, _, _), _ = lax.scan(step, (start, zeros, zeros), steps)
+        return jnp.where(_share(v) > 0.5, up, down)
 
 
 def adaround(
@@ -133,13 +118,5 @@ def adaround(
     >>> error(solved) < error(params) / 2
     True
     """
-    freeze = checks.static_bool("freeze", freeze)
-    steps = checks.static_int_between("steps", steps, 1, 2**31 - 1)
-    model = model_of(params, q, grams, args, kwargs, qparams).on_grids().seen_whole()
-
-    def solve(weight: Weight) -> Array:
-        assert weight.qparams is not None
-        leaf, errors = _solved(array(weight.leaf), weight.gram, weight.qparams, weight.form, steps)
-        return checked(weight, leaf, errors, progress)
-
-    return model.solved(solve, freeze)
+    levels = Learned(checks.static_int_between("steps", steps, 1, 2**31 - 1))
+    return rounded(model_of(params, q, grams, args, kwargs, qparams), levels, [], freeze, progress)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding a weight row by row, each row making up for the errors of those before it."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -8,27 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._arrays._gram import Gram, matmul
+from .._arrays._gram import matmul
 from .._arrays._grid import Grid
-from .._arrays._qparams import QParams
 from .._base import _checks as checks
 from .._transform._quantize_fn import QuantizedFunction
-from ._weights import (
-    Errors,
-    Form,
-    Progress,
-    Weight,
-    array,
-    checked,
-    checked_damping,
-    damped,
-    grid_in_matrices,
-    model_of,
-    nearest,
-    no_worse,
-    of_each,
-    over_matrices,
-)
+from ._rounding import Progress, rounded
+from ._weights import checked_damping, damped, model_of, nearest, of_each
 
 _BLOCK = 128  # rows whose errors are made up for one by one; those before them in one product of matrices
 
@@ -77,27 +63,17 @@ class _Rows(NamedTuple):
     levels: Array
 
 
-def in_order_of_rows(
-    w: Array, products: Array, grid: Grid, damping: float = 0.01, activation_order: bool = True
-) -> Array:
-    """The levels of a weight (K, N), with these second moments of its inputs."""
-    order = jnp.argsort(-jnp.diagonal(products)) if activation_order else jnp.arange(len(w))
-    factor = _factor(damped(products, damping)[order][:, order])
-    levels = _rounded(w[order], factor, of_each(lambda v: v[order], grid))
-    return jnp.zeros_like(levels).at[order].set(levels)
+@dataclasses.dataclass(frozen=True)
+class InOrderOfRows:
+    """Levels row after row; `activation_order`: those with the largest inputs first."""
 
+    activation_order: bool = True
 
-@functools.partial(jax.jit, static_argnames=("form", "activation_order"))
-def _solved(
-    leaf: Array, gram: Gram, qparams: QParams, form: Form, damping: float, activation_order: bool
-) -> tuple[Array, Errors]:
-    """A weight on its grid; and its error before and after."""
-
-    rounded = functools.partial(in_order_of_rows, damping=damping, activation_order=activation_order)
-    dtype = gram.products.dtype
-    w, grid = form.matrices(leaf.astype(dtype)), grid_in_matrices(form, qparams, dtype)
-    found = no_worse(w, gram.products, grid, over_matrices(rounded, w, gram.products, grid))
-    return found.as_weight(form, qparams, leaf.dtype)
+    def __call__(self, w: Array, products: Array, grid: Grid, damping: float = 0.01) -> Array:
+        order = jnp.argsort(-jnp.diagonal(products)) if self.activation_order else jnp.arange(len(w))
+        factor = _factor(damped(products, damping)[order][:, order])
+        levels = _rounded(w[order], factor, of_each(lambda v: v[order], grid))
+        return jnp.zeros_like(levels).at[order].set(levels)
 
 
 def gptq(
@@ -159,12 +135,5 @@ def gptq(
     >>> error(solved) < error(params) / 2
     True
     """
-    freeze = checks.static_bool("freeze", freeze)
-    activation_order, damping = checks.static_bool("activation_order", activation_order), checked_damping(damping)
-    model = model_of(params, q, grams, args, kwargs, qparams).on_grids().seen_whole()
-
-    def solve(weight: Weight) -> Array:
-        leaf, errors = _solved(array(weight.leaf), weight.gram, weight.qparams, weight.form, damping, activation_order)
-        return checked(weight, leaf, errors, progress)
-
-    return model.solved(solve, freeze)
+    levels, damping = InOrderOfRows(checks.static_bool("activation_order", activation_order)), checked_damping(damping)
+    return rounded(model_of(params, q, grams, args, kwargs, qparams), levels, [damping], freeze, progress)

@@ -18,8 +18,9 @@ from .._base import _checks as checks
 from .._base._groups import broadcast_groups, reduce_groups
 from .._spec._spec import qparams_shape
 from .._transform._quantize_fn import QuantizedFunction
-from ._gptq import in_order_of_rows
-from ._weights import Form, array, grid_in_matrices, model_of, nearest, over_matrices
+from ._gptq import InOrderOfRows
+from ._rounding import over_matrices
+from ._weights import Form, array, grid_in_matrices, model_of, nearest
 
 # Scales to try, as fractions of the scale of min-max, which stays where no other is better.
 _RATIOS = np.concatenate([[1.0], np.geomspace(1.1, 0.2, 48)]).astype(np.float32)
@@ -55,7 +56,7 @@ _METHODS = {
     "diagonal": _Search(lambda w, _, grid: nearest(w, grid), lambda error, products: _diagonal(products) * error**2),
     "full": _Search(lambda w, _, grid: nearest(w, grid), lambda error, products: error * matmul(products, error)),
     "gptq": _Search(
-        functools.partial(over_matrices, in_order_of_rows),
+        functools.partial(over_matrices, InOrderOfRows()),
         _each_of_column,
         np.array([1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4], np.float32),
     ),

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import AxisType
 
 from .._arrays._affine import fake_quant
-from .._arrays._gram import Gram, relative, squared_errors
+from .._arrays._gram import Gram, squared_errors
 from .._arrays._grid import Grid, frame_of, grid_of
 from .._arrays._qarray import real_values
 from .._arrays._qparams import QParams
@@ -370,28 +370,6 @@ def of_each(f: Callable[[Array], Array], grid: Grid) -> Grid:
     return grid._replace(scale=f(grid.scale), zero_point=zero_point)
 
 
-def _values(form: Form, levels: Array, qparams: QParams, dtype: Any) -> Array:
-    """The weight with these levels in its matrices: the values of its grid, which are rounded to the same levels."""
-    if form.spec.levels.number > 2 ** (jnp.finfo(dtype).nmant + 1):
-        raise ValueError(
-            f"the weight is {dtype}, which cannot hold the {form.spec.levels.number} levels of {form.spec}. Cast it to "
-            "float32."
-        )
-    levels = form.parameter(levels).astype(num.compute_dtype(dtype))
-    return num.downcast(grid_of(qparams, frame_of(form.spec)).effective().over(levels).value(levels), dtype)
-
-
-def over_matrices(solve: Callable[..., Any], w: Array, products: Array, grid: Grid) -> Any:
-    """What `solve` makes of each matrix (K, N), its second moments and its grid, one at a time."""
-    lead, fixed = w.shape[:-2], grid._replace(scale=None, zero_point=None)
-    if not lead:
-        return solve(w, products, grid)
-    flat = lambda v: v.reshape(-1, *v.shape[-2:])
-    each = flat(w), flat(products), flat(grid.scale), None if grid.zero_point is None else flat(grid.zero_point)
-    one = lambda v: solve(v[0], v[1], fixed._replace(scale=v[2], zero_point=v[3]))
-    return jax.tree.map(lambda v: v.reshape(*lead, *v.shape[1:]), lax.map(one, each))
-
-
 def checked_damping(damping: Any) -> float:
     """A number >= 0."""
     damping = checks.static_float("damping", damping, "one call for each")
@@ -410,54 +388,6 @@ def damped(products: Array, damping: Any) -> Array:
 def nearest(w: Array, grid: Grid) -> Array:
     """The level next to each value."""
     return num.clip(grid.level(w), grid.qmin, grid.qmax)
-
-
-class Errors(NamedTuple):
-    """The relative squared error of a layer with the nearest levels and with those found."""
-
-    before: Array
-    after: Array
-
-
-class Found(NamedTuple):
-    """What a solver found: the levels, and the errors."""
-
-    levels: Array
-    errors: Errors
-
-    def as_weight(self, form: Form, qparams: QParams, dtype: Any) -> tuple[Array, Errors]:
-        """The weight that has these levels."""
-        return _values(form, self.levels, qparams, dtype), self.errors
-
-
-def no_worse(w: Array, products: Array, grid: Grid, levels: Array) -> Found:
-    """The levels (..., K, N) that were found; in columns where the nearest have a smaller error, the nearest."""
-    others = nearest(w, grid)
-    # A matrix that no row has met, such as an expert without tokens, is rounded to nearest.
-    is_met = jnp.trace(products, axis1=-2, axis2=-1) > 0
-    levels = jnp.where(is_met[..., None, None], levels, others)
-    error = lambda levels: squared_errors(w - grid.value(levels), products)
-    found, before = error(levels), error(others)
-    is_better = ~(before < found)  # of no number, too, so that it is seen
-    levels = jnp.where(is_better[..., None, :], levels, others)
-    whole = squared_errors(w, products).sum()
-    share = lambda errors: relative(errors.sum(), whole)
-    return Found(levels, Errors(share(before), share(jnp.where(is_better, found, before))))
-
-
-Progress = Callable[[str, float, float], None]  # (path, error before, error after)
-
-
-def checked(weight: Weight, leaf: Array, errors: Errors, progress: Progress | None) -> Array:
-    """The new values of a weight, if its errors are numbers; reported to the caller."""
-    check_solved(errors.after, weight)
-    if isinstance(errors.after, jax.core.Tracer):
-        return leaf
-    if progress is not None:
-        progress(weight.path, float(errors.before), float(errors.after))
-        for place in np.argwhere(np.asarray(weight.gram.rows) == 0) if np.ndim(weight.gram.rows) else ():
-            progress(f"{weight.path}[{', '.join(map(str, place))}]", np.nan, np.nan)
-    return leaf
 
 
 def check_solved(result: Array, weight: Weight) -> None:
