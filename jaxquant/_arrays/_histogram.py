@@ -59,8 +59,8 @@ def histogram(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Histogra
       nonfinite: static. "ignore" leaves NaN and infinities out; "raise" raises for them, and needs a concrete `x`.
 
     Returns:
-      Histogram, 64 KiB for each group, whatever x is. Add batches by `merge`; under `shard_map` add shards
-      by `lax.psum`, which holds up to 2 ** 32 - 1 values in a bin.
+      Histogram, 64 KiB for each group, whatever x is. Add batches by `merge`; under `shard_map` add shards by
+      `lax.psum`, which holds up to 2 ** 32 - 1 values in a bin.
 
     Gradient: none; counts are integers.
 

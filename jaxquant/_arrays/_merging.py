@@ -18,8 +18,8 @@ def merge(*observed: Any) -> Any:
     """What is observed of several batches, shards or processes: the union of ranges, the sum of histograms or Grams.
 
     Associative and commutative, but for the rounding of the float sums of Grams, so that parts merge in any order. For
-    ranges also idempotent, and Range(inf, -inf) is neutral. Where a bin of a histogram would have more than 2 ** 32
-    values, all counts of its group are halved first, on both sides, and rounded up, so that shares and ends stay.
+    ranges also idempotent, and Range(inf, -inf) is neutral. Where a bin of a histogram has 2 ** 31 values, all counts
+    of its group are halved first, on both sides, and rounded up, so that shares stay, and the ends of the range.
 
     Args:
       *observed: one or more of one kind and shape: Range, Histogram or Gram, or dicts of them with the same keys, as
