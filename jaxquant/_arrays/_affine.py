@@ -96,11 +96,11 @@ def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None) -> 
         # No finite value lies outside of its own range, so that no level need be computed; but those beyond half the
         # largest float, where ranges end, and there ties with the next level round outwards.
         limit = broadcast_groups((grid.qmax.astype(x.dtype) + beyond) * grid.scale.astype(x.dtype), x.shape)
-        inside = lax.abs(x) < limit
+        inside = lax.lt(lax.abs(x), limit)
     else:
         grid = grid.effective().over(x)
         level = grid.level(x, noise)
-        inside = (grid.qmin <= level) & (level <= grid.qmax)
+        inside = lax.bitwise_and(lax.ge(level, grid.qmin), lax.le(level, grid.qmax))
     return _passed(shard_like(g, inside), inside)
 
 

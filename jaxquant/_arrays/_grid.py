@@ -112,7 +112,7 @@ class Grid(NamedTuple):
         if signed_zero or noise is not None:  # floats and noise are rounded by more than one look at a value
             quotient = read_once(quotient)
         level = spec.levels.nearest(quotient, spec.rounding, noise)
-        return level if self.zero_point is None else level + self.zero_point
+        return level if self.zero_point is None else lax.add(level, self.zero_point)
 
     def value(self, level: Array) -> Array:
         """The real value of each level, clipped first; NaN stays."""

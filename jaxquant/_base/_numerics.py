@@ -52,7 +52,7 @@ def guard(v: Array) -> Array:
     own `op(x) + bias`. Neither XLA nor LLVM removes a select whose condition depends on the data, nor contracts
     through it; `optimization_barrier`, `reduce_precision` and bitcasts are gone before the contraction happens.
     """
-    return select(v == v, v, jnp.nan)
+    return select(lax.eq(v, v), v, jnp.nan)
 
 
 def power_of_two(exponent: Array, dtype: jnp.dtype) -> Array:

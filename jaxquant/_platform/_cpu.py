@@ -91,7 +91,7 @@ def _in_one_pass(
 ) -> list[Array]:
     # By the largest number instead of infinity, of which the masks take ten times as long.
     end = np.asarray(min(nothing, float(jnp.finfo(x.dtype).max)), x.dtype)
-    is_finite = lax.abs(x) < np.inf
+    is_finite = lax.lt(lax.abs(x), np.asarray(np.inf, x.dtype))
     highest = num.select(is_finite, x, -end)
     lowest = num.select(is_finite, x, end) if end else highest
     if of_magnitude and contracted is not None:

@@ -51,7 +51,8 @@ def undisturbed(a: Array, b: Array | float) -> Array:
     because a condition on `b` alone would be as constant, or as broadcast, as `b` is.
     """
     otherwise = jnp.nan if is_explicit(a) else a  # NaN too, without another constant; where all of one sharding is
-    return a / num.select(a == a, b if isinstance(b, float | int) else b.astype(a.dtype), otherwise)
+    b = b if isinstance(b, float | int) else b.astype(a.dtype)
+    return lax.div(a, num.select(lax.eq(a, a), b, otherwise))
 
 
 # ---- From a quotient that is nearly right. By functions of lax, which are traced in half the time of operators.

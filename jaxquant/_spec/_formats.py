@@ -49,7 +49,7 @@ class Integers:
 
     def in_dtype(self, level: Array, qmin: Array, qmax: Array) -> Array:
         """Levels, clipped, in what holds them; NaN, which compares with nothing, becomes qmin."""
-        return lax.min(num.select(level >= qmin, level, qmin), qmax).astype(self.dtype)
+        return lax.min(num.select(lax.ge(level, qmin), level, qmin), qmax).astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,7 +139,7 @@ class RoundedOfTensor(Rounded):
 
 def quotient(width: Array, steps: Any, of_zero: Any) -> Array:
     """The scale with which so many steps cover a width; of a width of 0 another one."""
-    positive = width > 0
+    positive = lax.gt(width, np.float32(0))
     # The divisor is selected element by element, as in `divide`. Not 0, which has no gradient.
     scale = divide(width, num.select(positive, steps, np.float32(1)))
     return num.select(positive, lax.max(scale, TINY), of_zero)
