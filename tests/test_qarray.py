@@ -255,6 +255,13 @@ def test_an_element_of_a_vector_with_scales_has_one():
     assert (part.shape, part.scale.shape, part.zero_point.shape, part.spec.granularity) == ((), (), (), PerTensor())
 
 
+def test_one_block_of_a_tensor_with_a_scale_is_no_tensor():
+    """The scale of the tensor scales the one of the block."""
+    spec = QuantSpec(bits=4, granularity=PerBlock(0, 16), scale_dtype="float8_e4m3fn")
+    part = jax.eval_shape(lambda x: quantize(x, spec)[:16], np.zeros(32, np.float32))
+    assert (part.scale.shape, part.tensor_scale.shape, part.spec.granularity) == ((1,), (), PerChannel(0))
+
+
 def test_an_iteration_ends_and_an_index_is_checked():
     q = quantized(PerChannel(0))
     assert [row.shape for row in q] == [(6, 8)] * 4
