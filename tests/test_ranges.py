@@ -688,6 +688,7 @@ def test_merged_ranges():
     jax.tree.map(assert_same_bits, jax.jit(merge)(tree(a), tree(b)), tree(want))
     same(functools.reduce(merge, (NEUTRAL, Range(-1, 2), Range(np.float16(-3), 1.0))), Range(F(-3), F(2)))
     assert list(merge({"b": a, "a": a}, {"a": b, "b": b})) == ["b", "a"]
+    assert merge(Range(-1, 2)).x_max.dtype == F  # one, too
 
 
 def test_averaged_ranges():

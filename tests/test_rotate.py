@@ -319,7 +319,7 @@ def test_what_is_solved_is_served(solver):
 def test_factors_do_not_pass_a_rotation():
     params = {"gain": normal(0, 24), "w": normal(1, 24, 5)}
     q, params = quantized(lambda p, x: (x * p["gain"][None]) @ p["w"], [Rule("w", W4)], params, X, patterns="w")
-    with pytest.raises(ValueError, match=r"At 'w'.*"):
+    with pytest.raises(ValueError, match=r"At 'w': no factor .* come from .* in '_butterfly'"):
         solve.smooth(params, q, q.observe(params, X, gram=True), X, unfolded="error")
 
 
@@ -388,6 +388,16 @@ def test_what_cannot_be_rotated(name):
     for called in (g, g.init):
         with pytest.raises(ValueError, match=match):
             called(params, X)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_weight_that_a_branch_may_choose_for_another_op_is_refused(sign):
+    """Of which the plan knows nothing; its rows would be rotated there, and no inputs."""
+    f = lambda p, x: lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["v"]) @ p["u"] + x @ p["w"]
+    params, x = {name: normal(i, 8, 8) for i, name in enumerate("wvu")}, sign * normal(9, 8, 8)
+    with pytest.raises(ValueError, match=r"At 'w'.*also read by 'cond', for which it is another one now"):
+        solve.with_rotation(f, "w")(params, x)
 
 
 def test_bad_arguments():

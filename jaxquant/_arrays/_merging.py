@@ -44,6 +44,8 @@ def merge(*observed: Any) -> Any:
         got = "a list" if observed else "none"
         raise TypeError(f"merge takes Ranges, Histograms or Grams, or dicts of them, got {got}. Unpack it: (*values).")
     kind = next((kind for v in observed if hasattr(kind := _kind(v), "merged")), Range)
+    if kind is Range:  # merged with itself the first is checked, too, and in float32
+        observed = observed[0], *observed
     two = lambda a, b: for_each(lambda a, b: a.merged(b), kind, "merge", a=a, b=b)
     return functools.reduce(two, observed[1:], for_each(lambda a: a, kind, "merge", a=observed[0]))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products in front of weights whose inputs no parameter can make up for: places for the factors of `smooth`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -68,6 +68,9 @@ class WithGains(Wrapper):
             return lambda x, gains: num.downcast(x.astype(gains[key].dtype) * gains[key], x.dtype)
 
         return {side: (key, change(key)) for key, side in _inputs(decision)}
+
+    def _changed_weights(self, program: Program) -> Collection[str]:
+        return ()
 
     def _check(self, program: Program, arrays: Sequence[Any], given: Any) -> None:
         gains = _gains(program)

@@ -3,7 +3,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,9 @@ class WithRotation(Wrapper):
         with named_in_errors(*decision.op.names):
             each = enumerate(zip(decision.operands, _axes(decision), strict=True))
         return {side: (axes, _along(axes)) for side, (choice, axes) in each if not choice.is_weight}
+
+    def _changed_weights(self, program: Program) -> Collection[str]:
+        return _layouts(program)
 
     def _check(self, program: Program, arrays: Sequence[Any], given: Any) -> None:
         layouts = _layouts(program)

@@ -4,15 +4,17 @@
 import abc
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import Array
 
+from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._program._calls import CALLS
 from .._program._evaluate import Replacements, Scope
+from .._program._param import QuantizedParam
 from .._spec._granularity import PerTensor
 from .._spec._rule import Rule, checked_rules
 from .._spec._spec import QuantSpec
@@ -51,6 +53,10 @@ class Wrapper(abc.ABC):
         """The operands of an op that change."""
 
     @abc.abstractmethod
+    def _changed_weights(self, program: Program) -> Collection[str]:
+        """The paths of weights that are other ones than the function had: for its changed ops alone."""
+
+    @abc.abstractmethod
     def _check(self, program: Program, arrays: Sequence[Any], given: Any) -> None:
         """Raises for what a call cannot be computed with."""
 
@@ -80,17 +86,24 @@ class Wrapper(abc.ABC):
         of = {at: functools.partial(_changed, own) for at, own in changes.items()}
         inputs, _ = inputs_of(program.decisions, None)
         replacements = Replacements(of, {}, program.walk.with_integers, _read, inputs, CALLS)
-        outs = iter(replacements.program(program.jaxpr, program.consts, arrays, (), Scope(given or {}, None, {}, {})))
+        changed = self._changed_weights(program)
+        of_each = zip(program.paths, arrays, strict=True)
+        args = [_marked(v, path) if path is not None and path in changed else v for path, v in of_each]
+        outs = replacements.program(program.jaxpr, program.consts, args, (), Scope(given or {}, None, {}, {}))
+        outs = iter(replacements.floats(outs, "the result of the function"))
         return [next(outs) if s is None else s for s in program.static], Static.of(program.structure)
 
 
 def _changed(changes: Changes, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
     """The result of an op on changed operands, each made once for all ops that take it; if wider, rounded once."""
-    operands = list(ins)
+    weight = next((side for side in (0, 1) if side not in changes), None)
+    operands: list[Any] = [
+        v.real if side == weight and isinstance(v, QuantizedParam) else _floats(v, eqn) for side, v in enumerate(ins)
+    ]
     for side, (key, change) in changes.items():
         known_by = id(ins[side]), key
         if known_by not in scope.memo:
-            scope.memo[known_by] = ins[side], change(ins[side], scope.qparams)
+            scope.memo[known_by] = ins[side], change(operands[side], scope.qparams)
         operands[side] = scope.memo[known_by][1]
     if all(v.dtype == old.aval.dtype for v, old in zip(operands, eqn.invars, strict=True)):
         return eqn.primitive.bind(*operands, **eqn.params)
@@ -100,5 +113,17 @@ def _changed(changes: Changes, eqn: Any, ins: Sequence[Any], scope: Scope) -> Ar
     return y.astype(eqn.outvars[0].aval.dtype)
 
 
-def _read(parameter: Any, by: str | None) -> Array:
-    raise NotImplementedError("nothing is quantized here")  # so that nothing is read
+def _marked(v: Array, path: str) -> QuantizedParam:
+    """A changed weight on its way to its ops, so that the evaluation tells what else reads it."""
+    return QuantizedParam(Quantized(None, None, None, _TENSOR, v.dtype), v, None, None, (path,))
+
+
+def _floats(v: Any, eqn: Any) -> Any:
+    return _read(v, eqn.primitive.name) if isinstance(v, QuantizedParam) else v
+
+
+def _read(parameter: QuantizedParam, by: str | None) -> Array:
+    raise ValueError(
+        f"At {' and '.join(map(repr, parameter.paths))}: the parameter is also read by {by!r}, for which it is another "
+        "one now. Take its path out of `patterns`, or give each use a parameter of its own."
+    )
