@@ -12,7 +12,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxquant import PerChannel, PerToken, QArray, QuantSpec, dot_general, float8_spec, update_slice, zeros
+from jaxquant import PerChannel, PerToken, QArray, QuantSpec, dot_general, float8_spec
+from jaxquant.cache import update_slice, zeros
 
 from . import aot
 from .runner import Part, donated, ratios, verdict

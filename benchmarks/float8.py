@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxquant import Range, Rule, delayed_qparams, float8_spec, quantize_fn, split_histories, update_histories
+from jaxquant import Range, Rule, float8_spec, quantize_fn
+from jaxquant.delayed import delayed_qparams, split_histories, update_histories
 
 from . import aot
 from .devices import mlp

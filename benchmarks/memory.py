@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxquant import Gram, quantize_fn, solve, weight_spec
+from jaxquant import quantize_fn, solve, weight_spec
+from jaxquant.typing import Gram
 
 from .runner import Part
 

@@ -14,7 +14,8 @@ from jax import lax
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from jaxquant import Rule, choose_bits, quantize_fn, report, weight_spec
+from jaxquant import Rule, quantize_fn, report, weight_spec
+from jaxquant.solve import choose_bits
 
 from .runner import Part
 

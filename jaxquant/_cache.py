@@ -43,7 +43,8 @@ def zeros(shape: Any, spec: QuantSpec, qparams: QParams | None = None, *, dtype:
 
     Source: `jax.numpy.zeros`.
 
-    >>> from jaxquant import PerChannel, QuantSpec, zeros
+    >>> from jaxquant import PerChannel, QuantSpec
+    >>> from jaxquant.cache import zeros
     >>> zeros((1, 64, 2, 16), QuantSpec(bits=4, granularity=PerChannel((0, 1, 2)))).stored.dtype
     dtype(int4)
     """
@@ -83,7 +84,8 @@ def dynamic_slice(operand: Any, start_indices: Any, slice_sizes: Any) -> QArray:
     Source: `jax.lax.dynamic_slice`.
 
     >>> import jax.numpy as jnp
-    >>> from jaxquant import PerChannel, QuantSpec, dequantize, dynamic_slice, quantize
+    >>> from jaxquant import PerChannel, QuantSpec, dequantize, quantize
+    >>> from jaxquant.cache import dynamic_slice
     >>> q = quantize(jnp.array([[1.0], [2.0], [3.0]]), QuantSpec(granularity=PerChannel(0)))
     >>> dequantize(dynamic_slice(q, (jnp.int32(1), 0), (2, 1))).tolist()
     [[2.0], [3.0]]
@@ -133,7 +135,8 @@ def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray
     al., 2024, "KIVI".
 
     >>> import jax.numpy as jnp
-    >>> from jaxquant import PerChannel, QuantSpec, dequantize, update_slice, zeros
+    >>> from jaxquant import PerChannel, QuantSpec, dequantize
+    >>> from jaxquant.cache import update_slice, zeros
     >>> cache = zeros((3, 2), QuantSpec(granularity=PerChannel(0)))
     >>> dequantize(update_slice(cache, jnp.array([[1.0, -1.0]]), (1, 0))).tolist()
     [[0.0, 0.0], [1.0, -1.0], [0.0, 0.0]]

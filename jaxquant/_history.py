@@ -108,7 +108,8 @@ def split_histories(qparams: Any) -> tuple[dict[str, Any], dict[str, GradientHis
     Source: as `update_histories`.
 
     >>> import jax.numpy as jnp
-    >>> from jaxquant import QuantSpec, Rule, quantize_fn, split_histories
+    >>> from jaxquant import QuantSpec, Rule, quantize_fn
+    >>> from jaxquant.delayed import split_histories
     >>> f = lambda params, x: x @ params["w"]
     >>> q = quantize_fn(f, [Rule("w", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=16)])
     >>> trained, histories = split_histories(q.init_qparams({"w": jnp.ones((4, 2))}, jnp.ones((3, 4))))
@@ -148,7 +149,8 @@ def delayed_qparams(histories: Any, *, just_in_time: bool = False) -> dict[str, 
     Source: Micikevicius et al., 2022, "FP8 Formats for Deep Learning", with delayed scaling as in Transformer Engine.
 
     >>> import jax.numpy as jnp
-    >>> from jaxquant import GradientHistory, delayed_qparams, float8_spec
+    >>> from jaxquant import float8_spec
+    >>> from jaxquant.delayed import GradientHistory, delayed_qparams
     >>> e5m2 = float8_spec("float8_e5m2")
     >>> delayed = delayed_qparams({"w:gradient": GradientHistory(jnp.zeros(16, jnp.int32), e5m2)})
     >>> delayed["w:gradient"].qparams.scale.item()
@@ -210,7 +212,8 @@ def update_histories(histories: Any, seen: Any) -> dict[str, GradientHistory]:
     Source: as `delayed_qparams`. That the new maximum is a cotangent is as in flax's fp8 ops; counting it is ours.
 
     >>> import jax, jax.numpy as jnp
-    >>> from jaxquant import QuantSpec, Rule, delayed_qparams, quantize_fn, split_histories, update_histories
+    >>> from jaxquant import QuantSpec, Rule, quantize_fn
+    >>> from jaxquant.delayed import delayed_qparams, split_histories, update_histories
     >>> f = lambda params, x: x @ params["w"]
     >>> q = quantize_fn(f, [Rule("w", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=16)])
     >>> params, x = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4))

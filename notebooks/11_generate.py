@@ -39,8 +39,8 @@ from jaxquant import (
     save,
     solve,
     weight_spec,
-    zeros,
 )  # fmt: skip
+from jaxquant.cache import zeros
 
 output = Path("output")
 output.mkdir(exist_ok=True)
@@ -64,7 +64,8 @@ MODEL = f"""
 import functools
 import jax, jax.numpy as jnp
 from jax import lax
-from jaxquant import PerToken, QArray, QuantSpec, dot_general, update_slice
+from jaxquant import PerToken, QArray, QuantSpec, dot_general
+from jaxquant.cache import update_slice
 
 HEADS = {HEADS}
 ROWS = QuantSpec(granularity=PerToken())  # of queries and probabilities: int8, a scale for each row
@@ -279,7 +280,8 @@ print(f"{float(bits(whole, test[:, 1:])):.4f} and {quality['int8']:.4f} bits per
 SERVER = """
 import json, pickle, sys, time
 import jax, jax.numpy as jnp
-from jaxquant import QuantSpec, load, quantize_fn, zeros
+from jaxquant import QuantSpec, load, quantize_fn
+from jaxquant.cache import zeros
 sys.path.insert(0, "output")
 from cached_model import generator, model
 
@@ -325,7 +327,8 @@ for name in texts:
 EXPORTED = """
 import json, pickle
 import jax, jax.export
-from jaxquant import load, zeros
+from jaxquant import load
+from jaxquant.cache import zeros
 
 spec, shape, tokens, given = pickle.load(open("output/11_spec.pickle", "rb"))
 program = jax.export.deserialize(open("output/11_program", "rb").read())

@@ -21,16 +21,8 @@ import optax
 from scipy.linalg import hadamard
 from tqdm import tqdm
 
-from jaxquant import (
-    Rule,
-    delayed_qparams,
-    float8_spec,
-    mxfp8_spec,
-    nvfp4_spec,
-    quantize_fn,
-    split_histories,
-    update_histories,
-)
+from jaxquant import Rule, float8_spec, mxfp8_spec, nvfp4_spec, quantize_fn
+from jaxquant.delayed import delayed_qparams, split_histories, update_histories
 
 output = Path("output")
 output.mkdir(exist_ok=True)

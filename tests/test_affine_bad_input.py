@@ -12,6 +12,7 @@ from exact import x64
 
 import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, PerTensor, QParams, QuantSpec, Range, activation_spec, weight_spec
+from jaxquant.typing import Histogram
 
 # All of it made in NumPy: nothing is compiled before something is refused.
 F = np.float32
@@ -19,7 +20,10 @@ put = jax.device_put
 X = put(np.linspace(-1, 1, 24, dtype=F).reshape(4, 6))
 V3 = np.ones(3, F)
 S, A, STOCHASTIC = QuantSpec(), activation_spec(), QuantSpec(rounding="stochastic")
-R, H, HC = Range(-1.0, 1.0), *(jq.Histogram(put(np.zeros(shape, np.uint32))) for shape in ((16384,), (4, 1, 16384)))
+R, H, HC = (
+    Range(-1.0, 1.0),
+    *(Histogram(put(np.zeros(shape, np.uint32))) for shape in ((16384,), (4, 1, 16384))),
+)
 
 
 def qarray(shape, spec):
@@ -229,10 +233,10 @@ RANGES = [
     (lambda x: jq.merge(H, HC), ValueError, "`b`", "(4, 1, 16384)"),
     (lambda x: jq.merge(H, H.counts), TypeError, "`b`", "Array"),
     (lambda x: jq.merge(None, H), TypeError, "`a`", "NoneType"),
-    (lambda x: jq.merge(jq.Histogram(None), H), TypeError, "`a`", "NoneType"),
-    (lambda x: jq.merge(H, jq.Histogram(np.ones(16384, F))), TypeError, "`b`", "float32"),
+    (lambda x: jq.merge(Histogram(None), H), TypeError, "`a`", "NoneType"),
+    (lambda x: jq.merge(H, Histogram(np.ones(16384, F))), TypeError, "`b`", "float32"),
     (lambda x: jq.range_from_histogram(X), TypeError, "`h`", "Array"),
-    (lambda x: jq.range_from_histogram(jq.Histogram(V3.astype(np.uint32))), ValueError, "`h`", "(3,)"),
+    (lambda x: jq.range_from_histogram(Histogram(V3.astype(np.uint32))), ValueError, "`h`", "(3,)"),
 ]
 
 AFFINE = [

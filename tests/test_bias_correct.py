@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from lanes import by_default, cases
 
-from jaxquant import Gram, QuantSpec, Rule, dequantize, fake_quant, quantize_fn, solve, weight_spec
+from jaxquant import QuantSpec, Rule, dequantize, fake_quant, quantize_fn, solve, weight_spec
+from jaxquant.typing import Gram
 
 F = np.float32
 W3 = weight_spec(3)

@@ -23,15 +23,13 @@ from jaxquant import (
     QuantSpec,
     dequantize,
     dot_general,
-    dynamic_slice,
     fake_quant,
     float8_spec,
     mxfp8_spec,
     nvfp4_spec,
     quantize,
-    update_slice,
-    zeros,
 )
+from jaxquant.cache import dynamic_slice, update_slice, zeros
 
 F = np.float32
 SHAPE = B, T, H, D = 2, 8, 4, 4  # examples, tokens, heads, features

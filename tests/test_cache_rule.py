@@ -30,10 +30,9 @@ from jaxquant import (
     quant_point,
     quantize,
     quantize_fn,
-    update_slice,
     weight_spec,
-    zeros,
 )
+from jaxquant.cache import update_slice, zeros
 
 BATCH, LENGTH, HEADS, FEATURES = 2, 12, 2, 4
 SHAPE = BATCH, LENGTH, HEADS, FEATURES
@@ -221,7 +220,7 @@ def test_what_else_reads_it_in_float(name):
         (
             {"k": zeros(SHAPE, QuantSpec(granularity=PerChannel((0, 1)))), "v": zeros(SHAPE, VALUES)},
             RULES,
-            "At 'cache/k'.*Make it by jaxquant.zeros",
+            "At 'cache/k'.*Make it by jaxquant.cache.zeros",
         ),
         (None, [Rule("cash/*", activation=KEYS, kind="cache")], r"matched no site of kind 'cache'.*'cache/k'"),
         (None, [RULES[0], Rule("cache/k", activation=VALUES, kind="cache")], "shadowed|matched no"),

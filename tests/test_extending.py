@@ -11,7 +11,6 @@ from exact import assert_same_bits
 from inputs import normal, zeros
 
 from jaxquant import (
-    Gram,
     PerBlock,
     PerChannel,
     QParams,
@@ -34,6 +33,7 @@ from jaxquant._spec._granularity import Granularity
 from jaxquant._spec._scale_formats import SCALE_FORMATS, Rounded
 from jaxquant.solve._rounding import rounded
 from jaxquant.solve._weights import model_of
+from jaxquant.typing import Gram
 
 X = normal(0, 6, 16)
 W = normal(1, 16, 8)

@@ -578,7 +578,7 @@ def test_what_is_observed_and_histories_come_back_as_they_were(tmp_path, suffix)
     params, x = {"w": ones((8, 4))}, jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
     rule = jaxquant.Rule("w", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=4)
     q = jaxquant.quantize_fn(lambda p, x: x @ p["w"], [rule])
-    trained, histories = jaxquant.split_histories(q.init_qparams(params, x))
+    trained, histories = jaxquant.delayed.split_histories(q.init_qparams(params, x))
     tree = {
         "grams": q.observe(params, x, gram=True), "histograms": q.observe(params, x, histogram=True),
         "ranges": q.observe(params, x), "histories": histories, "trained": trained,
@@ -589,5 +589,5 @@ def test_what_is_observed_and_histories_come_back_as_they_were(tmp_path, suffix)
         assert jax.tree.structure(back) == jax.tree.structure(tree)
         jax.tree.map(np.testing.assert_array_equal, back, tree)
     jaxquant.solve.gptq(params, q, back["grams"], x, qparams=back["trained"])
-    jaxquant.delayed_qparams(back["histories"])
+    jaxquant.delayed.delayed_qparams(back["histories"])
     jaxquant.merge(back["histograms"], tree["histograms"])

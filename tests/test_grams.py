@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from lanes import cases
 
-from jaxquant import Gram, QuantSpec, Rule, activation_spec, merge, quantize_fn, weight_spec
+from jaxquant import QuantSpec, Rule, activation_spec, merge, quantize_fn, weight_spec
+from jaxquant.typing import Gram
 
 F = np.float32
 W4, A8 = weight_spec(4), activation_spec(8)

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from lanes import by_default, cases
 
 import jaxquant as jq
-from jaxquant import QParams, QuantSpec, Rule, delayed_qparams, float8_spec, quantize_fn, update_histories
+from jaxquant import QParams, QuantSpec, Rule, float8_spec, quantize_fn
+from jaxquant.delayed import GradientHistory, delayed_qparams, split_histories, update_histories
 
 F = np.float32
 rng = np.random.default_rng(0)
@@ -63,7 +64,7 @@ def train_step(q, trained):
 def quantized(f, params, gradient, *x, **kw):
     """The function with a history of its gradients, the static qparams of its inputs, and the histories."""
     q = quantize_fn(f, [Rule("**", QuantSpec(), QuantSpec(), gradient=gradient, history=STEPS)], **kw)
-    qparams, histories = jq.split_histories(q.init_qparams(params, *x))
+    qparams, histories = split_histories(q.init_qparams(params, *x))
     inputs = {name: INPUT if name.endswith(":input") else None for name in qparams}
     turns = {name: jax.tree.map(lambda v, n=v.scale.shape: np.broadcast_to(v, n), INPUT) for name, v in qparams.items()}
     return q, {name: v and turns[name] for name, v in inputs.items()}, histories
@@ -175,7 +176,7 @@ def test_each_side_has_a_history_of_what_is_rounded_for_it():
     w, x, g = normal(WIDTH, WIDTH), normal(ROWS, WIDTH), normal(ROWS, WIDTH)
     weight, gradient = QuantSpec(granularity=jq.PerChannel(1)), (E5M2, QuantSpec())
     q = quantize_fn(lambda w, x: x @ w, [Rule("", weight, QuantSpec(), gradient=gradient, history=STEPS)])
-    trained, histories = jq.split_histories(q.init_qparams(w, x))
+    trained, histories = split_histories(q.init_qparams(w, x))
     trained = {"": None, ":input": INPUT}
     pull = jax.jit(lambda d: jax.vjp(lambda w, x, d: q(w, x, qparams={**trained, **d}), w, x, d)[1](g))
     *_, seen = pull(delayed_qparams(histories))
@@ -350,7 +351,7 @@ def test_every_op_has_histories(op, execution):
     rule = Rule("*", **{"activation": float8_spec(), **kind}, gradient=E5M2, history=STEPS)
     rules = [Rule("w", None), rule] if op == "attention" else [rule]
     q = quantize_fn(f, rules, execution=execution)
-    trained, histories = jq.split_histories(q.init_qparams({"w": w}, x))
+    trained, histories = split_histories(q.init_qparams({"w": w}, x))
     assert list(histories) == keys
     y = np.asarray(f({"w": w}, x))
     g = F(rng.normal(size=y.shape))
@@ -428,7 +429,7 @@ def test_an_optimizer_takes_what_is_no_history(tmp_path):
     optax = pytest.importorskip("optax", reason="of the extra `frameworks`")
     params, (x, y) = {"w0": normal(WIDTH, WIDTH) / 4, "w1": normal(WIDTH, WIDTH) / 4}, normal(2, ROWS, WIDTH)
     q = quantize_fn(loop, [Rule("**", QuantSpec(), QuantSpec(), gradient=E5M2, history=STEPS)])
-    trained, histories = jq.split_histories(q.init_qparams(params, x))
+    trained, histories = split_histories(q.init_qparams(params, x))
     adam, standard = optax.adamw(3e-3), jax.numpy_dtype_promotion("standard")
 
     def loss(learned, delayed):
@@ -505,14 +506,14 @@ MISTAKES = {
     ),
     "of another spec": (
         lambda w, x, q, trained, histories: q({"w": w}, x, qparams={
-            **trained, **delayed_qparams({n: jq.GradientHistory(h.bins, QuantSpec()) for n, h in histories.items()})
+            **trained, **delayed_qparams({n: GradientHistory(h.bins, QuantSpec()) for n, h in histories.items()})
         }),
         TypeError, "float8_e5m2.*got seen of shape",
     ),
     "qparams for a history": (
         lambda w, x, q, trained, _: q({"w": w}, x, qparams={**trained, "w:gradient": INPUT}), TypeError, "got QParams",
     ),
-    "without a history": (lambda w, x, q, trained, _: jq.split_histories(trained), TypeError, "history="),
+    "without a history": (lambda w, x, q, trained, _: split_histories(trained), TypeError, "history="),
     "histories in freeze": (
         lambda w, x, q, trained, histories: q.freeze({"w": w}, x, qparams={**trained, **histories}),
         TypeError, "split_histories",
@@ -552,7 +553,7 @@ def test_a_step_without_a_finite_gradient_leaves_the_history(bad):
     rng = np.random.default_rng(0)
     params, x = {"w": rng.normal(size=(8, 4)).astype(np.float32)}, rng.normal(size=(6, 8)).astype(np.float32)
     q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", QuantSpec(), QuantSpec(), gradient=QuantSpec(), history=2)])
-    trained, histories = jq.split_histories(q.init_qparams(params, x))
+    trained, histories = split_histories(q.init_qparams(params, x))
     loss = lambda params, delayed, scale: scale * jnp.square(q(params, x, qparams={**trained, **delayed})).sum()
     gradient = jax.jit(jax.grad(loss, (0, 1)))
     for just_in_time in (True, False):

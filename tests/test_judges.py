@@ -38,9 +38,8 @@ from jaxquant import (
     quantize,
     quantize_fn,
     solve,
-    update_slice,
-    zeros,
 )
+from jaxquant.cache import update_slice, zeros
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
 SEED = int(os.environ.get("JAXQUANT_SEED", secrets.randbits(32)))

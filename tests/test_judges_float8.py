@@ -15,16 +15,8 @@ import pytest
 from jax import lax
 from test_judges import installed
 
-from jaxquant import (
-    QuantSpec,
-    Range,
-    Rule,
-    delayed_qparams,
-    float8_spec,
-    quantize_fn,
-    split_histories,
-    update_histories,
-)
+from jaxquant import QuantSpec, Range, Rule, float8_spec, quantize_fn
+from jaxquant.delayed import delayed_qparams, split_histories, update_histories
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
 SEEDS, STEPS, HISTORY, RATE = 6, 300, 16, 0.3

@@ -17,7 +17,6 @@ from jax import lax
 
 import jaxquant
 from jaxquant import (
-    Log2QParams,
     PerChannel,
     PerToken,
     QArray,
@@ -42,6 +41,7 @@ from jaxquant import (
     to_log2,
     weight_spec,
 )
+from jaxquant.typing import Log2QParams
 
 F = np.float32
 W8, A8 = weight_spec(8), activation_spec(8)

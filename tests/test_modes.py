@@ -19,7 +19,6 @@ from jaxquant import (
     QuantSpec,
     Rule,
     activation_spec,
-    delayed_qparams,
     fake_quant,
     fit_qparams,
     float8_spec,
@@ -27,12 +26,10 @@ from jaxquant import (
     nvfp4_spec,
     quantize_fn,
     solve,
-    split_histories,
-    update_histories,
-    update_slice,
     weight_spec,
-    zeros,
 )
+from jaxquant.cache import update_slice, zeros
+from jaxquant.delayed import delayed_qparams, split_histories, update_histories
 
 F = np.float32
 MODES = {

@@ -3,6 +3,7 @@
 
 import importlib.metadata
 import inspect
+import operator
 import re
 
 import jax
@@ -10,40 +11,24 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant import solve, tf
+from jaxquant import cache, delayed, solve, tf, typing
 
 PUBLIC = {
-    "DelayedQParams",
-    "GradientHistory",
-    "delayed_qparams",
-    "split_histories",
-    "update_histories",
-    "Gram",
-    "Histogram",
-    "Log2QParams",
-    "Op",
     "PerBlock",
     "PerChannel",
     "PerTensor",
     "PerToken",
-    "Plan",
     "QArray",
     "QParams",
     "QuantSpec",
-    "QuantizedFunction",
     "Range",
-    "Report",
-    "ReportRow",
     "Rule",
-    "Site",
     "activation_spec",
-    "choose_bits",
     "observe",
     "conv_general_dilated",
     "dequantize",
     "dequantize_params",
     "dot_general",
-    "dynamic_slice",
     "ema_ranges",
     "fake_quant",
     "fake_quant_params",
@@ -64,12 +49,8 @@ PUBLIC = {
     "report",
     "save",
     "scale_gradient",
-    "solve",
-    "tf",
     "to_log2",
     "unpack",
-    "update_slice",
-    "zeros",
     "float8_spec",
     "mxfp8_spec",
     "mxfp6_spec",
@@ -96,8 +77,16 @@ PUBLIC_TF = {
 }
 
 
-PUBLIC_SOLVE = {"adaround", "bias_correct", "equalize", "gptq", "low_rank", "ranges", "rotate", "smooth"}
+PUBLIC_SOLVE = {"adaround", "bias_correct", "choose_bits", "equalize", "gptq", "low_rank", "ranges", "rotate", "smooth"}
 PUBLIC_SOLVE |= {"with_gains", "with_rotation"}
+PUBLIC_OF_NAMESPACES = {
+    cache: {"dynamic_slice", "update_slice", "zeros"},
+    delayed: {"DelayedQParams", "GradientHistory", "delayed_qparams", "split_histories", "update_histories"},
+    typing: {"Gram", "Histogram", "Log2QParams", "Op", "Plan", "QuantizedFunction", "Report", "ReportRow", "Site"},
+}
+
+
+NAMESPACES = {"cache", "delayed", "solve", "tf", "typing"}
 
 
 def names(module):
@@ -105,21 +94,31 @@ def names(module):
 
 
 def test_public_names():
-    assert names(jaxquant) == PUBLIC
+    assert names(jaxquant) == PUBLIC | NAMESPACES
     assert names(tf) == PUBLIC_TF
     assert names(solve) == PUBLIC_SOLVE
+    assert {module: names(module) for module in PUBLIC_OF_NAMESPACES} == PUBLIC_OF_NAMESPACES
 
 
-@pytest.mark.parametrize("old", ["merge_ranges", "merge_histograms", "merge_grams"])
+RENAMED = dict.fromkeys(("merge_ranges", "merge_histograms", "merge_grams"), "merge")
+RENAMED["choose_bits"] = "solve.choose_bits"
+RENAMED |= {
+    name: f"{of.__name__.rpartition('.')[2]}.{name}" for of, names in PUBLIC_OF_NAMESPACES.items() for name in names
+}
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
 def test_old_names_say_the_new_ones(old):
-    with pytest.raises(AttributeError, match=rf"no attribute {old!r}\. It is jaxquant\.merge now"):
+    with pytest.raises(AttributeError, match=rf"no attribute {old!r}\. It is jaxquant\.{RENAMED[old]} now"):
         getattr(jaxquant, old)
+    assert operator.attrgetter(RENAMED[old])(jaxquant) is not None
     assert not hasattr(jaxquant, "mergers")
 
 
-functions = [(tf, name) for name in PUBLIC_TF if name[0].islower()]
+functions = [(of, name) for of, names in PUBLIC_OF_NAMESPACES.items() for name in names if name[0].islower()]
+functions += [(tf, name) for name in PUBLIC_TF if name[0].islower()]
 functions += [(solve, name) for name in PUBLIC_SOLVE]
-functions += [(jaxquant, name) for name in PUBLIC - {"solve", "tf"} if name[0].islower() and not name.endswith("_spec")]
+functions += [(jaxquant, name) for name in PUBLIC if name[0].islower() and not name.endswith("_spec")]
 
 
 @pytest.mark.parametrize(("module", "name"), sorted(functions, key=str))
@@ -133,9 +132,12 @@ def test_docstrings_of_ops_are_complete(module, name):
     assert described == set(inspect.signature(getattr(module, name)).parameters)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in PUBLIC if name[0].isupper()))
-def test_types_say_what_they_hold(name):
-    assert len(inspect.getdoc(getattr(jaxquant, name))) > 40
+types = [(of, name) for of, names in {jaxquant: PUBLIC, **PUBLIC_OF_NAMESPACES}.items() for name in names]
+
+
+@pytest.mark.parametrize(("module", "name"), sorted((of for of in types if of[1][0].isupper()), key=str))
+def test_types_say_what_they_hold(module, name):
+    assert len(inspect.getdoc(getattr(module, name))) > 40
 
 
 def test_the_version_is_that_of_the_package():

@@ -20,9 +20,9 @@ from jaxquant import (
     dequantize,
     dot_general,
     quantize,
-    update_slice,
 )
 from jaxquant._spec._spec import qparams_shape
+from jaxquant.cache import update_slice
 
 SHAPE = 4, 6, 8
 F = np.float32

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from lanes import by_default, cases, in_turn
 
 from jaxquant import (
-    Histogram,
     PerBlock,
     PerChannel,
     PerTensor,
@@ -39,6 +38,7 @@ from jaxquant import (
 )
 from jaxquant._arrays._tally import tally
 from jaxquant._platform._cpu import _in_one_pass
+from jaxquant.typing import Histogram
 
 pytestmark = pytest.mark.bits
 

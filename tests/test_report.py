@@ -15,20 +15,9 @@ from hand_written import Grid
 from jax import lax
 from uses import X, normal
 
-from jaxquant import (
-    PerToken,
-    QArray,
-    QParams,
-    QuantSpec,
-    ReportRow,
-    Rule,
-    activation_spec,
-    choose_bits,
-    quantize_fn,
-    report,
-    save,
-    weight_spec,
-)
+from jaxquant import PerToken, QArray, QParams, QuantSpec, Rule, activation_spec, quantize_fn, report, save, weight_spec
+from jaxquant.solve import choose_bits
+from jaxquant.typing import ReportRow
 
 W4, A4 = weight_spec(4), activation_spec(4)
 COLUMNS, WHOLE = Grid(4), Grid(4, affine=True, whole=True)

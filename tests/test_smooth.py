@@ -10,8 +10,9 @@ from inputs import dead, normal, ones
 from jax import lax
 from lanes import cases
 
-from jaxquant import Gram, QuantSpec, Rule, activation_spec, float8_spec, quantize_fn, solve, weight_spec
+from jaxquant import QuantSpec, Rule, activation_spec, float8_spec, quantize_fn, solve, weight_spec
 from jaxquant.solve._smooth import _Taken
+from jaxquant.typing import Gram
 
 F = np.float32
 W4, W8, A8 = weight_spec(4), weight_spec(8), activation_spec(8)

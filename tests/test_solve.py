@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from lanes import by_default, cases
 
 from jaxquant import (
-    Gram,
     PerBlock,
     QParams,
     QuantSpec,
@@ -37,6 +36,7 @@ from jaxquant.solve._adaround import Learned
 from jaxquant.solve._gptq import InOrderOfRows
 from jaxquant.solve._rounding import _solved
 from jaxquant.solve._weights import model_of
+from jaxquant.typing import Gram
 
 F = np.float32
 W3, W4, A8 = weight_spec(3), weight_spec(4), activation_spec(8)

@@ -27,7 +27,6 @@ from jaxquant import (
     Range,
     Rule,
     activation_spec,
-    delayed_qparams,
     ema_ranges,
     fake_quant,
     histogram,
@@ -36,10 +35,9 @@ from jaxquant import (
     quantize_fn,
     range_from_histogram,
     report,
-    split_histories,
-    update_histories,
     weight_spec,
 )
+from jaxquant.delayed import delayed_qparams, split_histories, update_histories
 
 FOLDER = pathlib.Path(__file__).parent
 GRAY, COLORS = "#808080", ["#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444"]

@@ -90,6 +90,6 @@ def _check_scales(cache: Quantized, part: Part) -> None:
     if part.keeps:
         raise ValueError(
             f"a cache that comes in float must have scales that are written with its parts, got {cache.spec}, whose "
-            "scales stay. Name the axes of what is written in its granularity, or pass jaxquant.zeros(shape, spec, "
-            "qparams) with the scales that stay."
+            "scales stay. Name the axes of what is written in its granularity, or pass jaxquant.cache.zeros(shape, "
+            "spec, qparams) with the scales that stay."
         )

@@ -55,8 +55,8 @@ class Cache(NamedTuple):
             if value.spec != self.spec or groups_of(value) != groups_shape(self.spec, self.shape):
                 raise ValueError(
                     f"the cache is a QArray with {value.spec} and a scale of shape {value.scale.shape}, and the rule "
-                    f"says {self.spec}. Make it by jaxquant.zeros({self.shape}, spec) with the spec of the rule, or "
-                    "give the rule the spec of the cache."
+                    f"says {self.spec}. Make it by jaxquant.cache.zeros({self.shape}, spec) with the spec of the rule, "
+                    "or give the rule the spec of the cache."
                 )
             return value
 

@@ -18,9 +18,9 @@ from .._arrays._codes import with_own_sums
 from .._arrays._grid import frame_of, grid_of
 from .._arrays._qarray import Frozen, QArray, changed, check_dtypes, check_sums, packed_dtype
 from .._arrays._qparams import QParams
-from .._arrays._writing import refuse_not_finite
 from .._base import _checks as checks
 from .._base._sharding import is_inside_shard_map
+from .._params import refuse_not_finite
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._spec._spec import QuantSpec
 from ._entries import Entries, check_reads

@@ -19,12 +19,11 @@ from .._arrays._fit import fit_qparams
 from .._arrays._qparams import QParams
 from .._arrays._range import Range, observe, qparams_from_range
 from .._arrays._tally import Tally
-from .._arrays._writing import refuse_lost_scales, refuse_unsigned_below_zero
 from .._base import _checks as checks
 from .._contract._dot import LOWERINGS
 from .._contract._lowering import checked_execution
 from .._history import DelayedQParams
-from .._params import checked_lsq_gradient, with_lsq_gradient
+from .._params import checked_lsq_gradient, refuse_lost_scales, refuse_unsigned_below_zero, with_lsq_gradient
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from .._program._evaluate import Scope
 from .._program._jaxpr import POINT

@@ -3,6 +3,7 @@
 
 from ._adaround import adaround as adaround
 from ._bias_correct import bias_correct as bias_correct
+from ._choose_bits import choose_bits as choose_bits
 from ._equalize import equalize as equalize
 from ._gains import with_gains as with_gains
 from ._gptq import gptq as gptq

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._arrays._writing import refuse_not_finite
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._contract._ops import OPS
+from .._params import refuse_not_finite
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._transform._source import Program
 from ._graph._factors import NoFactorsError

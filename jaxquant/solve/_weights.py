@@ -20,9 +20,9 @@ from .._arrays._grid import Grid, frame_of, grid_of
 from .._arrays._qarray import real_values
 from .._arrays._qparams import QParams
 from .._arrays._tally import to_nearest
-from .._arrays._writing import refuse_lost_scales, refuse_not_finite
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._params import refuse_lost_scales, refuse_not_finite
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from .._spec._granularity import granularity_of
 from .._spec._spec import QuantSpec, qparams_shape
