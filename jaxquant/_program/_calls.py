@@ -65,7 +65,7 @@ def _evaluate_remat(replace: Replacements, step: Step) -> Sequence[Any]:
     inner = replace.inner(eqn, 0, location, [True] * len(eqn.outvars))
     checkpointed = jax.checkpoint(inner, prevent_cse=prevent_cse, policy=policy)
     outs, observed = checkpointed(replace.inputs.within(scope.qparams, location), scope.key, *ins)
-    replace.inputs.note(scope, observed)
+    scope.note(observed)
     return outs
 
 
@@ -113,7 +113,7 @@ def _evaluate_custom(replace: Replacements, step: Step) -> Sequence[Any]:
 
     kept.defvjp(forward, backward, symbolic_zeros=True)
     outs, observed = kept(*leaves)
-    replace.inputs.note(scope, observed)
+    scope.note(observed)
     return outs
 
 
@@ -245,7 +245,7 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
     (changing, seen), (ys, observed) = lax.scan(
         body, (carry.start, seen), (list(xs), of_turns, keys), length, param(eqn, "reverse"), param(eqn, "unroll")
     )
-    inputs.note(scope, seen | observed)
+    scope.note(seen | observed)
     return [*carry.whole(changing), *ys]
 
 
@@ -281,7 +281,7 @@ def _evaluate_while(replace: Replacements, step: Step) -> Sequence[Any]:
         body,
         (carry.start, replace.inputs.seen(location, ins), first),
     )
-    replace.inputs.note(scope, seen)
+    scope.note(seen)
     return carry.whole(changing)
 
 
@@ -321,7 +321,7 @@ def _evaluate_cond(replace: Replacements, step: Step) -> Sequence[Any]:
             "parameter with scales of different shapes, or differently cast, so that no one op can take them. Cut "
             "blocks whole, and cast after the branch."
         ) from error
-    replace.inputs.note(scope, observed)
+    scope.note(observed)
     return outs
 
 
@@ -355,7 +355,7 @@ def _evaluate_shard_map(replace: Replacements, step: Step) -> Sequence[Any]:
         out_specs=(tuple(of("out_specs")), whole(inputs.seen(location, []))), check_vma=of("check_vma"),
         axis_names=set(axes),
     )(qparams, scope.key, *(v for v, _ in taken))  # fmt: skip
-    replace.inputs.note(scope, observed)
+    scope.note(observed)
     caches = {v.paths: v for v in ins if isinstance(v, QuantizedParam)}
     return [put_together(v, caches[v.paths]) if isinstance(v, QuantizedParam) else v for v in outs]
 

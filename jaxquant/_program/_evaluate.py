@@ -30,6 +30,11 @@ class Scope(NamedTuple):
     observed: dict[str, Any]
     memo: dict[Any, Any]
 
+    def note(self, observed: Mapping[str, Any]) -> None:
+        """Adds what is observed to what was observed before."""
+        before = self.observed
+        before.update({key: before[key].merged(v) if key in before else v for key, v in observed.items()})
+
 
 class Inputs(NamedTuple):
     """The place of the qparams and observations of the inputs of contractions.
@@ -60,11 +65,6 @@ class Inputs(NamedTuple):
         inside = [key for key, places in self.observed.items() if any(at[:n] == location for at in places)]
         seen = {key: self.nothing(key, [at for at in self.scans[key] if at[:n] == location]) for key in inside}
         return vary_together(seen, ins)[0] if seen else seen
-
-    def note(self, scope: Scope, observed: Mapping[str, Any]) -> None:
-        """Adds what is observed to what a scope has observed before."""
-        before = scope.observed
-        before.update({key: before[key].merged(v) if key in before else v for key, v in observed.items()})
 
 
 class Step(NamedTuple):

@@ -77,9 +77,18 @@ class Cache(NamedTuple):
 def site_of(cache: Cache, value: Any) -> Site:
     """A cache in the plan."""
     return Site(
-        cache.path, "cache", "cache", "", cache.shape, cache.dtype, 0, cache.spec, cache.rule.pattern, "",
+        name=cache.path,
+        kind="cache",
+        op="cache",
+        scope="",
+        shape=cache.shape,
+        dtype=cache.dtype,
+        length=0,
+        spec=cache.spec,
+        rule=cache.rule.pattern,
+        why="",
         nbytes=cache.nbytes(value),
-    )  # fmt: skip
+    )
 
 
 class CacheRules(NamedTuple):

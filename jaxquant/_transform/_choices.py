@@ -2,7 +2,7 @@
 """What each operand of each op gets: by which rule, and which spec, with the axes of the operand."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._base import _checks as checks
 from .._contract._contract import Precision
@@ -96,7 +96,7 @@ class Decision(NamedTuple):
 
 def choose(ops: Sequence[MatchedOp], matcher: Matcher, strict: bool) -> list[Decision]:
     """What happens to each op, without the keys of entries."""
-    values = {op.contraction.location: _of_value(op, matcher) for op in ops if op.kind == "value"}
+    values = {op.contraction.location: _of_value(op) for op in ops if op.kind == "value"}
     return [_decision(op, matcher, values, strict) for op in ops]
 
 
@@ -142,7 +142,7 @@ def _as_cache(choice: Choice, other: Choice, op: MatchedOp, matcher: Matcher) ->
     with named_in_errors(choice.name, rule=rule):
         if other.spec.rounding == "stochastic":
             raise ValueError(f"what meets the cache {cache!r} must round to nearest, got {other.spec}.")
-    spec, shape = matcher.caches[cache]
+    spec, shape = matcher.caches[cache].spec, matcher.caches[cache].shape
     return choice._replace(spec=spec, rule=rule, cache=cache, is_folded=_changes(choice, spec, shape))
 
 
@@ -177,9 +177,9 @@ def _of_closed(op: MatchedOp, matcher: Matcher) -> Decision:
     if op.contraction.op in OPS and op.contraction.gradient and not is_meant:
         raise errors.differentiates(op.name)
     choices = []
-    for name, operand in zip(op.names, op.contraction.operands, strict=True):
+    for side, (name, operand) in enumerate(zip(op.names, op.contraction.operands, strict=True)):
         if operand.origin.path is None:
-            if left := matcher.left_out(op, operand.origin, frozenset()):
+            if left := op.left_out(side):
                 path, rule = left[0]
                 raise ValueError(
                     f"At {op.name!r}: the rule {rule.pattern!r} quantizes {path!r}, which is computed with and goes "
@@ -188,7 +188,7 @@ def _of_closed(op: MatchedOp, matcher: Matcher) -> Decision:
                 )
             choices.append(Choice(name, operand))
             continue
-        rule = matcher.of_parameter(op, operand.origin)
+        rule = op.own[side]
         if rule is not None and is_wanted(rule):
             with named_in_errors(operand.origin.path, rule=rule):
                 first, *others = operand.origin.parts
@@ -201,9 +201,9 @@ def _of_closed(op: MatchedOp, matcher: Matcher) -> Decision:
     return Decision(op, tuple(choices))
 
 
-def _of_value(op: MatchedOp, matcher: Matcher) -> Choice:
+def _of_value(op: MatchedOp) -> Choice:
     """A value that is quantized where it is named: whole, by one scale."""
-    rule, (operand,), (name,) = matcher.first(op, 0), op.contraction.operands, op.names
+    (rule,), (operand,), (name,) = op.rules, op.contraction.operands, op.names
     assert rule is not None
     with named_in_errors(name, rule=rule):
         if operand.origin.weights:
@@ -237,11 +237,10 @@ def _as_value(choice: Choice, values: Mapping[Location, Choice]) -> Choice:
 
 
 def _of_operand(op: MatchedOp, side: int, contracted: tuple[int, ...], matcher: Matcher, strict: bool) -> Choice:
-    operand, rule = op.contraction.operands[side], matcher.first(op, side)
+    operand, rule, own = op.contraction.operands[side], op.rules[side], op.own[side]
     has_weight_spec = side == op.weight or (op.kind == "gradient" and operand.origin.role != "data")
-    if op.kind == "weight" and not has_weight_spec:  # a parameter as the input of another may have a rule of its own
-        own = matcher.of_parameter(op, operand.origin)
-        rule = rule if own is None or is_wanted(own) else own
+    if own is not None and not is_wanted(own):  # a parameter as the input of another may have a rule of its own
+        rule = own
     spec = None if _is_cache(op, operand) else rule and (rule.weight if has_weight_spec else rule.activation)
     if rule is not None and spec is not None:
         with named_in_errors(op.names[side], rule=rule):
@@ -294,3 +293,8 @@ def _checked_spec(
             "made of them, with one range for all."
         )
     return spec
+
+
+def is_stochastic(spec: Any) -> bool:
+    """Whether it is a spec that rounds stochastically."""
+    return isinstance(spec, QuantSpec) and spec.rounding == "stochastic"

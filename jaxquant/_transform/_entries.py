@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from .._spec._rule import Rule
 from .._spec._spec import QuantSpec, qparams_shape
 from ._axes import along, on_parameter, shared_axes
 from ._choices import Choice, Decision
+from ._match import MatchedOp, Matcher, names_of, numbered
 
 
 class Entry(NamedTuple):
@@ -231,7 +232,7 @@ def _merged(old: Entry, new: Entry) -> Entry:
     return old._replace(sites=sites, contracted=contracted, order=order, is_multiplied=is_multiplied, summed=summed)
 
 
-def read_entry(path: str, rule: Rule, leaf: Any) -> Entry:
+def _read_entry(path: str, rule: Rule, leaf: Any) -> Entry:
     """The entry of a parameter that no op uses; what reads it has no axes to say which share a scale."""
     spec = rule.weight
     assert spec is not None
@@ -242,6 +243,37 @@ def read_entry(path: str, rule: Rule, leaf: Any) -> Entry:
                 "weight_spec(bits, channel_axis=...), counted on the parameter."
             )
         return Entry(path, spec, leaf.shape, leaf.dtype, True, rule, (), shared_axes(spec, leaf.shape))
+
+
+def reads_of(decisions: Sequence[Decision], of_walk: Mapping[str, Set[str]]) -> dict[str, set[str]]:
+    """What reads each parameter in float, or otherwise than as what an op contracts in integers."""
+    reads = {path: set(by) for path, by in of_walk.items()}
+    for decision in decisions:
+        for choice in decision.operands:
+            if decision.op.kind != "closed" and (choice.spec is None or not choice.is_weight):
+                origin = choice.operand.origin
+                for path in origin.parts:
+                    reads.setdefault(path, set()).add("gather" if origin.gathered else choice.name)
+    return reads
+
+
+def with_reads(
+    used: Mapping[str, Entry], reads: Mapping[str, Set[str]], matcher: Matcher, ops: Sequence[MatchedOp]
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The entries with what else reads them, and the names of the sites of parameters that all see quantized."""
+    entries, everywhere = dict(used), []
+    for path, by in reads.items():
+        rule = used[path].rule if path in used else matcher.for_path(path)
+        if rule and rule.weight and rule.everywhere and checks.is_float(matcher.leaves[path].dtype):
+            entries[path] = used.get(path) or _read_entry(path, rule, matcher.leaves[path])
+            everywhere.append(path)
+        if by and path in entries and entries[path].is_weight:  # read in float too, it lies as it always did
+            entries[path] = entries[path]._replace(reads=tuple(sorted(by)), order=None)
+    before = [name for op in ops for name in names_of(op)]
+    names = dict(zip(everywhere, numbered([*before, *everywhere], matcher.leaves)[len(before) :], strict=True))
+    for path, name in names.items():
+        entries[path] = entries[path]._replace(sites=(*entries[path].sites, name))
+    return entries, names
 
 
 @dataclasses.dataclass(frozen=True)

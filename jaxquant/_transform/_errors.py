@@ -57,8 +57,11 @@ def refuse_captured_model(ops: Sequence[MatchedOp], matcher: Matcher) -> None:
 def unused_rule(i: int, matcher: Matcher, ops: Sequence[MatchedOp]) -> ValueError:
     """Rule number i, which decided nothing."""
     rule = matcher.rules[i]
-    if i in matcher.shadowed:
-        return ValueError(shadowed(i, rule, *matcher.shadowed[i]))
+    each = ((op, side, earlier) for op in ops for side, earlier in enumerate(op.rules) if earlier is not None)
+    if taken := next(
+        ((names[0], first) for op, side, first in each if (names := matcher.matched(rule, op, side))), None
+    ):
+        return ValueError(shadowed(i, rule, *taken))
     pattern = pattern_in_words(rule.pattern)
     names = [
         name for op in ops if op.kind == rule.kind for side in range(len(op.origins)) for name in op.subjects(side)

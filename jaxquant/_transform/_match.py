@@ -3,30 +3,50 @@
 
 import collections
 import itertools
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from .._base._checks import is_float
 from .._program._jaxpr import NAME
 from .._program._origin import Origin, computed
 from .._program._walk import Contraction, Operand
 from .._spec._rule import Rule
-from .._spec._spec import QuantSpec
+from ._caches import Cache
 
 
 class MatchedOp(NamedTuple):
-    """A contraction with its kind, its name, which of its operands is the weight, and the names of their sites."""
+    """A contraction, and the rules for it.
+
+    Attributes:
+      contraction: as the walk found it, with its operands in the roles in which the rules take them.
+      kind: as `Site` lists them.
+      name: of the op.
+      weight: which operand is the weight; None where none is.
+      rules: the rule of this kind for each operand, or None.
+      own: for each operand that is a parameter and not the weight, the rule for its path, or None.
+      inside: for each operand the parameters that it is computed from or gathered of, with their rules.
+      names: of the sites of the operands.
+    """
 
     contraction: Contraction
     kind: str
     name: str
     weight: int | None
+    rules: tuple[Rule | None, ...] = ()
+    own: tuple[Rule | None, ...] = ()
+    inside: tuple[tuple[tuple[str, Rule], ...], ...] = ()
     names: tuple[str, ...] = ()
 
     @property
     def origins(self) -> list[Origin]:
         return [operand.origin for operand in self.contraction.operands]
+
+    def left_out(self, side: int, quantized: Collection[str] = ()) -> list[tuple[str, Rule]]:
+        """The parameters inside an operand that a rule would quantize, and that no site does; with the rule of each."""
+        inside = self.inside[side]
+        return [(path, rule) for path, rule in inside if rule.weight and not rule.optional and path not in quantized]
 
     def subjects(self, side: int) -> list[str]:
         """What the pattern of a rule for an operand is matched with."""
@@ -112,28 +132,78 @@ def with_names(ops: Sequence[MatchedOp], paths: Collection[str]) -> list[Matched
     return [op._replace(names=tuple(next(names) for _ in op.contraction.operands)) for op in ops]
 
 
-class Matcher:
-    """The rules, and which of them have decided something."""
+class Matches(NamedTuple):
+    """The contractions of a function, with the rules for them.
 
-    def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Any], params: str, arguments: Sequence[str] = ()):
-        self.rules, self.leaves, self.params, self.arguments = rules, leaves, params, arguments
-        self.used, self.shadowed = set(), {}
-        self.caches: dict[str, tuple[QuantSpec, tuple[int, ...]]] = {}  # spec and shape, by their paths
+    Attributes:
+      found: all, named values too that no rule quantizes.
+      ops: those that have sites, with the names of these.
+    """
+
+    found: list[MatchedOp]
+    ops: list[MatchedOp]
+
+    def deciding(self) -> list[Rule]:
+        """The rules that decide about an operand, be it by None about a parameter inside of it."""
+        of_operands = [rule for op in self.found for rule in (*op.rules, *op.own) if rule is not None]
+        inside = (rule for op in self.ops for of in op.inside for _, rule in of)
+        return [*of_operands, *(rule for rule in inside if not is_wanted(rule))]
+
+
+class Matcher(NamedTuple):
+    """The rules, and what they may match.
+
+    Attributes:
+      rules: in their order.
+      leaves: the parameters, by their paths.
+      params: the argument that holds them, in words.
+      arguments: the paths of what may be a cache.
+      caches: those that rules match, by their paths.
+    """
+
+    rules: Sequence[Rule]
+    leaves: Mapping[str, Any]
+    params: str
+    arguments: Sequence[str]
+    caches: Mapping[str, Cache]
+
+    def match(self, ops: Sequence[MatchedOp]) -> Matches:
+        """The rules for the operands of ops, of `ops_of`."""
+        ops = [self._with_rules(op) for op in self._with_activations([self._with_weight(op) for op in ops])]
+        # A named value without a rule is a name for a site, or for nothing.
+        sites = [op for op in ops if op.kind != "value" or is_wanted(op.rules[0])]
+        return Matches(ops, with_names(sites, self.leaves))
+
+    def _with_rules(self, op: MatchedOp) -> MatchedOp:
+        operands, is_closed = op.contraction.operands, op.kind == "closed"
+
+        def own(side: int) -> Rule | None:
+            is_asked = is_closed or (op.kind == "weight" and side != op.weight)
+            return self._of_parameter(op, side) if is_asked else None
+
+        def inside(side: int) -> tuple[tuple[str, Rule], ...]:
+            origin, gathered = operands[side].origin, gathered_by_data(operands[side].origin)
+            is_of_data = not is_float(operands[side].dtype) or (origin.data and not gathered)
+            if op.kind in ("weight", "gradient") or (origin.path is not None if is_closed else is_of_data):
+                return ()
+            paths = sorted({*origin.computed, *gathered})
+            return tuple((path, rule) for path in paths if (rule := self.for_path(path, op.contraction)) is not None)
+
+        sides = range(len(operands))
+        rules = () if is_closed else tuple(self.first(op, side) for side in sides)
+        return op._replace(rules=rules, own=tuple(map(own, sides)), inside=tuple(map(inside, sides)))
 
     def first(self, op: MatchedOp, side: int) -> Rule | None:
         """The rule for an operand."""
-        operand, found = op.contraction.operands[op.weight or 0 if op.kind == "weight" else side], None
-        for i, rule in enumerate(self.rules):
-            if rule.kind != op.kind or not is_for(rule, op.contraction):
-                continue
-            leaf = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
-            matched = [name for name in op.subjects(side) if rule.matches(name, self.leaves.get(name, leaf))]
-            if matched and found is None:
-                self.used.add(i)
-                found = rule
-            elif matched:
-                self.shadowed.setdefault(i, (matched[0], found))
-        return found
+        return next((rule for rule in self.rules if self.matched(rule, op, side)), None)
+
+    def matched(self, rule: Rule, op: MatchedOp, side: int) -> list[str]:
+        """The names of an operand that a rule for its op matches; none if it is for other ops."""
+        if rule.kind != op.kind or not is_for(rule, op.contraction):
+            return []
+        operand = op.contraction.operands[op.weight or 0 if op.kind == "weight" else side]
+        leaf = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+        return [name for name in op.subjects(side) if rule.matches(name, self.leaves.get(name, leaf))]
 
     def for_path(self, path: str, contraction: Contraction | None = None) -> Rule | None:
         """The first rule of kind "weight" that matches a parameter, of those for a contraction, or for any."""
@@ -141,19 +211,10 @@ class Matcher:
         candidates = (rule for rule in of_kind if contraction is None or is_for(rule, contraction))
         return next((rule for rule in candidates if rule.matches(path, self.leaves[path])), None)
 
-    def of_parameter(self, op: MatchedOp, origin: Origin) -> Rule | None:
-        """The rule for a parameter where it is no operand that a rule of kind "weight" is for."""
-        rule = self.for_path(origin.weights[0], op.contraction) if origin.weights else None
-        if rule is not None:
-            self.used.add(self.rules.index(rule))
-        return rule
-
-    def left_out(self, op: MatchedOp, origin: Origin, quantized: Set[str]) -> list[tuple[str, Rule]]:
-        """The parameters in a value that a rule would quantize, and that no site does; with the rule of each."""
-        paths = sorted({*origin.computed, *gathered_by_data(origin)})
-        chosen = [(path, rule) for path in paths if (rule := self.for_path(path, op.contraction)) is not None]
-        self.used |= {self.rules.index(rule) for _, rule in chosen if not is_wanted(rule)}
-        return [(path, rule) for path, rule in chosen if rule.weight and not rule.optional and path not in quantized]
+    def _of_parameter(self, op: MatchedOp, side: int) -> Rule | None:
+        """The rule for the parameter that an operand is, or for the first one in it."""
+        weights = op.origins[side].weights
+        return self.for_path(weights[0], op.contraction) if weights else None
 
     def with_roles(self, contraction: Contraction) -> Contraction:
         """The contraction with its operands in the roles in which the rules take them.
@@ -174,11 +235,11 @@ class Matcher:
 
         return contraction._replace(operands=tuple(map(of, contraction.operands)))
 
-    def with_weight(self, op: MatchedOp) -> MatchedOp:
+    def _with_weight(self, op: MatchedOp) -> MatchedOp:
         """The op; of two parameters the one that a rule quantizes is the weight, and the other its input."""
         if op.kind != "params":
             return op
-        rules = [self.of_parameter(op, origin) for origin in op.origins]
+        rules = [self._of_parameter(op, side) for side in range(len(op.origins))]
         wanted = [side for side, rule in enumerate(rules) if is_wanted(rule)]
         if len(wanted) == 2 and op.origins[0].picked != op.origins[1].picked:
             wanted = [side for side in wanted if not op.origins[side].picked]  # a row of an embedding is an input
@@ -192,7 +253,7 @@ class Matcher:
         chosen = wanted or [side for side, rule in enumerate(rules) if rule]
         return op._replace(kind="weight", weight=chosen[0]) if chosen else op
 
-    def with_activations(self, ops: Sequence[MatchedOp]) -> list[MatchedOp]:
+    def _with_activations(self, ops: Sequence[MatchedOp]) -> list[MatchedOp]:
         """The ops; what came out of a quantized one is an activation for the others, be it of parameters alone."""
         is_quantized = lambda op: op.kind == "weight" and is_wanted(self.first(op, op.weight or 0))
         quantized = {op.contraction.location for op in ops if is_quantized(op)}

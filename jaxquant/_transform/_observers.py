@@ -2,6 +2,7 @@
 """What is observed of the inputs of a function, and how it is merged over turns, branches and devices."""
 
 import functools
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,12 +17,17 @@ from .._arrays._range import Range, observe
 from .._arrays._tally import tally, tally_across
 from .._base import _checks as checks
 from .._paths import named_in_errors
+from .._program._evaluate import Inputs, Scope
 from .._program._jaxpr import Location
+from .._program._param import QuantizedParam, Unquantized
 from .._program._walk import Contraction
 from .._spec._spec import QuantSpec
+from ._choices import Decision
+from ._compiled import value_of
 from ._decide import Decisions
 from ._entries import Entry
 from ._layout import Layout, layout_of
+from ._mask import Mask
 
 
 class Observed(NamedTuple):
@@ -31,8 +37,6 @@ class Observed(NamedTuple):
       x: its real values.
       spec: QuantSpec, with the axes of x; None where it stays in float.
       qparams: of its entry; None where it is dynamic.
-      contracted: the axes of x along which one result of the op sums.
-      other: the real values of the other operand, such as the weight; None if there is none, or integers alone.
       contraction: the op.
       side: which operand it is.
       more: the operands behind both, such as the sizes of groups.
@@ -42,8 +46,6 @@ class Observed(NamedTuple):
     x: Any
     spec: QuantSpec | None
     qparams: QParams | None
-    contracted: tuple[int, ...]
-    other: Any
     contraction: Contraction
     side: int
     more: Sequence[Any] = ()
@@ -181,3 +183,70 @@ def grams(wanted: frozenset[str] | None) -> Observer:
         lambda g, axes: Gram(*(lax.psum(v, tuple(axes)) for v in g)),
         functools.partial(uses_of_weights, wanted=wanted),
     )
+
+
+class Observation(NamedTuple):
+    """The observations of one call: of which operands, by which observer, and where the qparams of inputs are needed.
+
+    Attributes:
+      decisions: about the function.
+      observer: of operands; None observes nothing.
+      mask: which rows count, or None.
+      uses: of each entry that is observed, where.
+    """
+
+    decisions: Decisions
+    observer: Observer | None = None
+    mask: Mask | None = None
+    uses: Mapping[str, Use] = types.MappingProxyType({})
+
+    @classmethod
+    def of(cls, decisions: Decisions, observer: Observer | None = None, mask: Mask | None = None) -> "Observation":
+        """The observations of a call of the function that these decisions are about."""
+        return cls(decisions, observer, mask, observer.uses(decisions) if observer else {})
+
+    @property
+    def inputs(self) -> Inputs:
+        """The place of the qparams and observations of inputs in the program."""
+        decisions, entries = self.decisions, self.decisions.entries
+        of_inputs = {key: entry for key, entry in entries.of.items() if not entry.is_weight}
+        stacks = {key: entry.stack for key, entry in (*of_inputs.items(), *entries.gradients.items())}
+        stacks |= {key: use.stack for key, use in self.uses.items()}
+        return Inputs(
+            {at: {*of.input_keys, *of.gradient_keys} for at, of in decisions.of.items()},
+            {key: tuple(use.at) for key, use in self.uses.items()},
+            {key: [location for location, _ in stack] for key, stack in stacks.items()},
+            self._nothing,
+            (self.observer or RANGES).across,
+        )
+
+    def _nothing(self, key: str, scans: Collection[Location]) -> Any:
+        """What is observed of an entry where nothing is seen, stacked for these scans."""
+        observer, use = self.observer, self.uses[key]
+        assert observer is not None
+        location, side = next(iter(use.at.items()))
+        contraction, choice = self.decisions.of[location].contraction, self.decisions.of[location].operands[side]
+        like = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype)
+        of = lambda x, more: observer.of(Observed(x, choice.spec, None, contraction, side, more))
+        one = jax.eval_shape(of, like(contraction.operands[side]), list(map(like, contraction.more)))
+        turns = tuple(n for location, n in use.stack if location in scans)
+        return observer.neutral(jax.tree.map(lambda v: jax.ShapeDtypeStruct((*turns, *v.shape), v.dtype), one))
+
+    def note(self, decision: Decision, values: Sequence[Any], scope: Scope) -> None:
+        """Notes what is seen of the operands of an op, or of a named value, where they are used."""
+        contraction = decision.contraction
+        for key, use in self.uses.items():
+            if self.observer is None or contraction.location not in use.at:
+                continue
+            side = use.at[contraction.location]
+            choice, x, more = decision.operands[side], _real(values[side]), list(map(_real, values[2:]))
+            mask = self.mask and self.mask.over(x, [*choice.keys, key], self.decisions.entries.of)
+            given = Observed(x, choice.spec, scope.qparams.get(key), contraction, side, more, mask)
+            scope.note({key: self.observer.of(given)})
+
+
+def _real(v: Any) -> Any:
+    """The real values of an operand."""
+    if not isinstance(v, QuantizedParam):
+        return v.value if isinstance(v, Unquantized) else v
+    return value_of(v) if v.is_cache else v.real

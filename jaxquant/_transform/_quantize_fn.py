@@ -25,20 +25,33 @@ from .._contract._lowering import checked_execution
 from .._history import DelayedQParams
 from .._params import checked_lsq_gradient, refuse_lost_scales, refuse_unsigned_below_zero, with_lsq_gradient
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
-from .._program._evaluate import Scope
 from .._program._jaxpr import POINT
 from .._spec._rule import Rules, checked_rules, pattern_in_words
 from ._caches import CacheRules
 from ._call import OWN_ARGUMENTS, Call, Static, call_of, may_take, misuse, with_own
+from ._choices import is_stochastic
 from ._decide import Decisions
 from ._entries import Entries, Entry
+from ._evaluate import evaluated
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges
 from ._layout import Layout
 from ._mask import Mask
-from ._observers import HISTOGRAMS, RANGES, TALLIES, Observer, check_weights, grams, has_range, uses_of_weights
+from ._observers import (
+    HISTOGRAMS,
+    RANGES,
+    TALLIES,
+    Observation,
+    Observer,
+    check_weights,
+    grams,
+    has_range,
+    uses_of_weights,
+)
+from ._observing import Observing
 from ._plan import Plan, Site
-from ._sites import ReadInFloat, SiteEvaluator, View, is_stochastic
+from ._quantizing import Quantizing
 from ._source import Program, Source, value_of
+from ._viewing import Viewing
 
 
 class _How(NamedTuple):
@@ -320,8 +333,10 @@ class QuantizedFunction:
             call, arrays = call_of(args, kwargs, self._argnum, self._caches)
             with self._explained(args, kwargs):
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
-                leaves, structure, _, _ = self._evaluated(call, _How(), arrays, None, qparams, View(site, op))
-            return value_of(leaves, structure)
+                program, static = self._checked(call, _How(), arrays, qparams)
+                evaluator, nothing = Viewing(program.decisions, site, op), Observation.of(program.decisions)
+                outs, _ = evaluated(evaluator, program, arrays, static, nothing, None)
+            return value_of(program.leaves(outs), Static.of(program.structure))
 
         return view
 
@@ -390,12 +405,23 @@ class QuantizedFunction:
         return Source(self._f, self._rules, self._argnum, self._caches, self._strict).program(call, arrays, static)
 
     def _evaluated(
-        self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, by: View | Mask | None = None
+        self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, mask: Mask | None
     ) -> tuple[list[Any], Static, Static, dict[str, Any]]:
-        """The results, without what is static of them; their structure; the plan; and what is observed.
+        """The results, without what is static of them; their structure; the plan; and what is observed."""
+        program, static = self._checked(call, how, arrays, qparams)
+        decisions, caches = program.decisions, {cache.path: cache for cache in program.caches if cache}
+        observation = Observation.of(decisions, how.observer, mask and mask.checked(decisions.entries.of))
+        evaluator = (
+            Observing(observation) if how.is_float
+            else Quantizing(decisions, observation, self._execution, key, caches, decisions.taken_once())
+        )  # fmt: skip
+        outs, observed = evaluated(evaluator, program, arrays, static, observation, key)
+        return program.leaves(outs), Static.of(program.structure), Static.known_by_identity(decisions), observed
 
-        `by` is the view that takes the place of the arithmetic, or the mask of what is observed.
-        """
+    def _checked(
+        self, call: Call, how: _How, arrays: Sequence[Any], qparams: Any
+    ) -> tuple[Program, dict[str, QParams | DelayedQParams | None]]:
+        """The program of a call, and the qparams of its entries, None where they are dynamic; raises for wrong ones."""
         known = qparams if isinstance(qparams, Mapping) else {}
         args, kwargs = call.arguments(arrays)
         refuse_changed(args[self._argnum])
@@ -403,8 +429,7 @@ class QuantizedFunction:
         plan, entries = program.decisions.plan, program.decisions.entries
         frozen = {path: v for path, v in zip(program.paths, arrays, strict=True) if path is not None and is_qarray(v)}
         specs = [site.spec for site in plan] + [v for of in program.decisions.of.values() for v in of.gradient]
-        rounds = any(map(is_stochastic, specs))
-        if rounds and "key" in self._names:
+        if "key" in self._names and any(map(is_stochastic, specs)):
             raise ValueError(
                 "`key` is an argument of the function itself, and rules round stochastically, which needs a key of "
                 "its own. Rename the argument: quantize_fn(lambda params, x, f_key: f(params, x, key=f_key), rules)."
@@ -419,47 +444,10 @@ class QuantizedFunction:
         operands = {path for of in program.walk.found() for v in of.operands for path in v.origin.weights}
         entries.check_frozen(frozen, qparams, operands, program.walk.reads)
         if how.lsq_gradient:
-            for name, entry in entries.of.items():
-                if (used := of_entries[name]) is not None and name not in frozen:
-                    of_entries[name] = with_lsq_gradient(used, entry.size, entry.spec, None)
-        caches = {cache.path: cache for cache in program.caches if cache}
-        view = by if isinstance(by, View) else None
-        mask = by.checked(entries.of) if isinstance(by, Mask) else None
-        sites = SiteEvaluator(
-            program.decisions, self._execution, key, how.observer, how.is_float, view, caches, mask,
-            program.decisions.taken_once(),
-        )  # fmt: skip
-        outs, observed = self._outs(program, sites, arrays, of_entries, delayed)
-        results = iter(outs)
-        leaves = [next(results) if s is None else s for s in program.static]
-        return leaves, Static.of(program.structure), Static.known_by_identity(program.decisions), observed
-
-    def _outs(
-        self, program: Program, sites: SiteEvaluator, arrays: Sequence[Any], qparams: Mapping[str, QParams | None],
-        delayed: Mapping[str, DelayedQParams],
-    ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
-        """The arrays among the results, and what is observed."""
-        entries = program.decisions.entries.of
-        inputs = {key: v for key, v in qparams.items() if v is not None and not entries[key].is_weight}
-        read = {key for key, entry in entries.items() if entry.reads and not entry.rule.everywhere}
-        replacements = sites.replacements(program.walk.with_integers)
-        # A parameter that is read in float where the walk does not follow it, such as one that a cond chooses, needs
-        # its values there. Only the evaluation can tell that this happens: what the walk follows no further may never
-        # be read, and values that are carried for nothing would change the loops of other programs.
-        while True:
-            scope = Scope({**inputs, **delayed}, sites.key_of_inputs(), {}, {})
-            args = [
-                v if path is None else sites.parameter(path, v, qparams.get(path), path in read)
-                for path, v in zip(program.paths, arrays, strict=True)
-            ]
-            args = [sites.cache(of, v) if of else v for of, v in zip(program.caches, args, strict=True)]
-            try:
-                outs = map(sites.left, replacements.program(program.jaxpr, program.consts, args, (), scope))
-                return replacements.floats(list(outs), "the result of the function"), scope.observed
-            except ReadInFloat as error:
-                if not error.can_be_given or read.issuperset(error.paths):
-                    raise
-                read.update(error.paths)
+            for name, used in of_entries.items():
+                if used is not None and name not in frozen:
+                    of_entries[name] = with_lsq_gradient(used, entries.of[name].size, entries.of[name].spec, None)
+        return program, {**of_entries, **delayed}
 
 
 def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:

@@ -1,486 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed at the sites of a function: quantized, observed, or given to a function of the caller."""
+"""The sites of a function, each derived from a choice and an entry, and the plan that they make."""
 
-import dataclasses
-import functools
-import types
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
 
-import jax
-import jax.ad_checkpoint
-from jax import Array, lax
-
-from .._arrays._affine import fake_quant
-from .._arrays._qarray import QArray, inside, real_values
-from .._arrays._qparams import QParams
-from .._arrays._quantized import Quantized
-from .._arrays._straight_through import quantize_straight_through, with_gradient_of
 from .._base import _checks as checks
-from .._base import _numerics as num
-from .._base._groups import of_rank
-from .._base._sharding import axes_of, replicated, vary_together
-from .._cache import as_cache
-from .._contract._contract import Precision
-from .._contract._dot import Dot
-from .._contract._native import is_of_floats
-from .._contract._operands import QuantizedOperand
-from .._contract._ops import OPS
-from .._paths import named_in_errors
-from .._program._calls import CALLS
-from .._program._evaluate import Inputs, Replacements, Scope
-from .._program._jaxpr import NAME, Location, params_of
-from .._program._param import QuantizedParam, Unquantized, dequantized, from_integers, quantized_now
-from .._spec._granularity import granularity_of
-from .._spec._spec import QuantSpec
-from ._axes import groups_shape
-from ._caches import Cache
+from .._program._jaxpr import NAME, Location
+from .._spec._granularity import PerToken
 from ._choices import Choice, Decision
-from ._compiled import (
-    Delayed,
-    FloatOp,
-    fake_quantized,
-    not_differentiated,
-    of_value,
-    of_weight,
-    rows_with,
-    site_in_float,
-    site_in_integers,
-    turned,
-    value_of,
-)
-from ._decide import Decisions
 from ._entries import Entry
-from ._mask import Mask
-from ._observers import RANGES, Observed, Observer, Use
-from ._plan import Op, Site
+from ._match import MatchedOp, Matcher, gathered_by_data, is_wanted
+from ._plan import Count, Site
 
 
-def inputs_of(decisions: Decisions, observer: Observer | None) -> tuple[Inputs, Mapping[str, Use]]:
-    """Where the inputs of a function have their qparams, and where what is observed."""
-    entries = {key: entry for key, entry in decisions.entries.of.items() if not entry.is_weight}
-    how = observer or RANGES
-    uses = how.uses(decisions) if observer else {}
-
-    def nothing(key: str, scans: Collection[Location]) -> Any:
-        location, side = next(iter(uses[key].at.items()))
-        contraction, choice = decisions.of[location].contraction, decisions.of[location].operands[side]
-        like = lambda values: [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
-
-        def of(operands: Sequence[Any], more: Sequence[Any]) -> Any:
-            other = operands[1 - side] if len(operands) == 2 else None
-            given = Observed(operands[side], choice.spec, None, choice.contracted, other, contraction, side, more)
-            return how.of(given)
-
-        one = jax.eval_shape(of, like(contraction.operands), like(contraction.more))
-        turns = tuple(n for location, n in uses[key].stack if location in scans)
-        return how.neutral(jax.tree.map(lambda v: jax.ShapeDtypeStruct((*turns, *v.shape), v.dtype), one))
-
-    stacks = {key: entry.stack for key, entry in (*entries.items(), *decisions.entries.gradients.items())}
-    stacks |= {key: use.stack for key, use in uses.items()}
-    inputs = Inputs(
-        {at: {*of.input_keys, *of.gradient_keys} for at, of in decisions.of.items()},
-        {key: tuple(use.at) for key, use in uses.items()},
-        {key: [location for location, _ in stack] for key, stack in stacks.items()},
-        nothing,
-        how.across,
-    )
-    return inputs, uses
-
-
-class View(NamedTuple):
-    """Functions of the caller that take the place of our arithmetic: of each site, and of the ops that have one."""
-
-    site: Callable[[Site, Array], Any]
-    op: Callable[..., Array] | None = None
-
-
-class SiteEvaluator(NamedTuple):
-    """Computes what is at the sites of one call.
+class Sites(NamedTuple):
+    """The sites of a function.
 
     Attributes:
-      decisions: about them.
-      execution: of integer contractions.
-      key: PRNG key for stochastic rounding, or None.
-      observer: of inputs, or None.
-      is_float: whether the contractions are left in float, to be observed alone.
-      view: what takes the place of our arithmetic, or None.
-      caches: by their paths.
-      mask: of which rows are observed, or None.
-      once: the keys of what one op alone quantizes.
+      of_ops: each by where its op is, and the side of the operand.
+      of_reads: of each parameter that something else than a contraction reads, and that all see quantized, by its path.
     """
 
-    decisions: Decisions
-    execution: str
-    key: Any = None
-    observer: Observer | None = None
-    is_float: bool = False
-    view: View | None = None
-    caches: Mapping[str, Cache] = types.MappingProxyType({})
-    mask: Mask | None = None
-    once: Set[str] = frozenset()
-
-    def replacements(self, with_integers: Mapping[Location, Sequence[bool]]) -> Replacements:
-        """The contractions and named values with what takes their place."""
-        (inputs, uses), of = inputs_of(self.decisions, self.observer), {}
-        for location, decision in self.decisions.of.items():
-            seen = {key: use.at[location] for key, use in uses.items() if location in use.at}
-            one = self._named if decision.contraction.op == NAME else self._op
-            of[location] = functools.partial(one, decision, functools.partial(self._observe, decision, seen, inputs))
-        return Replacements(of, self.decisions.custom, with_integers, self.read, inputs, CALLS)
-
-    # Parameters
-
-    def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
-        """A parameter on its way to its ops; `is_read` where something may read it in float."""
-        entry = self.decisions.entries.of.get(path)
-        if isinstance(value, QArray):
-            if not (self.is_float or self.view):
-                return _parameter(path, inside(value), (entry or value).spec)
-            qparams, value = QParams(value.step, value.zero_point), real_values(value, value.dtype)
-        if entry is None or self.is_float:
-            return value
-        if self.view:
-            return self._to_view(entry, value, qparams)
-        contracted = self._flagged(entry.spec, tuple(sorted(entry.contracted)))
-        if path in self.once and not is_read and self.observer is None:
-            return Unquantized(value, qparams, entry.spec, contracted, path)
-        with named_in_errors(path, rule=entry.rule):
-            key = self._key(entry.spec, self.key, path)
-            real, q, flags = quantize_straight_through(value, entry.spec, contracted, key, qparams)
-        return _parameter(path, q, entry.spec, real, value if is_read else None, flags)
-
-    def _flagged(self, spec: QuantSpec, contracted: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The axes along which a NaN counts for all; None where the products are of floats, which have NaN."""
-        return None if is_of_floats(self.execution, spec) else contracted
-
-    def cache(self, cache: Cache, value: Any) -> Any:
-        """A cache on its way to what writes and reads it."""
-        q = cache.quantized(value)
-        if self.is_float or self.view:
-            return real_values(q, q.dtype) if isinstance(value, QArray) else value
-        # Only what comes in float is differentiated.
-        real = None if isinstance(value, QArray) else fake_quant(value, cache.spec)
-        return dataclasses.replace(_parameter(cache.path, as_cache(q), cache.spec, real), is_cache=True)
-
-    def left(self, v: Any) -> Any:
-        """A result of the function: a cache leaves it in integers."""
-        is_whole = isinstance(v, QuantizedParam) and v.is_cache and not v.casts
-        return self.caches[v.paths[0]].returned(v.quantized) if is_whole else v
-
-    def _read_cache(self, cache: QuantizedParam, by: str | None) -> Array:
-        rule = self.caches[cache.paths[0]].rule
-        if by is None or by in OPS or rule.everywhere:
-            return value_of(cache)
-        raise ValueError(
-            f"At {cache.paths[0]!r}, chosen by the rule {rule.pattern!r}: the function also reads the cache in float, "
-            f"by {by!r}. Contract it as it is, after moves alone, and write to it by lax.dynamic_update_slice or "
-            ".at[...].set, which say what they write, not by jnp.where; or let this read the real values of its "
-            'integers by Rule(..., kind="cache", everywhere=True); or leave it in float by a rule with None.'
-        )
-
-    def read(self, parameter: QuantizedParam, by: str | None) -> Array:
-        """A parameter for what computes with it in float."""
-        if parameter.is_cache:
-            return self._read_cache(parameter, by)
-        real, as_read = parameter.real, parameter.as_read
-        if self.view:
-            assert as_read is not None
-            return as_read
-        entry = next((e for path in parameter.paths if (e := self.decisions.entries.of.get(path))), None)
-        if entry is not None and not entry.is_weight:
-            assert real is not None
-            return with_gradient_of(real, num.select(real == real, parameter.cast(dequantized(parameter)), real))
-        if entry is None or entry.rule.everywhere or (by is None and real is None):
-            return value_of(parameter)
-        if as_read is not None:
-            return as_read
-        raise ReadInFloat(parameter.paths, by, real is not None)
-
-    # Ops
-
-    def _op(
-        self, decision: Decision, observe: Callable[..., None], eqn: Any, ins: Sequence[Any], scope: Scope
-    ) -> Array:
-        """The result of an op, whose operands are observed."""
-        nameless = lambda v: dataclasses.replace(v, path="") if isinstance(v, Unquantized) else v
-        ins = list(map(nameless if self._is_one(decision, eqn, ins) else quantized_now, ins))
-        values = list(ins)
-        for side, choice in enumerate(decision.operands):
-            if isinstance(ins[side], QuantizedParam) and not choice.arrives_quantized:
-                values[side] = self.read(ins[side], decision.contraction.op if ins[side].is_cache else choice.name)
-        for i, v in enumerate(ins[2:], 2):
-            values[i] = self.read(v, decision.contraction.op) if isinstance(v, QuantizedParam) else v
-        observe(values, scope)
-        if self.is_float:
-            return eqn.primitive.bind(*values, **eqn.params)
-        if self.view:
-            return self._in_view(self.view, decision, eqn, values, scope)
-        is_integer = all(choice.spec for choice in decision.operands)
-        return (self._in_integers if is_integer else self._in_float)(decision, eqn, values, scope)
-
-    def _is_one(self, decision: Decision, eqn: Any, values: Sequence[Any]) -> bool:
-        """Whether an op and the quantizers of its own can be one compiled function."""
-        is_frozen = any(isinstance(v, QuantizedParam) and v.real is None for v in values)  # made again backward, alone
-        is_plain = eqn.params.get("out_sharding") is None and not any(choice.cache for choice in decision.operands)
-        return is_plain and not is_frozen
-
-    def _observe(
-        self, decision: Decision, sides: Mapping[str, int], inputs: Inputs, values: Sequence[Any], scope: Scope
-    ) -> None:
-        """Notes what is seen of operands, each by the key of an entry and its side."""
-        for key, side in sides.items():
-            assert self.observer is not None
-            real = lambda v: value_of(v) if v.is_cache else v.real
-            choice, reals = decision.operands[side], [real(v) if isinstance(v, QuantizedParam) else v for v in values]
-            other = reals[1 - side] if len(decision.operands) == 2 else None
-            mask = self.mask and self.mask.over(reals[side], [*choice.keys, key], self.decisions.entries.of)
-            given = Observed(
-                reals[side], choice.spec, scope.qparams.get(key), choice.contracted, other, decision.contraction, side,
-                reals[2:], mask,
-            )  # fmt: skip
-            inputs.note(scope, {key: self.observer.of(given)})
-
-    def _in_float(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
-        """An op in float, with the value of its quantizer for the operand that has one."""
-        operands = list(values)
-        for side, choice in enumerate(decision.operands):
-            if choice.spec is None or isinstance(values[side], Unquantized):
-                continue
-            with named_in_errors(choice.name, rule=choice.rule):
-                if choice.arrives_quantized:
-                    operands[side] = dataclasses.replace(_checked(values[side]), paths=())
-                    if choice.point is not None:
-                        operands[side] = self.read(values[side], choice.name)
-                else:
-                    key = self._key(choice.spec, scope.key, (decision.contraction.location, side))
-                    qparams = scope.qparams.get(choice.keys[0])
-                    operands[side] = fake_quantized(values[side], choice.spec, qparams, key)
-        sides = enumerate(decision.operands)
-        in_tiles = next((i for i, choice in sides if _has_tiles(choice, operands[i], operands[1 - i])), None)
-        return site_in_float(FloatOp.of(eqn), decision.contraction.as_op(), in_tiles, *operands)
-
-    def _with_scales(self, decision: Decision, eqn: Any, values: Sequence[Any]) -> Array:
-        """The product of a cache with an operand in float, into which its scales are multiplied."""
-        side = next(i for i, choice in enumerate(decision.operands) if choice.cache is not None)
-        spec, out, dot = decision.operands[1 - side].spec, eqn.outvars[0].aval, decision.contraction.as_op()
-        cache, x = _checked(values[side]), values[1 - side]
-        in_order = lambda own: (own, x) if side == 0 else (x, own)
-        assert spec is not None
-        assert isinstance(dot, Dot)
-        with named_in_errors(*decision.op.names):
-            dot = dataclasses.replace(dot, execution=self.execution)
-            y = rows_with(cache.quantized, x, side, spec, dot).astype(out.dtype)
-        if cache.real is None:
-            return y
-        x = fake_quantized(x, spec, None, None)
-        return with_gradient_of(eqn.primitive.bind(*in_order(cache.real), **eqn.params), y)
-
-    def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
-        if decision.is_folded:
-            return self._with_scales(decision, eqn, values)
-        operands, is_one = list(values), self._is_one(decision, eqn, values)
-        for side, choice in enumerate(decision.operands):
-            if isinstance(values[side], Unquantized):
-                continue
-            if choice.arrives_quantized:
-                dtype, parameter = eqn.invars[side].aval.dtype, _checked(values[side])
-                spec = choice.spec if choice.cache is None else parameter.quantized.spec
-                quantized = dataclasses.replace(parameter.quantized, spec=spec, dtype=dtype)
-                parameter = dataclasses.replace(parameter, quantized=quantized)
-                is_value = choice.point is not None
-                operands[side] = of_value(parameter, choice.contracted) if is_value else parameter
-            else:
-                operands[side] = self._quantized(decision, side, values[side], scope, is_one)
-        spec = next(filter(is_stochastic, decision.gradient), None)
-        key = self._key(spec, scope.key, (decision.contraction.location, "gradient"))
-        delayed = tuple(scope.qparams.get(name) if name else None for name in decision.gradient_keys)
-        y = from_integers(functools.partial(self._product, decision, eqn, key, delayed), operands, of_weight)
-        lacking = [name for name, v in zip(decision.gradient_keys, delayed, strict=True) if name and v is None]
-        return not_differentiated(y, tuple(lacking)) if lacking else y
-
-    def _quantized(
-        self, decision: Decision, side: int, v: Any, scope: Scope, is_one: bool
-    ) -> tuple[Array, Quantized, Array | None] | Unquantized:
-        """An input with the gradient of its quantizer, in integers, and its NaN flags; or what its op quantizes."""
-        choice = decision.operands[side]
-        assert choice.spec is not None
-        with named_in_errors(choice.name, rule=choice.rule):
-            key = self._key(choice.spec, scope.key, (decision.contraction.location, side))
-            known_by = id(v), choice.spec, choice.contracted, choice.keys
-            if key is None and known_by in scope.memo:
-                return scope.memo[known_by][1]
-            qparams = scope.qparams.get(choice.keys[0])
-            contracted = self._flagged(choice.spec, choice.contracted)
-            if is_one and choice.keys[0] in self.once:
-                return Unquantized(v, qparams, choice.spec, contracted)
-            result = quantize_straight_through(v, choice.spec, contracted, key, qparams)
-            scope.memo[known_by] = v, result  # the value too: no other then gets its id
-            return result
-
-    def _product(self, decision: Decision, eqn: Any, key: Any, delayed: Delayed, *values: Any) -> Array:
-        operands: list[Any] = [v if isinstance(v, Unquantized) else QuantizedOperand(*v) for v in values[:2]]
-        more = values[2:]
-        axes = [choice.contracted for choice in decision.operands]
-        if eqn.params.get("out_sharding") is not None:  # contracted axes may be sharded then; gathered as integers
-            operands = [v._replace(integers=v.integers.ordered()) for v in operands]
-            whole = lambda axes: lambda v: replicated(v, axes) if v.ndim else v
-            operands = [jax.tree.map(whole(of), operand) for operand, of in zip(operands, axes, strict=True)]
-            taken = frozenset().union(*axes_of(operands[0].integers.stored))  # along which the other is whole, then
-            both = [i for i, axis in enumerate(axes_of(operands[1].integers.stored)) if not taken.isdisjoint(axis)]
-            operands[1] = jax.tree.map(whole(both), operands[1])
-        with named_in_errors(*decision.op.names):
-            op = decision.contraction.as_op(execution=self.execution, gradient=decision.gradient)
-            turns = decision.operands[0].cache is not None  # a CPU has no kernel for it as the first operand
-            if any(delayed):
-                _, delayed = vary_together(operands, delayed)
-            if turns and isinstance(op, Dot):
-                y = turned(op, operands, key, delayed)
-            else:
-                y = site_in_integers(op, *operands, key, more, delayed)
-        return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
-
-    def _named(
-        self, decision: Decision, observe: Callable[..., None], eqn: Any, ins: Sequence[Any], scope: Scope
-    ) -> Any:
-        """A value that is quantized where it is named, and travels on with its integers."""
-        (choice,), v = decision.operands, ins[0]
-        assert choice.spec is not None
-        if isinstance(v, QuantizedParam):
-            if choice.point is not None and not self.is_float:
-                return v
-            v = self.read(v, choice.name)
-        observe([v], scope)
-        v = jax.ad_checkpoint.checkpoint_name(v, params_of(eqn)["name"])
-        if self.is_float or (self.view and choice.point is not None):
-            return v
-        if self.view:
-            return self._given(*self._of_site(choice, v, scope))
-        with named_in_errors(choice.name, rule=choice.rule):
-            key = self._key(choice.spec, scope.key, (decision.contraction.location, 0))
-            qparams = scope.qparams.get(choice.keys[0])
-            real, q, _ = quantize_straight_through(v, choice.spec, tuple(range(v.ndim)), key, qparams)
-        return dataclasses.replace(_parameter(choice.keys[0], q, choice.spec, real), is_value=True)
-
-    # Stochastic rounding
-
-    def _key(self, spec: Precision, key: Any, of: Any) -> Any:
-        return self.decisions.entries.noise_key(key, of) if key is not None and is_stochastic(spec) else None
-
-    def key_of_inputs(self) -> Any:
-        """The key of what is rounded where the program runs; None if it is parameters alone, or nothing."""
-        of_inputs = lambda of: [choice.spec for choice in of.operands if not choice.is_weight]
-        specs = [spec for of in self.decisions.of.values() for spec in (*of_inputs(of), *of.gradient)]
-        return self.key if any(map(is_stochastic, specs)) else None
-
-    # Views
-
-    def _to_view(self, entry: Entry, value: Array, qparams: QParams | None) -> QuantizedParam:
-        read = value
-        if entry.rule.everywhere and entry.reads:
-            info = next(site for site in self.decisions.plan if site.entry == entry.key and site.op not in OPS)
-            read = self._given(info._replace(qparams=qparams), value)
-        scale, zero_point = (None, None) if qparams is None else (of_rank(v, value.ndim) for v in qparams)
-        q = Quantized(None, scale, zero_point, entry.spec, value.dtype)
-        return QuantizedParam(q, value, read, None, (entry.key,))
-
-    def _in_view(self, view: View, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
-        """What the functions of the caller make of an op."""
-        operands = list(values)
-        for side, choice in enumerate(decision.operands):
-            is_given = choice.cache is None and (choice.point is None or view.op is not None)
-            if choice.spec is not None and is_given:
-                of = self._of_site(choice, values[side], scope)
-                operands[side] = self._given(*of) if view.op is None else view.site(*of)
-        lax_op = FloatOp.of(eqn)
-        if view.op is None:
-            return lax_op(*operands)
-        result = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
-        y = view.op(Op(decision.contraction.op, dict(params_of(eqn)), result, lax_op), *operands)
-        return _checked_result("op", y, result, " and ".join(map(repr, decision.op.names)))
-
-    def _of_site(self, choice: Choice, v: Any, scope: Scope) -> tuple[Site, Array]:
-        """What the function of the caller is given of an operand."""
-        info, qparams = self.decisions.plan[choice.name], scope.qparams.get(choice.keys[0])
-        if choice.is_weight:
-            q, v = _checked(v).quantized, v.real
-            qparams = None if q.scale is None else QParams(q.scale, q.zero_point)
-            info = info if qparams is None else _fitting(info, qparams, v.shape)
-        return info._replace(qparams=qparams), v
-
-    def _given(self, info: Site, x: Array) -> Array:
-        assert self.view is not None
-        return _checked_result("site", self.view.site(info, x), x, repr(info.name))
+    of_ops: Mapping[tuple[Location, int], Site]
+    of_reads: Mapping[str, Site]
 
 
-def _checked_result(of: str, y: Any, like: Any, where: str) -> Array:
-    if not checks.is_array(y) or y.shape != like.shape or y.dtype != like.dtype:
-        raise ValueError(
-            f"`{of}` must return an array of shape and dtype {like.dtype}{list(like.shape)} at {where}, got "
-            f"{checks.kind(y)}. Convert the value back, or compute with it and return what it was given."
-        )
-    return y
+def sites_of(
+    decisions: Sequence[Decision], entries: Mapping[str, Entry], everywhere: Mapping[str, str],
+    states: Mapping[str, str], frozen: Set[str],
+) -> Sites:  # fmt: skip
+    """The sites of ops, and those of reads, whose names `everywhere` has by path.
+
+    `states` are those of entries; `frozen` the parameters that are integers already.
+    """
+    of_ops = {
+        (decision.contraction.location, side): _site(decision, choice, entries, states, frozen)
+        for decision in decisions
+        for side, choice in enumerate(decision.operands)
+        if decision.op.kind != "closed" or choice.operand.origin.path is not None
+    }
+    return Sites(of_ops, {path: _site_of_read(name, entries[path], states[path]) for path, name in everywhere.items()})
 
 
-def _fitting(info: Site, qparams: QParams, shape: tuple[int, ...]) -> Site:
-    """A site with the granularity that the qparams of a part of a parameter have, where it is finer than its spec."""
-    assert info.spec is not None
-    groups = groups_shape(info.spec, shape)
-    if qparams.scale.shape == groups:
-        return info
-    granularity = granularity_of(qparams.scale.shape, shape)
-    return info._replace(spec=dataclasses.replace(info.spec, granularity=granularity))
-
-
-def is_stochastic(spec: Any) -> bool:
-    """Whether it is a spec that rounds stochastically."""
-    return isinstance(spec, QuantSpec) and spec.rounding == "stochastic"
-
-
-class ReadInFloat(ValueError):
-    """Something reads parameters in float of which the walk does not know; they can be given if there are any."""
-
-    def __init__(self, paths: Sequence[str], by: str | None, can_be_given: bool):
-        self.paths, self.can_be_given = paths, can_be_given
-        super().__init__(
-            f"At {' and '.join(map(repr, paths))}: the parameter is also read in float, by {by!r}, which its integers "
-            "cannot give. Let every use see the quantized value, in training too, by Rule(..., everywhere=True)."
-        )
-
-
-def _parameter(
-    path: str, q: Quantized, spec: QuantSpec, real: Array | None = None, as_read: Array | None = None,
-    nan_flags: Array | None = None,
-) -> QuantizedParam:  # fmt: skip
-    return QuantizedParam(dataclasses.replace(q, spec=spec), real, as_read, nan_flags, (path,))
-
-
-def _checked(v: Any) -> QuantizedParam:
-    if isinstance(v, QuantizedParam):
-        return v
-    raise NotImplementedError(
-        "a parameter, or a value that is quantized where it is named, reaches its op in a way that its integers cannot "
-        "follow. Report the program that does this; until then quantize the operand by fake_quant_params, or drop the "
-        "rule of the value."
+def _site(
+    decision: Decision, choice: Choice, entries: Mapping[str, Entry], states: Mapping[str, str], frozen: Set[str]
+) -> Site:
+    """The site of an operand."""
+    (op, c), rule, spec = (decision.op, decision.contraction), choice.rule, choice.spec
+    key = next(iter(choice.keys), "")
+    activation = rule.activation if rule and not choice.is_weight else None
+    return Site(
+        name=choice.name,
+        kind=op.kind,
+        op=c.op,
+        scope=c.scope,
+        shape=choice.operand.shape,
+        dtype=choice.operand.dtype,
+        length=_length(decision),
+        spec=spec,
+        rule=rule and rule.pattern,
+        why="" if spec else _why(op, choice, frozen),
+        entry=", ".join(choice.keys),
+        entry_spec=entries[key].spec if choice.keys else None,
+        state=states[key] if choice.keys else "",
+        is_per_token=spec is not None and bool(activation) and activation.granularity == PerToken(),
+        scaled_by=entries[key].scaled_by if choice.keys else "",
+        cache=choice.operand.origin.cache or "",
     )
 
 
-def _has_tiles(choice: Choice, v: Any, other: Any) -> bool:
-    """Whether an operand is a weight of which parts are like the whole.
+def _site_of_read(name: str, entry: Entry, state: str) -> Site:
+    """The site of a parameter that something else than a contraction reads, and that all see quantized."""
+    return Site(
+        name=name,
+        kind="weight",
+        op=", ".join(entry.reads),
+        scope="",
+        shape=entry.shape,
+        dtype=entry.dtype,
+        length=0,
+        spec=entry.spec,
+        rule=entry.rule.pattern,
+        why="",
+        entry=entry.key,
+        entry_spec=entry.spec,
+        state=state,
+    )
 
-    Of a transpose XLA makes another product in a loop than outside; floats of 8 bits XLA:CPU converts on one thread as
-    slowly as it writes them.
-    """
-    moves = choice.operand.origin.moves
-    is_quantized = lambda v: isinstance(v, QuantizedParam | Unquantized)
-    if not is_quantized(v) or is_quantized(other) or not choice.is_weight or moves is None:
-        return False
-    is_transposed = any(move.primitive is lax.transpose_p for move in moves)
-    spec, order = (v.spec, None) if isinstance(v, Unquantized) else (v.quantized.spec, v.quantized.order)
-    return order is None and not spec.format and not is_transposed
+
+def _length(decision: Decision) -> int:
+    """K, the number of products in a sum."""
+    if decision.contraction.op == NAME or decision.contraction.is_closed:
+        return 0
+    choice = decision.operands[1]
+    return math.prod(choice.operand.shape[i] for i in choice.contracted)
 
 
-def _like(y: Array, out: Any) -> Array:
-    """`y` with the sharding that the program says, on a mesh with explicit axes."""
-    wanted = out.sharding
-    return y if wanted.mesh.empty or jax.typeof(y).sharding == wanted else jax.sharding.reshard(y, wanted)
+def _why(op: MatchedOp, choice: Choice, frozen: Set[str]) -> str:
+    origin, dtype = choice.operand.origin, choice.operand.dtype
+    if op.kind == "closed":
+        return f"{op.contraction.op} cannot be entered"
+    if origin.cache is not None:
+        return f"{origin.cache}, a cache: its real values"
+    if not frozen.isdisjoint(origin.weights):
+        return "integers that no rule is for: their real values"
+    if choice.rule is not None and not is_wanted(choice.rule):
+        return "the rule says None"
+    if not checks.is_float(dtype):
+        return f"{dtype}: only floating operands are quantized"
+    if choice.rule is not None:
+        return "the rule has no spec for this operand"
+    made = ", ".join(sorted(origin.params)) if origin.role == "derived" else ""
+    with_data = f"computed from {', '.join(sorted(origin.computed))} and data" if origin.computed else "no parameter"
+    gathered = f"{', '.join(origin.parts)}, gathered by data" if gathered_by_data(origin) else with_data
+    return {
+        "weight": "no rule matches",
+        "act_act": f'{gathered}; Rule(..., kind="act_act")',
+        "derived": f'computed from {made}; Rule(..., kind="derived")' if made else 'Rule(..., kind="derived")',
+        "captured": 'closed over; Rule(..., kind="captured")',
+        "params": "both operands are parameters",
+        "gradient": 'in a backward pass; Rule(..., kind="gradient")',
+    }[op.kind]
+
+
+def counts_of(matcher: Matcher, quantized: Set[str]) -> dict[str, Count]:
+    """The parameters by what becomes of them."""
+    order = "quantized", "left in float by a rule", "without a rule", "matched, but no operand"
+    counts = dict.fromkeys(order, Count())
+    for path, leaf in matcher.leaves.items():
+        rule = matcher.for_path(path)
+        what = "quantized" if path in quantized else "without a rule"
+        if what != "quantized" and rule is not None:
+            what = "left in float by a rule" if rule.weight is None else "matched, but no operand"
+        old, numbers = counts[what], math.prod(leaf.shape)
+        nbytes = numbers * getattr(leaf.dtype, "itemsize", 0)
+        counts[what] = Count(old.parameters + 1, old.numbers + numbers, old.nbytes + nbytes)
+    return {what: count for what, count in counts.items() if count.parameters}

@@ -29,6 +29,11 @@ class Program(NamedTuple):
     structure: Any
     static: tuple[Static | None, ...]  # of the results; None where an array is
 
+    def leaves(self, outs: Sequence[Any]) -> list[Any]:
+        """The leaves of the results: these arrays, and what is static."""
+        arrays = iter(outs)
+        return [next(arrays) if s is None else s for s in self.static]
+
 
 class Source(NamedTuple):
     """A function of params that are one of its arguments, and the rules about it."""
@@ -65,9 +70,8 @@ class Source(NamedTuple):
         walk.read(walk.program(jaxpr, origins), "the result of the function")
         frozen = {path for path, v in zip(paths, arrays, strict=True) if path is not None and is_qarray(v)}
         arguments = self.caches.paths(*call.arguments(arrays), self.argnum)
-        matcher = Matcher(self.rules, params, f"params_argnum={self.argnum}", arguments)
-        matcher.used.update(self.rules.index(cache.rule) for cache in matched if cache)
-        matcher.caches.update((cache.path, (cache.spec, cache.shape)) for cache in caches if cache)
+        of_caches = {cache.path: cache for cache in matched if cache}
+        matcher = Matcher(self.rules, params, f"params_argnum={self.argnum}", arguments, of_caches)
         sites = [site_of(cache, v) for cache, v in zip(caches, arrays, strict=True) if cache]
         decisions = decide(walk, matcher, self.strict, static, frozen, sites)
         return Program(jaxpr, consts, paths, caches, walk, decisions, *results)

@@ -21,7 +21,7 @@ from .._spec._spec import QuantSpec
 from .._transform._caches import CacheRules
 from .._transform._call import Call, Static, call_of
 from .._transform._choices import Decision
-from .._transform._sites import inputs_of
+from .._transform._observers import Observation
 from .._transform._source import Program, Source, value_of
 
 _TENSOR = QuantSpec(granularity=PerTensor())  # which any operand can have: it is not quantized here
@@ -84,14 +84,14 @@ class Wrapper(abc.ABC):
         self._check(program, arrays, given)
         changes = {at: self._changes(of, program) for at, of in program.decisions.of.items()}
         of = {at: functools.partial(_changed, own) for at, own in changes.items()}
-        inputs, _ = inputs_of(program.decisions, None)
+        inputs = Observation.of(program.decisions).inputs
         replacements = Replacements(of, {}, program.walk.with_integers, _read, inputs, CALLS)
         changed = self._changed_weights(program)
         of_each = zip(program.paths, arrays, strict=True)
         args = [_marked(v, path) if path is not None and path in changed else v for path, v in of_each]
         outs = replacements.program(program.jaxpr, program.consts, args, (), Scope(given or {}, None, {}, {}))
-        outs = iter(replacements.floats(outs, "the result of the function"))
-        return [next(outs) if s is None else s for s in program.static], Static.of(program.structure)
+        outs = replacements.floats(outs, "the result of the function")
+        return program.leaves(outs), Static.of(program.structure)
 
 
 def _changed(changes: Changes, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:

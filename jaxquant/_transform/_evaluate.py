@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program evaluated with something else at its sites: the protocol of what that is, and how the program runs."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from jax import Array
+
+from .._arrays._qarray import real_values
+from .._arrays._qparams import QParams
+from .._paths import is_qarray
+from .._program._calls import CALLS
+from .._program._evaluate import Replacements, Scope
+from .._program._jaxpr import NAME
+from .._program._param import QuantizedParam
+from ._caches import Cache
+from ._choices import Decision, is_stochastic
+from ._observers import Observation
+from ._source import Program
+
+
+class Evaluator(Protocol):
+    """A way to evaluate a function: what its parameters, caches, ops and named values are on that way."""
+
+    def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
+        """A parameter on its way to its ops; `is_read` where something may read it in float."""
+        ...
+
+    def cache(self, cache: Cache, value: Any) -> Any:
+        """A cache on its way to what writes and reads it."""
+        ...
+
+    def read(self, parameter: QuantizedParam, by: str | None) -> Array:
+        """A parameter for what computes with it in float."""
+        ...
+
+    def op(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
+        """The result of an op that has a site."""
+        ...
+
+    def named(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Any:
+        """A value that a rule quantizes where it is named."""
+        ...
+
+    def result(self, v: Any) -> Any:
+        """A result of the function."""
+        ...
+
+
+class InFloat:
+    """Arguments and results in real values, as functions in float have them."""
+
+    def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
+        return in_float(value)
+
+    def cache(self, cache: Cache, value: Any) -> Any:
+        return in_float(value)
+
+    def read(self, parameter: QuantizedParam, by: str | None) -> Array:
+        assert parameter.as_read is not None
+        return parameter.as_read
+
+    def result(self, v: Any) -> Any:
+        return v
+
+
+def in_float(value: Any) -> Any:
+    """The real values of a parameter or a cache."""
+    return real_values(value, value.dtype) if is_qarray(value) else value
+
+
+class ReadInFloat(ValueError):
+    """Something reads parameters in float of which the walk does not know; they can be given if there are any."""
+
+    def __init__(self, paths: Sequence[str], by: str | None, can_be_given: bool):
+        self.paths, self.can_be_given = paths, can_be_given
+        super().__init__(
+            f"At {' and '.join(map(repr, paths))}: the parameter is also read in float, by {by!r}, which its integers "
+            "cannot give. Let every use see the quantized value, in training too, by Rule(..., everywhere=True)."
+        )
+
+
+def evaluated(
+    how: Evaluator, program: Program, arrays: Sequence[Any], qparams: Mapping[str, Any],
+    observation: Observation, key: Any,
+) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
+    """The arrays among the results of a program, and what is observed; qparams that are None are dynamic."""
+    decisions, entries = program.decisions, program.decisions.entries.of
+    ops = {
+        location: functools.partial(how.named if of.contraction.op == NAME else how.op, of)
+        for location, of in decisions.of.items()
+    }
+    run = Replacements(ops, decisions.custom, program.walk.with_integers, how.read, observation.inputs, CALLS)
+    is_weight = lambda name: name in entries and entries[name].is_weight
+    inputs = {name: v for name, v in qparams.items() if v is not None and not is_weight(name)}
+    read = {path for path, entry in entries.items() if entry.reads and not entry.rule.everywhere}
+    # A parameter that is read in float where the walk does not follow it, such as one that a cond chooses, needs its
+    # values there. Only the evaluation can tell that this happens: what the walk follows no further may never be read,
+    # and values that are carried for nothing would change the loops of other programs.
+    while True:
+        scope = Scope(inputs, _key_of_inputs(program, key), {}, {})
+        args = [
+            v if path is None else how.parameter(path, v, qparams.get(path), path in read)
+            for path, v in zip(program.paths, arrays, strict=True)
+        ]
+        args = [how.cache(of, v) if of else v for of, v in zip(program.caches, args, strict=True)]
+        try:
+            outs = map(how.result, run.program(program.jaxpr, program.consts, args, (), scope))
+            return run.floats(list(outs), "the result of the function"), scope.observed
+        except ReadInFloat as error:
+            if not error.can_be_given or read.issuperset(error.paths):
+                raise
+            read.update(error.paths)
+
+
+def _key_of_inputs(program: Program, key: Any) -> Any:
+    """The key of what is rounded where the program runs; None if it is parameters alone, or nothing."""
+    decisions = program.decisions.of.values()
+    of_inputs = [choice.spec for of in decisions for choice in of.operands if not choice.is_weight]
+    specs = [*of_inputs, *(spec for of in decisions for spec in of.gradient)]
+    return key if any(map(is_stochastic, specs)) else None

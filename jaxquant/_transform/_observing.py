@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function in float, whose operands are observed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import Array
+
+from .._program._evaluate import Scope
+from ._choices import Decision
+from ._evaluate import InFloat
+from ._observers import Observation
+
+
+class Observing(InFloat):
+    """The function in float, whose operands are observed."""
+
+    def __init__(self, observation: Observation):
+        self.observation = observation
+
+    def op(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
+        self.observation.note(decision, ins, scope)
+        return eqn.primitive.bind(*ins, **eqn.params)
+
+    named = op

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function in float, with functions of the caller at its sites, and in place of the ops that have one."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+
+from .._arrays._qarray import QArray
+from .._arrays._qparams import QParams
+from .._arrays._quantized import Quantized
+from .._base import _checks as checks
+from .._base._groups import of_rank
+from .._program._evaluate import Scope
+from .._program._jaxpr import params_of
+from .._program._param import QuantizedParam
+from .._spec._granularity import granularity_of
+from ._axes import groups_shape
+from ._choices import Choice, Decision
+from ._compiled import FloatOp
+from ._decide import Decisions
+from ._evaluate import InFloat, in_float
+from ._plan import Op, Site
+
+
+class Viewing(InFloat):
+    """The function in float, with a function of the caller at its sites, and another in place of ops, if there is one.
+
+    Attributes:
+      decisions: about the function.
+      site: (info, x) -> what the op gets in place of x.
+      of_op: (info, *operands) -> the result of the op; None computes it.
+    """
+
+    def __init__(self, decisions: Decisions, site: Callable[[Site, Any], Any], of_op: Callable[..., Array] | None):
+        self.decisions, self.site, self.of_op = decisions, site, of_op
+
+    def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
+        entry = self.decisions.entries.of.get(path)
+        if isinstance(value, QArray):
+            qparams = QParams(value.step, value.zero_point)
+        value = read = in_float(value)
+        if entry is None:
+            return value
+        if entry.reads and (info := self.decisions.sites.of_reads.get(path)):
+            read = self._given(info._replace(qparams=qparams), value)
+        scale, zero_point = (None, None) if qparams is None else (of_rank(v, value.ndim) for v in qparams)
+        q = Quantized(None, scale, zero_point, entry.spec, value.dtype)
+        return QuantizedParam(q, value, read, None, (path,))
+
+    def op(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
+        operands = [self.read(v, None) if isinstance(v, QuantizedParam) else v for v in ins]
+        for side, choice in enumerate(decision.operands):
+            is_given = choice.cache is None and (choice.point is None or self.of_op is not None)
+            if choice.spec is not None and is_given:
+                operands[side] = self._at(decision, side, ins[side] if choice.is_weight else operands[side], scope)
+        lax_op, out = FloatOp.of(eqn), eqn.outvars[0].aval
+        if self.of_op is None:
+            return lax_op(*operands)
+        result = jax.ShapeDtypeStruct(out.shape, out.dtype)
+        y = self.of_op(Op(decision.contraction.op, dict(params_of(eqn)), result, lax_op), *operands)
+        return _checked_result("op", y, result, " and ".join(map(repr, decision.op.names)))
+
+    def named(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Any:
+        v = self.read(ins[0], None) if isinstance(ins[0], QuantizedParam) else ins[0]
+        v = eqn.primitive.bind(v, **eqn.params)
+        return v if decision.operands[0].point is not None else self._at(decision, 0, v, scope)
+
+    def _at(self, decision: Decision, side: int, v: Any, scope: Scope) -> Any:
+        """What the function of the caller makes of an operand."""
+        choice: Choice = decision.operands[side]
+        info, qparams = (
+            self.decisions.sites.of_ops[decision.contraction.location, side],
+            scope.qparams.get(choice.keys[0]),
+        )
+        if choice.is_weight:
+            q, v = v.quantized, v.real
+            qparams = None if q.scale is None else QParams(q.scale, q.zero_point)
+            info = info if qparams is None else _fitting(info, qparams, v.shape)
+        info = info._replace(qparams=qparams)
+        is_operand = self.of_op is not None and decision.op.kind != "value"
+        return self.site(info, v) if is_operand else self._given(info, v)
+
+    def _given(self, info: Site, x: Array) -> Array:
+        return _checked_result("site", self.site(info, x), x, repr(info.name))
+
+
+def _checked_result(of: str, y: Any, like: Any, where: str) -> Array:
+    if not checks.is_array(y) or y.shape != like.shape or y.dtype != like.dtype:
+        raise ValueError(
+            f"`{of}` must return an array of shape and dtype {like.dtype}{list(like.shape)} at {where}, got "
+            f"{checks.kind(y)}. Convert the value back, or compute with it and return what it was given."
+        )
+    return y
+
+
+def _fitting(info: Site, qparams: QParams, shape: tuple[int, ...]) -> Site:
+    """A site with the granularity that the qparams of a part of a parameter have, where it is finer than its spec."""
+    assert info.spec is not None
+    groups = groups_shape(info.spec, shape)
+    if qparams.scale.shape == groups:
+        return info
+    granularity = granularity_of(qparams.scale.shape, shape)
+    return info._replace(spec=dataclasses.replace(info.spec, granularity=granularity))
