@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program evaluated with something else at its sites: the protocol of what that is, and how the program runs."""
+"""A program evaluated with something else at its sites: the ways to do so, and how the program runs."""
 
+import abc
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jax import Array
 
@@ -12,7 +13,7 @@ from .._arrays._qparams import QParams
 from .._paths import is_qarray
 from .._program._calls import CALLS
 from .._program._evaluate import Replacements, Scope
-from .._program._jaxpr import NAME
+from .._program._jaxpr import NAME, JaxprEqn
 from .._program._param import QuantizedParam
 from ._caches import Cache
 from ._choices import Decision, is_stochastic
@@ -20,48 +21,32 @@ from ._observers import Observation
 from ._source import Program
 
 
-class Evaluator(Protocol):
-    """A way to evaluate a function: what its parameters, caches, ops and named values are on that way."""
+class Evaluator(abc.ABC):
+    """A way to evaluate a function: by default in float, with the real values of what comes in integers."""
 
     def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
         """A parameter on its way to its ops; `is_read` where something may read it in float."""
-        ...
+        return in_float(value)
 
     def cache(self, cache: Cache, value: Any) -> Any:
         """A cache on its way to what writes and reads it."""
-        ...
+        return in_float(value)
 
     def read(self, parameter: QuantizedParam, by: str | None) -> Array:
         """A parameter for what computes with it in float."""
-        ...
-
-    def op(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
-        """The result of an op that has a site."""
-        ...
-
-    def named(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Any:
-        """A value that a rule quantizes where it is named."""
-        ...
-
-    def result(self, v: Any) -> Any:
-        """A result of the function."""
-        ...
-
-
-class InFloat:
-    """Arguments and results in real values, as functions in float have them."""
-
-    def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
-        return in_float(value)
-
-    def cache(self, cache: Cache, value: Any) -> Any:
-        return in_float(value)
-
-    def read(self, parameter: QuantizedParam, by: str | None) -> Array:
         assert parameter.as_read is not None
         return parameter.as_read
 
+    @abc.abstractmethod
+    def op(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Array:
+        """The result of an op that has a site."""
+
+    @abc.abstractmethod
+    def named(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Any:
+        """A value that a rule quantizes where it is named."""
+
     def result(self, v: Any) -> Any:
+        """A result of the function."""
         return v
 
 

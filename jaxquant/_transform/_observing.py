@@ -7,18 +7,19 @@ from typing import Any
 from jax import Array
 
 from .._program._evaluate import Scope
+from .._program._jaxpr import JaxprEqn
 from ._choices import Decision
-from ._evaluate import InFloat
+from ._evaluate import Evaluator
 from ._observers import Observation
 
 
-class Observing(InFloat):
+class Observing(Evaluator):
     """The function in float, whose operands are observed."""
 
     def __init__(self, observation: Observation):
         self.observation = observation
 
-    def op(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
+    def op(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Array:
         self.observation.note(decision, ins, scope)
         return eqn.primitive.bind(*ins, **eqn.params)
 

@@ -25,6 +25,7 @@ from .._contract._operands import QuantizedOperand
 from .._contract._ops import OPS
 from .._paths import named_in_errors
 from .._program._evaluate import Scope
+from .._program._jaxpr import JaxprEqn, avals
 from .._program._param import QuantizedParam, Unquantized, dequantized, from_integers, quantized_now
 from .._spec._spec import QuantSpec
 from ._caches import Cache
@@ -43,12 +44,12 @@ from ._compiled import (
     value_of,
 )
 from ._decide import Decisions
-from ._evaluate import ReadInFloat
+from ._evaluate import Evaluator, ReadInFloat
 from ._observers import Observation
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantizing:
+class Quantizing(Evaluator):
     """The function quantized, whose operands may be observed.
 
     Attributes:
@@ -125,7 +126,7 @@ class Quantizing:
 
     # Ops
 
-    def op(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
+    def op(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Array:
         nameless = lambda v: dataclasses.replace(v, path="") if isinstance(v, Unquantized) else v
         ins = list(map(nameless if self._is_one(decision, eqn, ins) else quantized_now, ins))
         values = list(ins)
@@ -138,13 +139,13 @@ class Quantizing:
         is_integer = all(choice.spec for choice in decision.operands)
         return (self._in_integers if is_integer else self._in_float)(decision, eqn, values, scope)
 
-    def _is_one(self, decision: Decision, eqn: Any, values: Sequence[Any]) -> bool:
+    def _is_one(self, decision: Decision, eqn: JaxprEqn, values: Sequence[Any]) -> bool:
         """Whether an op and the quantizers of its own can be one compiled function."""
         is_frozen = any(isinstance(v, QuantizedParam) and v.real is None for v in values)  # made again backward, alone
         is_plain = eqn.params.get("out_sharding") is None and not any(choice.cache for choice in decision.operands)
         return is_plain and not is_frozen
 
-    def _in_float(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
+    def _in_float(self, decision: Decision, eqn: JaxprEqn, values: Sequence[Any], scope: Scope) -> Array:
         """An op in float, with the value of its quantizer for the operand that has one."""
         operands = list(values)
         for side, choice in enumerate(decision.operands):
@@ -163,10 +164,10 @@ class Quantizing:
         in_tiles = next((i for i, choice in sides if _has_tiles(choice, operands[i], operands[1 - i])), None)
         return site_in_float(FloatOp.of(eqn), decision.contraction.as_op(), in_tiles, *operands)
 
-    def _with_scales(self, decision: Decision, eqn: Any, values: Sequence[Any]) -> Array:
+    def _with_scales(self, decision: Decision, eqn: JaxprEqn, values: Sequence[Any]) -> Array:
         """The product of a cache with an operand in float, into which its scales are multiplied."""
         side = next(i for i, choice in enumerate(decision.operands) if choice.cache is not None)
-        spec, out, dot = decision.operands[1 - side].spec, eqn.outvars[0].aval, decision.contraction.as_op()
+        spec, out, dot = decision.operands[1 - side].spec, avals(eqn.outvars)[0], decision.contraction.as_op()
         cache, x = _checked(values[side]), values[1 - side]
         in_order = lambda own: (own, x) if side == 0 else (x, own)
         assert spec is not None
@@ -179,7 +180,7 @@ class Quantizing:
         x = fake_quantized(x, spec, None, None)
         return with_gradient_of(eqn.primitive.bind(*in_order(cache.real), **eqn.params), y)
 
-    def _in_integers(self, decision: Decision, eqn: Any, values: Sequence[Any], scope: Scope) -> Array:
+    def _in_integers(self, decision: Decision, eqn: JaxprEqn, values: Sequence[Any], scope: Scope) -> Array:
         if decision.is_folded:
             return self._with_scales(decision, eqn, values)
         operands, is_one = list(values), self._is_one(decision, eqn, values)
@@ -187,7 +188,7 @@ class Quantizing:
             if isinstance(values[side], Unquantized):
                 continue
             if choice.arrives_quantized:
-                dtype, parameter = eqn.invars[side].aval.dtype, _checked(values[side])
+                dtype, parameter = avals(eqn.invars)[side].dtype, _checked(values[side])
                 spec = choice.spec if choice.cache is None else parameter.quantized.spec
                 quantized = dataclasses.replace(parameter.quantized, spec=spec, dtype=dtype)
                 parameter = dataclasses.replace(parameter, quantized=quantized)
@@ -221,7 +222,7 @@ class Quantizing:
             scope.memo[known_by] = v, result  # the value too: no other then gets its id
             return result
 
-    def _product(self, decision: Decision, eqn: Any, key: Any, delayed: Delayed, *values: Any) -> Array:
+    def _product(self, decision: Decision, eqn: JaxprEqn, key: Any, delayed: Delayed, *values: Any) -> Array:
         operands: list[Any] = [v if isinstance(v, Unquantized) else QuantizedOperand(*v) for v in values[:2]]
         more = values[2:]
         axes = [choice.contracted for choice in decision.operands]
@@ -241,9 +242,9 @@ class Quantizing:
                 y = turned(op, operands, key, delayed)
             else:
                 y = site_in_integers(op, *operands, key, more, delayed)
-        return _like(y.astype(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval)
+        return _like(y.astype(avals(eqn.outvars)[0].dtype), avals(eqn.outvars)[0])
 
-    def named(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Any:
+    def named(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Any:
         """A value that is quantized where it is named, and travels on with its integers."""
         (choice,), (v,) = decision.operands, ins
         assert choice.spec is not None

@@ -14,18 +14,18 @@ from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._base._groups import of_rank
 from .._program._evaluate import Scope
-from .._program._jaxpr import params_of
+from .._program._jaxpr import JaxprEqn, avals, params_of
 from .._program._param import QuantizedParam
 from .._spec._granularity import granularity_of
 from ._axes import groups_shape
 from ._choices import Choice, Decision
 from ._compiled import FloatOp
 from ._decide import Decisions
-from ._evaluate import InFloat, in_float
+from ._evaluate import Evaluator, in_float
 from ._plan import Op, Site
 
 
-class Viewing(InFloat):
+class Viewing(Evaluator):
     """The function in float, with a function of the caller at its sites, and another in place of ops, if there is one.
 
     Attributes:
@@ -50,20 +50,20 @@ class Viewing(InFloat):
         q = Quantized(None, scale, zero_point, entry.spec, value.dtype)
         return QuantizedParam(q, value, read, None, (path,))
 
-    def op(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
+    def op(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Array:
         operands = [self.read(v, None) if isinstance(v, QuantizedParam) else v for v in ins]
         for side, choice in enumerate(decision.operands):
             is_given = choice.cache is None and (choice.point is None or self.of_op is not None)
             if choice.spec is not None and is_given:
                 operands[side] = self._at(decision, side, ins[side] if choice.is_weight else operands[side], scope)
-        lax_op, out = FloatOp.of(eqn), eqn.outvars[0].aval
+        lax_op, out = FloatOp.of(eqn), avals(eqn.outvars)[0]
         if self.of_op is None:
             return lax_op(*operands)
         result = jax.ShapeDtypeStruct(out.shape, out.dtype)
         y = self.of_op(Op(decision.contraction.op, dict(params_of(eqn)), result, lax_op), *operands)
         return _checked_result("op", y, result, " and ".join(map(repr, decision.op.names)))
 
-    def named(self, decision: Decision, eqn: Any, ins: Sequence[Any], scope: Scope) -> Any:
+    def named(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Any:
         v = self.read(ins[0], None) if isinstance(ins[0], QuantizedParam) else ins[0]
         v = eqn.primitive.bind(v, **eqn.params)
         return v if decision.operands[0].point is not None else self._at(decision, 0, v, scope)
