@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
 
 from ._arrays._affine import fake_quant, quantize
 from ._arrays._qarray import QArray, changed, checked_qarray, groups_of, inside, packed_dtype, window, window_of
@@ -20,7 +21,9 @@ from ._spec._granularity import PerTensor, granularity_of
 from ._spec._spec import QuantSpec, checked_spec, has_grid_of, qparams_shape
 
 
-def zeros(shape: Any, spec: QuantSpec, qparams: QParams | None = None, *, dtype: Any = jnp.float32) -> QArray:
+def zeros(
+    shape: Sequence[int], spec: QuantSpec, qparams: QParams | None = None, *, dtype: DTypeLike = jnp.float32
+) -> QArray:
     """A quantized array of zeros, in the fewest bytes: an empty cache.
 
     `quantize(jnp.zeros(shape, dtype), spec, qparams)`, with integers of 4 bits and fewer two in a byte.
@@ -59,7 +62,7 @@ def packed(q: QArray) -> QArray:
     return dataclasses.replace(q, values=q.values.astype(dtype)) if dtype else q
 
 
-def dynamic_slice(operand: Any, start_indices: Any, slice_sizes: Any) -> QArray:
+def dynamic_slice(operand: QArray, start_indices: Sequence[ArrayLike], slice_sizes: Sequence[int]) -> QArray:
     """A part of a quantized array, of static size, from where data say: such as a window of a cache.
 
     Args:
@@ -97,7 +100,9 @@ def dynamic_slice(operand: Any, start_indices: Any, slice_sizes: Any) -> QArray:
     return window(q, _windows("start_indices", q.shape, groups_of(q), starts, sizes))
 
 
-def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray:
+def update_slice(
+    cache: QArray, new: ArrayLike | QArray, index: Sequence[ArrayLike], *, key: Array | None = None
+) -> QArray:
     """A quantized array with a part of it written anew: `lax.dynamic_update_slice` of values and of their scales.
 
     Groups that share a scale lie wholly in the part that is written, and get the scale of `new`: the result is that
@@ -153,7 +158,7 @@ def update_slice(cache: Any, new: Any, index: Any, *, key: Any = None) -> QArray
 
 
 @jax.jit
-def _updated(cache: QArray, new: Array | QArray, starts: dict[int, Any], key: Any) -> QArray:
+def _updated(cache: QArray, new: Array | QArray, starts: dict[int, Any], key: Array | None) -> QArray:
     q, written = as_cache(cache), as_cache(new) if isinstance(new, QArray) else new
     windows = {axis: (start, new.shape[axis]) for axis, start in starts.items()}
     q = _with_window(q, written, windows, part_of(q, new.shape), key)
@@ -167,7 +172,7 @@ def as_cache(q: QArray) -> Quantized:
 
 
 def _with_window(
-    cache: Quantized, new: Array | Quantized, windows: Windows, part: "Part", key: Any = None
+    cache: Quantized, new: Array | Quantized, windows: Windows, part: "Part", key: Array | None = None
 ) -> Quantized:
     """A cache with new values where the windows are."""
     q = _quantized_like(cache, new, part, key)
@@ -285,7 +290,7 @@ def _check_whole_groups(cache: Quantized, shape: tuple[int, ...]) -> None:
             )
 
 
-def _quantized_like(cache: Quantized, new: Array | Quantized, part: Part, key: Any) -> Quantized:
+def _quantized_like(cache: Quantized, new: Array | Quantized, part: Part, key: Array | None) -> Quantized:
     """What is written, with so many groups along its axes; with the scales of the cache where these stay."""
     spec, qparams = _quantizer(cache, new.shape, part)
     if isinstance(new, Quantized):
@@ -311,7 +316,7 @@ def _windows(
     return {axis: window for axis, window in of.items() if window[1] != shape[axis]}
 
 
-def _one_for_each_axis(name: str, index: Any, shape: tuple[int, ...]) -> Sequence[Any]:
+def _one_for_each_axis(name: str, index: Sequence[ArrayLike], shape: tuple[int, ...]) -> Sequence[Any]:
     if not isinstance(index, tuple | list) or len(index) != len(shape):
         got = f"{len(index)} of them" if isinstance(index, tuple | list) else checks.kind(index)
         zeros = ", ".join(["0"] * len(shape))

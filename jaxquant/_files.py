@@ -18,6 +18,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ._arrays._codes import with_own_sums
 from ._arrays._gram import Gram
@@ -28,6 +29,7 @@ from ._arrays._qarray import QArray, checked_qarray
 from ._arrays._qparams import Log2QParams, QParams
 from ._arrays._range import Range
 from ._base import _checks as checks
+from ._base._checks import PyTree
 from ._history import GradientHistory
 from ._paths import named_in_errors, unboxed, with_paths
 from ._spec._spec import QuantSpec
@@ -46,7 +48,7 @@ _LONGEST_NAME = 65_000  # bytes, of a .zip
 _HIGHEST_RANK = 64  # of a NumPy array
 
 
-def save(path: Any, tree: Any) -> None:
+def save(path: str | os.PathLike, tree: PyTree) -> None:
     """Writes a pytree of arrays and QArrays to a file, integers of 2 to 4 bits packed.
 
     Args:
@@ -102,7 +104,7 @@ def save(path: Any, tree: Any) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def load(path: Any, like: Any = None) -> Any:
+def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     """Reads what `save` wrote: the same bits, or an error.
 
     Nothing in the file is executed, and nothing larger than the file is allocated. A file that was changed since
@@ -155,7 +157,7 @@ def load(path: Any, like: Any = None) -> Any:
     return tree if like is None else _shaped_like(like, leaves)
 
 
-def _structure(node: Any, names: Iterator[str]) -> Any:
+def _structure(node: PyTree, names: Iterator[str]) -> PyTree:
     """A tree as what JSON can hold, with the names of its leaves, in their order, in their places."""
     if node is None:
         return None
@@ -170,16 +172,16 @@ def _structure(node: Any, names: Iterator[str]) -> Any:
     return ["dict", [[_key(path[0]), part] for (path, _), part in zip(children, parts, strict=True)]]
 
 
-def _key(entry: Any) -> Any:
+def _key(entry: object) -> PyTree:
     key = getattr(entry, "key", entry)
     return key if isinstance(key, str | int) else jax.tree_util.keystr((entry,), simple=True)
 
 
-def _rebuilt(structure: Any, leaves: dict[str, Any]) -> Any:
+def _rebuilt(structure: PyTree, leaves: dict[str, Any]) -> PyTree:
     """The tree again, with each leaf in one place."""
     left = dict(leaves)
 
-    def of(node: Any) -> Any:
+    def of(node: PyTree) -> PyTree:
         if node is None:
             return None
         kind, content = node
@@ -208,7 +210,7 @@ def _unreadable(path: pathlib.Path) -> Iterator[None]:
         ) from error
 
 
-def _is_group(node: Any) -> bool:
+def _is_group(node: PyTree) -> bool:
     return isinstance(node, (QArray, *_GROUPS.values()))
 
 
@@ -216,7 +218,7 @@ def _part(name: str, part: str) -> str:
     return f"{name}/{part}" if name and part else name or part
 
 
-def _described(name: str, leaf: Any) -> tuple[dict, dict[str, np.ndarray]]:
+def _described(name: str, leaf: PyTree) -> tuple[dict, dict[str, np.ndarray]]:
     """Describes a leaf, and gives its arrays: those of a QArray by name, an array by no name."""
     said: dict[str, Any] = {"kind": type(leaf).__name__ if _is_group(leaf) else "array"}
     fields = _fields(leaf) if _is_group(leaf) else {"": leaf}
@@ -267,7 +269,7 @@ def _needed(name: str, described: dict, parts: dict[str, np.ndarray], scales: di
     return parts
 
 
-def _numpy(name: str, value: Any) -> np.ndarray:
+def _numpy(name: str, value: object) -> np.ndarray:
     value = checks.unwrapped(value)
     if not checks.is_array(value) or isinstance(value, jax.core.Tracer) or not _is_numeric(value.dtype):
         raise TypeError(
@@ -285,7 +287,7 @@ def _numpy(name: str, value: Any) -> np.ndarray:
     return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
 
 
-def _is_numeric(dtype: Any) -> bool:
+def _is_numeric(dtype: DTypeLike) -> bool:
     of_jax = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
     return of_jax and (str(dtype) in _OF_NUMPY or np.dtype(dtype).isbuiltin == 2)  # of ml_dtypes
 
@@ -296,7 +298,7 @@ def _plain(value: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(value if of_numpy else value.view(f"u{value.dtype.itemsize}")).reshape(value.shape)
 
 
-def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> Any:
+def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> PyTree:
     stored = {part: described["scale_of"] if "scale_of" in described and part == "scale" else _part(name, part)
               for part in described["dtypes"] if part != described.get("without")}  # fmt: skip
     parts: dict[str, Any] = {
@@ -334,7 +336,7 @@ def _digest(said: dict, arrays: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
+def _shaped_like(like: PyTree, leaves: dict[str, Any]) -> PyTree:
     found = list(with_paths(like, is_leaf=_is_group))
     expected = dict(found)
     if len(found) > len(expected):
@@ -355,7 +357,7 @@ def _shaped_like(like: Any, leaves: dict[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_group), found)
 
 
-def _lying_like(like: Any, leaf: Any) -> Any:
+def _lying_like(like: PyTree, leaf: PyTree) -> PyTree:
     """A leaf with the order and the dtype in memory of another, and with sums if that has some."""
     if not isinstance(leaf, QArray):
         return leaf
@@ -368,7 +370,7 @@ def _summed_axes(q: QArray) -> list[int]:
     return [axis for axis, n in enumerate(q.sums.shape) if n == 1]
 
 
-def _signature(leaf: Any) -> str:
+def _signature(leaf: PyTree) -> str:
     """Describes a leaf without its numbers."""
     if not _is_group(leaf):
         return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
@@ -376,7 +378,7 @@ def _signature(leaf: Any) -> str:
     return f"{type(leaf).__name__}({parts})"
 
 
-def _fields(leaf: Any) -> dict[str, Any]:
+def _fields(leaf: PyTree) -> dict[str, Any]:
     """The parts of a leaf by name: its arrays, and what tells it from others of their shapes."""
     if isinstance(leaf, QArray):
         scales = {name: v for name in ("scale", "zero_point", "tensor_scale") if (v := getattr(leaf, name)) is not None}
@@ -384,7 +386,7 @@ def _fields(leaf: Any) -> dict[str, Any]:
     return vars(leaf) if isinstance(leaf, GradientHistory) else leaf._asdict()
 
 
-def _container(path: Any) -> tuple[pathlib.Path, tuple[Callable, Callable]]:
+def _container(path: str | os.PathLike) -> tuple[pathlib.Path, tuple[Callable, Callable]]:
     path = pathlib.Path(path)
     if path.suffix not in _CONTAINERS:
         raise ValueError(f"`path` must end in {' or '.join(_CONTAINERS)}, got {str(path)!r}. Choose one of them.")

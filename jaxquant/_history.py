@@ -43,7 +43,7 @@ class GradientHistory:
       spec: static, the QuantSpec of the gradient.
     """
 
-    bins: Any
+    bins: Array
     spec: QuantSpec
 
 
@@ -59,7 +59,7 @@ class DelayedQParams:
     """
 
     qparams: QParams | None
-    seen: Any
+    seen: Array
     spec: QuantSpec
 
 
@@ -90,7 +90,7 @@ def with_seen(delayed: DelayedQParams, largest: Array) -> DelayedQParams:
     return dataclasses.replace(zeros, seen=(jnp.arange(BINS, dtype=jnp.int32) == largest).astype(jnp.float32))
 
 
-def split_histories(qparams: Any) -> tuple[dict[str, Any], dict[str, GradientHistory]]:
+def split_histories(qparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, GradientHistory]]:
     """Separates what an optimizer may train from the histories of gradients, which are state.
 
     Args:
@@ -126,7 +126,9 @@ def split_histories(qparams: Any) -> tuple[dict[str, Any], dict[str, GradientHis
     return trained, {key: v for key, v in qparams.items() if is_history(v)}
 
 
-def delayed_qparams(histories: Any, *, just_in_time: bool = False) -> dict[str, DelayedQParams]:
+def delayed_qparams(
+    histories: Mapping[str, GradientHistory], *, just_in_time: bool = False
+) -> dict[str, DelayedQParams]:
     """What the quantized function takes of the histories in one step: a scale for each gradient, and where to count.
 
     The scale is of the upper end of the bin of the largest magnitude in the history, so up to an eighth larger than of
@@ -189,7 +191,9 @@ def _qparams(largest: Array, spec: QuantSpec) -> QParams:
     return qparams_from_range(Range(-end, end), spec)
 
 
-def update_histories(histories: Any, seen: Any) -> dict[str, GradientHistory]:
+def update_histories(
+    histories: Mapping[str, GradientHistory], seen: Mapping[str, DelayedQParams]
+) -> dict[str, GradientHistory]:
     """The histories after a step: the largest magnitudes that its backward pass has seen first, the oldest dropped.
 
     A gradient keeps its history where the backward pass did not compute it, as in a branch not taken, and where it has
@@ -264,14 +268,14 @@ def _check_alike(key: str, history: GradientHistory, seen: DelayedQParams) -> No
         )
 
 
-def _checked(name: str, given: Any, kind: type, made_by: str) -> None:
+def _checked(name: str, given: object, kind: type, made_by: str) -> None:
     if not isinstance(given, Mapping) or not all(isinstance(v, kind) for v in given.values()):
         raise TypeError(
             f"`{name}` must be a dict {{entry: {kind.__name__}}}, got {_kinds(given)}. It is made by {made_by}."
         )
 
 
-def _kinds(given: Any) -> str:
+def _kinds(given: object) -> str:
     if not isinstance(given, Mapping):
         return checks.kind(given)
     return f"a dict of {', '.join(sorted({type(v).__name__ for v in given.values()})) or 'nothing'}"

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from ._arrays._affine import checked_qparams, dequantize, fake_quant, quantize, scale_gradient
 from ._arrays._fit import fit_qparams
@@ -19,6 +21,7 @@ from ._arrays._qparams import QParams
 from ._arrays._range import observe
 from ._base import _checks as checks
 from ._base import _numerics as num
+from ._base._checks import PyTree
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from ._spec._rule import Rule, Rules, checked_rules, pattern_in_words, shadowed
 from ._spec._scale_formats import TINY
@@ -34,11 +37,11 @@ class _Leaf(NamedTuple):
     def spec(self) -> QuantSpec | None:
         return self.rule and self.rule.weight
 
-    def named_in_errors(self) -> Any:
+    def named_in_errors(self) -> AbstractContextManager[None]:
         return named_in_errors(self.path, rule=self.rule)
 
 
-def _leaves(params: Any, rules: Any) -> list[_Leaf]:
+def _leaves(params: PyTree, rules: object) -> list[_Leaf]:
     """The leaves of a pytree, each with its rule; every error of a choice is raised here."""
     rules = checked_rules(rules)
     for i, rule in enumerate(rules):
@@ -86,7 +89,7 @@ def _check_choice(leaf: _Leaf, spec: QuantSpec, others: set[str]) -> None:
         raise ValueError("two parameters have this path, got it twice. Rename one of the keys that make it.")
 
 
-def _rebuilt(f: Callable[[_Leaf, QuantSpec], Any], params: Any, leaves: list[_Leaf]) -> Any:
+def _rebuilt(f: Callable[[_Leaf, QuantSpec], Any], params: PyTree, leaves: list[_Leaf]) -> PyTree:
     """The pytree with `f(leaf, spec)` where a rule gives a spec; every other leaf is the same object."""
     new = []
     for leaf in leaves:
@@ -95,7 +98,7 @@ def _rebuilt(f: Callable[[_Leaf, QuantSpec], Any], params: Any, leaves: list[_Le
     return with_leaves(params, new)
 
 
-def _qparams_of(leaves: list[_Leaf], qparams: Any) -> Mapping[str, QParams | None]:
+def _qparams_of(leaves: list[_Leaf], qparams: Mapping[str, QParams] | None) -> Mapping[str, QParams | None]:
     """The qparams of each quantized leaf, all of them or none."""
     paths = [leaf.path for leaf in leaves if leaf.spec]
     if qparams is None:
@@ -106,14 +109,14 @@ def _qparams_of(leaves: list[_Leaf], qparams: Any) -> Mapping[str, QParams | Non
     return qparams
 
 
-def _keys_of(leaves: list[_Leaf], key: Any) -> dict[str, Any]:
+def _keys_of(leaves: list[_Leaf], key: Array | None) -> dict[str, Any]:
     """A key of its own for each leaf that rounds stochastically."""
     paths = [leaf.path for leaf in leaves if leaf.spec and leaf.spec.rounding == "stochastic"]
     key = checks.rounding_key(key, bool(paths), "no rule that rounds so")
     return {} if key is None else {path: jax.random.fold_in(key, i) for i, path in enumerate(paths)}
 
 
-def match_rules(params: Any, rules: Rules) -> Any:
+def match_rules(params: PyTree, rules: Rules) -> PyTree:
     """The plan of a params pytree, to be printed: the spec of each parameter.
 
     Paths are the keys from the root joined by "/": "encoder/0/kernel". The attribute `value` that unpacks a parameter
@@ -148,14 +151,14 @@ def match_rules(params: Any, rules: Rules) -> Any:
     return with_leaves(params, [leaf.spec for leaf in _leaves(params, rules)])
 
 
-def checked_lsq_gradient(lsq_gradient: Any, qparams: Any, made_by: str) -> bool:
+def checked_lsq_gradient(lsq_gradient: object, qparams: Mapping[str, QParams] | None, made_by: str) -> bool:
     """`lsq_gradient` as a bool; without qparams it would have no effect."""
     if checks.static_bool("lsq_gradient", lsq_gradient) and qparams is None:
         raise ValueError(f"`lsq_gradient` is for qparams that are trained, got qparams=None. Pass {made_by}.")
     return bool(lsq_gradient)
 
 
-def with_lsq_gradient(qparams: QParams, size: int, spec: QuantSpec, bits: Any) -> QParams:
+def with_lsq_gradient(qparams: QParams, size: int, spec: QuantSpec, bits: ArrayLike | None) -> QParams:
     """The qparams of a tensor of a size, with their gradient multiplied as LSQ does."""
     sharing = size // max(math.prod(qparams.scale.shape), 1)
     # Guarded, because XLA makes of 1 / sqrt an rsqrt, which differs in the last bit.
@@ -164,14 +167,14 @@ def with_lsq_gradient(qparams: QParams, size: int, spec: QuantSpec, bits: Any) -
 
 
 def fake_quant_params(
-    params: Any,
+    params: PyTree,
     rules: Rules,
     qparams: Mapping[str, QParams] | None = None,
     *,
-    key: Any = None,
-    bits: Any = None,
+    key: Array | None = None,
+    bits: ArrayLike | None = None,
     lsq_gradient: bool = False,
-) -> Any:
+) -> PyTree:
     """Fake-quantizes the parameters that the rules choose: called inside the loss, it is the whole change for QAT.
 
     Args:
@@ -225,7 +228,9 @@ def fake_quant_params(
     return _rebuilt(one, params, leaves)
 
 
-def init_qparams(params: Any, rules: Rules, method: str = "minmax", *, bits: Any = None) -> dict[str, QParams]:
+def init_qparams(
+    params: PyTree, rules: Rules, method: str = "minmax", *, bits: ArrayLike | None = None
+) -> dict[str, QParams]:
     """Fits qparams to every parameter that the rules choose, to be trained beside the parameters, or kept.
 
     Args:
@@ -261,7 +266,9 @@ def init_qparams(params: Any, rules: Rules, method: str = "minmax", *, bits: Any
     return fitted
 
 
-def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | None = None, *, key: Any = None) -> Any:
+def quantize_params(
+    params: PyTree, rules: Rules, qparams: Mapping[str, QParams] | None = None, *, key: Array | None = None
+) -> PyTree:
     """Quantizes the parameters that the rules choose to integers, after QAT or without it.
 
     Args:
@@ -300,7 +307,7 @@ def quantize_params(params: Any, rules: Rules, qparams: Mapping[str, QParams] | 
     return new
 
 
-def dequantize_params(params: Any) -> Any:
+def dequantize_params(params: PyTree) -> PyTree:
     """Real values again where a pytree has integers: bit for bit what `fake_quant_params` gives, but for NaN.
 
     Args:
@@ -362,7 +369,7 @@ def refuse_lost_scales(qparams: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_unsigned_below_zero(x_min: Any, x_max: Any, spec: QuantSpec) -> None:
+def refuse_unsigned_below_zero(x_min: ArrayLike, x_max: ArrayLike, spec: QuantSpec) -> None:
     """Raises for a range without positive values, of which a symmetric unsigned spec makes zeros."""
     if spec.signed or not spec.symmetric or any(isinstance(v, jax.core.Tracer) for v in (x_min, x_max)):
         return

@@ -9,21 +9,24 @@ import jax
 from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_flatten_with_path
 
 from ._arrays._qarray import QArray
+from ._base._checks import PyTree
 from ._spec._rule import Rule
 
 
-def is_qarray(node: Any) -> bool:
+def is_qarray(node: PyTree) -> bool:
     """Whether a node of a pytree is a QArray, which counts as one leaf."""
     return isinstance(node, QArray)
 
 
-def unboxed(node: Any) -> list[Any]:
+def unboxed(node: PyTree) -> list[Any]:
     """What is in a node that is there for its attribute `value` alone, as a parameter of nnx; nothing of others."""
     children, _ = tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     return [child for path, child in children if path == (GetAttrKey("value"),) and len(children) == 1]
 
 
-def with_paths(tree: Any, path: KeyPath = (), is_leaf: Callable[[Any], bool] = is_qarray) -> Iterator[tuple[str, Any]]:
+def with_paths(
+    tree: PyTree, path: KeyPath = (), is_leaf: Callable[[Any], bool] = is_qarray
+) -> Iterator[tuple[str, Any]]:
     """Each leaf and its path, without the attribute that unpacks a box."""
     for keys, node in tree_flatten_with_path(tree, is_leaf=lambda n: is_leaf(n) or bool(unboxed(n)))[0]:
         if inside := unboxed(node):
@@ -32,7 +35,7 @@ def with_paths(tree: Any, path: KeyPath = (), is_leaf: Callable[[Any], bool] = i
             yield keystr(path + keys, simple=True, separator="/"), node
 
 
-def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
+def with_leaves(tree: PyTree, leaves: Sequence[Any]) -> PyTree:
     """The pytree with other leaves, in the order of `with_paths`."""
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_qarray), leaves)
 

@@ -18,6 +18,7 @@ from ._arrays._merging import merge
 from ._arrays._qparams import QParams
 from ._arrays._tally import Tally, sqnr, tally, to_nearest
 from ._base import _checks as checks
+from ._base._checks import PyTree
 from ._base._groups import reduce_groups
 from ._base._sharding import replicated
 from ._base._table import as_html, as_text
@@ -156,13 +157,13 @@ class Report:
 
 def report(
     q: QuantizedFunction,
-    params: Any,
+    params: PyTree,
     *batch: Any,
     loss: Callable[[Any], Any] | None = None,
-    qparams: Any = None,
-    grams: Any = None,
+    qparams: Mapping[str, Any] | None = None,
+    grams: Mapping[str, Gram] | None = None,
     bits: Sequence[int] = (2, 3, 4, 8),
-    mask: Any = None,
+    mask: PyTree = None,
     **kwargs: Any,
 ) -> Report:
     """What quantizing does to each parameter and each input of a quantized function, on one batch.
@@ -256,7 +257,7 @@ def _of_input(entry: Entry, t: Tally) -> ReportRow:
     return _row(entry, jax.device_get(t), size=0, dead=None, bytes_before=0, bytes_after=0)
 
 
-def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow:
+def _of_parameter(entry: Entry, leaf: PyTree, qparams: QParams | None) -> ReportRow:
     size, spec = math.prod(entry.shape), entry.spec
     before, after = size * jnp.dtype(leaf.dtype).itemsize, saved_bytes(spec, size, math.prod(entry.groups))
     sizes = {"size": size, "bytes_before": before, "bytes_after": after}
@@ -271,7 +272,12 @@ def _of_parameter(entry: Entry, leaf: Any, qparams: QParams | None) -> ReportRow
 
 
 def _layer_errors(
-    q: QuantizedFunction, params: Any, grams: Mapping[str, Gram], batch: tuple, kwargs: Mapping[str, Any], qparams: Any
+    q: QuantizedFunction,
+    params: PyTree,
+    grams: Mapping[str, Gram],
+    batch: tuple,
+    kwargs: Mapping[str, Any],
+    qparams: Mapping[str, Any] | None,
 ) -> dict[str, float]:
     """The relative squared error of the results of each layer whose weight is not integers already."""
     entries, layouts = q.weights(params, grams, batch, kwargs)
@@ -310,7 +316,7 @@ class _Costs(NamedTuple):
     widths: tuple[int, ...]
     kwargs: Mapping[str, Any]
 
-    def all(self, params: Any, *batch: Any) -> dict[str, Any]:
+    def all(self, params: PyTree, *batch: Any) -> dict[str, Any]:
         """Measured, predicted and at other widths, as one program."""
         errors = {
             path: self._errors(path, leaf)
@@ -355,7 +361,7 @@ class _Costs(NamedTuple):
         error = lambda bits: fake_quant(leaf, wide, bits=bits) - leaf
         return jnp.concatenate([own[None], lax.map(error, jnp.asarray(self.widths, jnp.int32))])
 
-    def _loss(self, params: Any, batch: tuple, mask: Mapping[str, Array], errors: Mapping[str, Array]) -> Array:
+    def _loss(self, params: PyTree, batch: tuple, mask: Mapping[str, Array], errors: Mapping[str, Array]) -> Array:
         """The loss with a part of the error of each entry added to it; errors count as constants."""
         leaves = [
             leaf + mask[path].astype(leaf.dtype) * errors[path] if path in errors else leaf
@@ -374,7 +380,7 @@ class _Costs(NamedTuple):
         kwargs = self.q.keywords_of_function(self.kwargs)
         return self._checked(self.q.at_sites(site)(params, *batch, qparams=self.qparams, **kwargs))
 
-    def _checked(self, value: Any) -> Array:
+    def _checked(self, value: object) -> Array:
         try:
             loss = self.loss(value)
         except Exception as error:

@@ -154,6 +154,19 @@ def test_functions_are_short_and_take_few_parameters():
     assert found == []
 
 
+def annotations(path):
+    """What is annotated in a file, as text."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        of = (node.annotation,) if isinstance(node, ast.AnnAssign | ast.arg) else ()
+        of = (node.returns,) if isinstance(node, ast.FunctionDef) else of
+        yield from (ast.unparse(annotation) for annotation in of if annotation is not None)
+
+
+def test_most_annotations_are_types():
+    found = [annotation for path in FILES.values() for annotation in annotations(path)]
+    assert found.count("Any") <= 0.05 * len(found)
+
+
 def run(code):
     env = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}  # any use of a backend raises
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

@@ -4,11 +4,12 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -119,7 +120,7 @@ def _fake_quant(x, trained, frame, noise):
     return _round_trip(x, grid_of(trained, frame), noise)
 
 
-def noise_for(x: Array, spec: QuantSpec, key: Any) -> Array | None:
+def noise_for(x: Array, spec: QuantSpec, key: Array | None) -> Array | None:
     """One uniform number for each element if the spec rounds stochastically."""
     rounds = spec.rounding == "stochastic"
     key = checks.rounding_key(key, rounds, str(spec))
@@ -130,7 +131,7 @@ def noise_for(x: Array, spec: QuantSpec, key: Any) -> Array | None:
     return jax.random.uniform(key, x.shape, jnp.float32).astype(num.compute_dtype(x.dtype))
 
 
-def checked_qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QParams:
+def checked_qparams(x: Array, spec: QuantSpec, qparams: object, bits: ArrayLike | None) -> QParams:
     """The qparams of `x`, from the data or as passed, in float32."""
     expected = qparams_shape(spec, x.shape)
     if qparams is None:
@@ -141,7 +142,7 @@ def checked_qparams(x: Array, spec: QuantSpec, qparams: Any, bits: Any) -> QPara
     return qparams_of_shape(qparams, spec, expected, x.ndim, why)
 
 
-def qparams_of_shape(qparams: Any, spec: QuantSpec, expected: tuple[int, ...], ndim: int, why: str) -> QParams:
+def qparams_of_shape(qparams: object, spec: QuantSpec, expected: tuple[int, ...], ndim: int, why: str) -> QParams:
     """Qparams as passed, in float32, of the expected shape; leading axes of size 1 may be missing, or up to `ndim`."""
     if not isinstance(qparams, QParams):
         raise TypeError(
@@ -205,7 +206,14 @@ def _fake_quant_fitted(x: Array, spec: QuantSpec, noise: Array | None) -> Array:
     return _fake_quant(*vary_together(x, grid.trained, frame, noise))
 
 
-def fake_quant(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None, bits: Any = None) -> Array:
+def fake_quant(
+    x: ArrayLike,
+    spec: QuantSpec,
+    qparams: QParams | None = None,
+    *,
+    key: Array | None = None,
+    bits: ArrayLike | None = None,
+) -> Array:
     """Quantizes and dequantizes real values in float, with a straight-through gradient that trains the qparams too.
 
         y = (clip(round(x / scale) + zero_point, qmin, qmax) - zero_point) * scale
@@ -264,7 +272,7 @@ def levels_of(x: Array, grid: Grid, noise: Array | None) -> Array:
     return grid.in_dtype(grid.level(x, noise))
 
 
-def quantized_of(values: Array, grid: Grid, dtype: Any) -> Quantized:
+def quantized_of(values: Array, grid: Grid, dtype: np.dtype) -> Quantized:
     """Levels on an effective grid, made of an array of `dtype`."""
     spec = grid.frame.spec
     of = lambda v, dtype: None if v is None else of_rank(v.astype(dtype), values.ndim)
@@ -286,7 +294,7 @@ def _quantize_fitted(x: Array, spec: QuantSpec, noise: Array | None) -> QArray:
     return _quantize(x, grid_of(fit_qparams(x, spec), frame_of(spec, is_fitted=True)), noise)
 
 
-def quantize(x: Any, spec: QuantSpec, qparams: QParams | None = None, *, key: Any = None) -> QArray:
+def quantize(x: ArrayLike, spec: QuantSpec, qparams: QParams | None = None, *, key: Array | None = None) -> QArray:
     """Real values to integers: `clip(round(x / scale) + zero_point, qmin, qmax)`.
 
     Args:
@@ -353,7 +361,7 @@ def dequantize(q: QArray) -> Array:
     return real_values(checked_qarray("q", q), q.dtype)
 
 
-def scale_gradient(x: Any, factor: Any) -> Array:
+def scale_gradient(x: ArrayLike, factor: ArrayLike) -> Array:
     """`x` itself, with its gradient multiplied: LSQ's 1 / sqrt(n * qmax) for a scale that n weights share.
 
     Args:

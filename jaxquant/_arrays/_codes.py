@@ -4,11 +4,12 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from .._base._groups import broadcast_groups
 from .._spec._spec import QuantSpec
@@ -28,7 +29,7 @@ class Codes(NamedTuple):
     zero: Array | None
 
 
-def centred(q: Quantized, dtype: Any) -> Array:
+def centred(q: Quantized, dtype: DTypeLike) -> Array:
     """`values - zero_point`, in a dtype that holds it."""
     if q.spec.symmetric:
         return q.values.astype(dtype)

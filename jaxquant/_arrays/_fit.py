@@ -4,13 +4,14 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -147,7 +148,7 @@ def _mse(x: Array, frame: Frame, _: float) -> QParams:
     v = divide(x, broadcast_groups(start.scale, x.shape))
     size = math.prod(x.shape) // max(math.prod(start.scale.shape), 1)
 
-    def search(best: _Trial, grid_of: Callable, candidates: Any) -> _Trial:
+    def search(best: _Trial, grid_of: Callable, candidates: Iterable[Any]) -> _Trial:
         def step(best, candidate):
             ratio, zero_point = grid_of(candidate)
             return _better(best, _trial(v, ratio, zero_point, nearest)), None
@@ -188,11 +189,11 @@ METHODS = {"minmax": _minmax, "percentile": _percentile, "mse": _mse, "lsq": _ls
 
 
 def fit_qparams(
-    x: Any,
+    x: ArrayLike,
     spec: QuantSpec,
     method: str = "minmax",
     *,
-    bits: Any = None,
+    bits: ArrayLike | None = None,
     percentile: float = 99.9,
     nonfinite: str = "ignore",
 ) -> QParams:

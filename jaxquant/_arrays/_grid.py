@@ -10,6 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -144,7 +145,7 @@ def grid_of(qparams: QParams, frame: Frame) -> Grid:
     return Grid(qparams.scale, None if frame.spec.symmetric else qparams.zero_point, frame)
 
 
-def limits_of(spec: QuantSpec, bits: Any = None) -> tuple[Any, Any]:
+def limits_of(spec: QuantSpec, bits: ArrayLike | None = None) -> tuple[Any, Any]:
     """`qmin` and `qmax` as float32: constants, or arrays for traced `bits`.
 
     Traced bits are limited to [2, spec.bits], which cannot be checked. By shifts: `exp2` is not exact everywhere.
@@ -160,7 +161,7 @@ def limits_of(spec: QuantSpec, bits: Any = None) -> tuple[Any, Any]:
     return low.astype(jnp.float32), high.astype(jnp.float32)
 
 
-def frame_of(spec: QuantSpec, bits: Any = None, is_fitted: bool = False) -> Frame:
+def frame_of(spec: QuantSpec, bits: ArrayLike | None = None, is_fitted: bool = False) -> Frame:
     """The frame of a spec, of fewer bits if a schedule says so."""
     return Frame(*limits_of(spec, bits), spec, is_fitted)
 

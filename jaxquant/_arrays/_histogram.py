@@ -2,12 +2,14 @@
 """A histogram of fixed bins, for percentiles over many batches."""
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -50,7 +52,7 @@ def _histogram(x: Array, spec: QuantSpec) -> Histogram:
     return Histogram(counts.reshape(*shape, _BINS))
 
 
-def histogram(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Histogram:
+def histogram(x: ArrayLike, spec: QuantSpec, *, nonfinite: str = "ignore") -> Histogram:
     """Counts real values in bins that are the same for all data, for percentiles over many batches.
 
     Args:
@@ -159,7 +161,9 @@ def _range_of_counts(counts: Array, outside: float) -> Range:
     return Range(jnp.where(empty, jnp.inf, x_min), jnp.where(empty, -jnp.inf, x_max))
 
 
-def range_from_histogram(h: Any, percentile: float = 99.9) -> Any:
+def range_from_histogram(
+    h: Histogram | Mapping[str, Histogram], percentile: float = 99.9
+) -> Range | Mapping[str, Range]:
     """The range that holds `percentile` percent of the counted values, as many cut off below as above.
 
     Args:

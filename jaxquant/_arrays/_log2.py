@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from ._qparams import Log2QParams, OfSpec, QParams
 
 
-def to_log2(qparams: Any) -> Any:
+def to_log2(qparams: PyTree) -> PyTree:
     """QParams with the logarithm of each scale, in which an optimizer step changes a scale by a factor.
 
     An 8-bit scale may be 0.001. Adam moves each number by its learning rate, so a rate of 0.001 makes such a scale 0 or
@@ -52,7 +53,7 @@ def to_log2(qparams: Any) -> Any:
     return _mapped(of, QParams, "to_log2", qparams)
 
 
-def from_log2(trained: Any) -> Any:
+def from_log2(trained: PyTree) -> PyTree:
     """QParams again of what `to_log2` made: in the loss, and once after training, before `q.freeze`.
 
     Args:
@@ -78,7 +79,7 @@ def from_log2(trained: Any) -> Any:
     return _mapped(lambda v: QParams(jnp.exp2(v.scale), v.zero_point, v.spec), Log2QParams, "from_log2", trained)
 
 
-def _mapped(f: Callable[[Any], Any], kind: type, function: str, tree: Any) -> Any:
+def _mapped(f: Callable[[Any], Any], kind: type, function: str, tree: PyTree) -> PyTree:
     is_node = lambda node: isinstance(node, OfSpec)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
     found = [leaf for leaf in leaves if is_node(leaf)]

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from ._range import Range, for_each
 
 
-def merge(*observed: Any) -> Any:
+def merge(*observed: Any) -> PyTree:
     """What is observed of several batches, shards or processes: the union of ranges, the sum of histograms or Grams.
 
     Associative and commutative, but for the rounding of the float sums of Grams, so that parts merge in any order. For
@@ -65,7 +68,9 @@ def _ema(a: Range, b: Range, decay: Array) -> Range:
     return Range(pick(a.x_min, b.x_min), pick(a.x_max, b.x_max))
 
 
-def ema_ranges(a: Any, b: Any, decay: Any) -> Any:
+def ema_ranges(
+    a: Range | Mapping[str, Range], b: Range | Mapping[str, Range], decay: ArrayLike
+) -> Range | Mapping[str, Range]:
     """The exponential moving average of ranges: `decay * a + (1 - decay) * b`, end by end.
 
     Not associative: the order of the batches matters, and shards are merged by `merge` first. The empty range,
@@ -91,5 +96,15 @@ def ema_ranges(a: Any, b: Any, decay: Any) -> Any:
     >>> [end.item() for end in ema_ranges(Range(-1.0, 2.0), Range(-2.0, 1.0), 0.5)]
     [-1.5, 1.5]
     """
-    decay = checks.fraction("decay", decay)
+    decay = _fraction("decay", decay)
     return for_each(lambda a, b: _ema(*a.checked(b), decay), Range, "ema_ranges", a=a, b=b)
+
+
+def _fraction(name: str, value: Any) -> Array:
+    """Returns a number or a scalar, traced or not, as float32; a concrete one must be in [0, 1]."""
+    value = checks.unwrapped(value)
+    array = checks.real(name, value, jnp.dtype(jnp.float32))
+    checks.shape(name, array, (), "one for all ranges")
+    if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) <= 1:
+        raise ValueError(f"`{name}` must be in [0, 1], got {value}. Pass the weight of the average so far: 0.99.")
+    return array

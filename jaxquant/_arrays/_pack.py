@@ -3,13 +3,14 @@
 
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
 
 from .._base import _checks as checks
 
@@ -20,7 +21,7 @@ def _pack(values: Array, bits: int) -> Array:
     return jnp.packbits(as_bits.ravel(), bitorder="little")
 
 
-def pack(values: Any, bits: int) -> Array:
+def pack(values: ArrayLike, bits: int) -> Array:
     """Values of 2 to 4 bits side by side in bytes, the first in the lowest bits of the first byte.
 
     Args:
@@ -49,9 +50,9 @@ def pack(values: Any, bits: int) -> Array:
         if bits != 4:
             raise ValueError(f"`bits` must be 4 for float4_e2m1fn, got {bits}. Pass 4.")
         return _pack(_bits_of_float4(values), 4)
-    array = checks.integer_array("values", values, ("int8", "uint8"))
-    if not isinstance(values := checks.unwrapped(values), jax.core.Tracer) and values.size:
-        signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
+    array = integer_array("values", values, ("int8", "uint8"))
+    if not isinstance(values := checks.unwrapped(values), jax.core.Tracer) and array.size:
+        signed = jnp.issubdtype(array.dtype, jnp.signedinteger)
         low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
         lowest, highest = (int(f(np.asarray(values))) for f in (np.min, np.max))
         if lowest < low or highest > high:
@@ -73,7 +74,7 @@ def _bits_of_float4(values: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "shape", "dtype"))
-def _unpack(packed: Array, bits: int, shape: tuple[int, ...], dtype: Any) -> Array:
+def _unpack(packed: Array, bits: int, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     count = math.prod(shape)
     as_bits = jnp.unpackbits(packed, count=count * bits, bitorder="little").reshape(count, bits)
     values = jnp.sum(as_bits << jnp.arange(bits, dtype=jnp.uint8)[None], -1, dtype=jnp.uint8)
@@ -85,7 +86,7 @@ def _unpack(packed: Array, bits: int, shape: tuple[int, ...], dtype: Any) -> Arr
     return values.reshape(shape)
 
 
-def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8) -> Array:
+def unpack(packed: ArrayLike, bits: int, shape: tuple[int, ...], dtype: DTypeLike = jnp.int8) -> Array:
     """Unpacks what `pack` packed.
 
     Args:
@@ -111,7 +112,7 @@ def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8
     [1, -1, 2]
     """
     bits = checks.static_int_between("bits", bits, 2, 4)
-    packed = checks.integer_array("packed", packed, ("uint8",))
+    packed = integer_array("packed", packed, ("uint8",))
     if np.dtype(dtype) not in (np.int8, np.uint8, jnp.float4_e2m1fn):
         raise ValueError(f"`dtype` must be int8, uint8 or float4_e2m1fn, got {dtype}. Pass the dtype that was packed.")
     shape = checks.static_ints("shape", shape)
@@ -120,3 +121,14 @@ def unpack(packed: Any, bits: int, shape: tuple[int, ...], dtype: Any = jnp.int8
     expected = -(-math.prod(shape) * bits // 8)
     checks.shape("packed", packed, (expected,), f"{bits} bits for each of the values of shape {shape}")
     return _unpack(packed, bits, shape, np.dtype(dtype))
+
+
+def integer_array(name: str, value: object, dtypes: Sequence[str]) -> Array:
+    """Returns `value` as an array of one of the integer dtypes."""
+    value = checks.unwrapped(value)
+    if not checks.is_array(value) or str(value.dtype) not in dtypes:
+        raise TypeError(
+            f"`{name}` must be an array of codes ({', '.join(dtypes)}), got {checks.kind(value)}. "
+            f"Real values are quantized first; integers convert by jnp.asarray(..., jnp.int8)."
+        )
+    return checks.as_array(value)

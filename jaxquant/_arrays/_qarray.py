@@ -14,6 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from .._base import _checks as checks
 from .._base import _groups as grouping
@@ -80,7 +81,7 @@ class QArray(checks.NotAnArray):
     scale: Array
     zero_point: Array
     spec: QuantSpec
-    dtype: Any
+    dtype: np.dtype
     order: tuple[int, ...] | None
     tensor_scale: Any
     frozen: Frozen | None
@@ -89,7 +90,7 @@ class QArray(checks.NotAnArray):
     summed: int | None = dataclasses.field(init=False, repr=False)
 
     def __init__(
-        self, values: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: Any,
+        self, values: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: DTypeLike,
         order: tuple[int, ...] | None = None, tensor_scale: Any = None, frozen: Frozen | None = None,
     ):  # fmt: skip
         stored = in_memory(values, lambda ndim: permutation(order, ndim)) if order else values
@@ -231,7 +232,7 @@ def changed(q: QArray, **fields: Any) -> QArray:
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
-def real_values(q: QArray, dtype: Any, guarded: bool = True) -> Array:
+def real_values(q: QArray, dtype: DTypeLike, guarded: bool = True) -> Array:
     """`(values - zero_point) * scale` in `dtype`."""
     return inside(q).real(dtype, guarded)
 
@@ -315,7 +316,7 @@ def window_of(
     return start if block == 1 or isinstance(start, int) else start // block * block, size
 
 
-def packed_dtype(spec: QuantSpec) -> Any:
+def packed_dtype(spec: QuantSpec) -> DTypeLike | None:
     """The dtype that holds two integers in a byte; None if they have more than 4 bits, or are floats."""
     return None if spec.bits > 4 or spec.format else jnp.int4 if spec.signed else jnp.uint4
 
@@ -324,7 +325,7 @@ class Static(NamedTuple):
     """The fields of a QArray that are no arrays."""
 
     spec: QuantSpec
-    dtype: Any
+    dtype: np.dtype
     order: tuple[int, ...] | None
     frozen: Frozen | None
     summed: int | None
@@ -352,7 +353,7 @@ def _of_arrays(static: Static, arrays: Any) -> QArray:
 jax.tree_util.register_pytree_with_keys(QArray, _with_keys, _of_arrays)
 
 
-def checked_qarray(name: str, q: Any) -> QArray:
+def checked_qarray(name: str, q: object) -> QArray:
     """Returns `q`, which must be a QArray."""
     if not isinstance(q, QArray):
         raise TypeError(f"`{name}` must be a QArray, got {checks.kind(q)}. Make one by quantize(x, spec).")

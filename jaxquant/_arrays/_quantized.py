@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from .._base import _checks as checks
 from .._base import _groups as grouping
@@ -44,7 +46,7 @@ class Quantized:
     scale: Any
     zero_point: Any
     spec: QuantSpec
-    dtype: Any
+    dtype: np.dtype
     order: tuple[int, ...] | None = None
     tensor_scale: Any = None
     sums: Any = None
@@ -80,7 +82,7 @@ class Quantized:
         """The sums of the values, unless these are a part of what was summed, such as a shard."""
         return None if self.sums is None or self.sums.size * self.summed != self.stored.size else self.sums
 
-    def real(self, dtype: Any, guarded: bool = True) -> Array:
+    def real(self, dtype: DTypeLike, guarded: bool = True) -> Array:
         """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
         return _real(self, jnp.dtype(dtype), guarded)
 
@@ -139,7 +141,7 @@ def moved(f: Callable[[Array], Sequence[Any]], v: Any, n: int) -> Sequence[Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
-def _real(q: Quantized, dtype: Any, guarded: bool) -> Array:
+def _real(q: Quantized, dtype: DTypeLike, guarded: bool) -> Array:
     over = lambda v: None if v is None else grouping.broadcast_groups(v.astype(num.compute_dtype(dtype)), q.shape)
     grid = Grid(over(q.scale), None if q.spec.symmetric else over(q.zero_point), None, over(q.tensor_scale))
     values = grid.real(q.values.astype(grid.scale.dtype), guarded)

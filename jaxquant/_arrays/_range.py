@@ -12,9 +12,11 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from .._base._sharding import replicated
 from .._platform._cpu import extremes, unknown
 from .._platform._division import divide
@@ -105,7 +107,7 @@ def _observe(x: Array, spec: QuantSpec) -> Range:
     return Range(*range_of(x, both_ends, nothing=np.inf)[:2])
 
 
-def observe(x: Any, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
+def observe(x: ArrayLike, spec: QuantSpec, *, nonfinite: str = "ignore") -> Range:
     """The range of one batch of real values: the smallest and the largest of each group that shares a scale.
 
     Args:
@@ -168,7 +170,7 @@ def _qparams_from_range(x_min: Array, x_max: Array, frame: Frame) -> QParams:
     return grid_of_range(x_min, x_max, frame).qparams
 
 
-def qparams_from_range(r: Any, spec: QuantSpec, *, bits: Any = None) -> Any:
+def qparams_from_range(r: Range | Mapping[str, Range], spec: QuantSpec, *, bits: ArrayLike | None = None) -> Any:
     """The scale and zero point with which the grid covers a real range.
 
     The range is extended to contain 0, which always falls on an integer of the grid. Affine:
@@ -228,7 +230,7 @@ _MADE_BY = {
 }
 
 
-def for_each(f: Callable, kind: type, function: str, **values: Any) -> Any:
+def for_each(f: Callable, kind: type, function: str, **values: Any) -> PyTree:
     """`f` of values of one kind; or of those under each key of dicts of them, as a dict."""
     if all(isinstance(v, kind) for v in values.values()):
         return f(*values.values())

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from .._base._sharding import vary_together
 from .._platform._cpu import computed_apart, nan_where
@@ -27,7 +28,7 @@ _straight_through.defvjp(lambda *args: (_straight_through(*args), args), fake_qu
 
 
 def straight_through(
-    x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Any, qparams: QParams | None = None
+    x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Array | None, qparams: QParams | None = None
 ) -> tuple[Any, Quantized, Array | None]:
     """Quantizes one operand of a contraction.
 
@@ -69,7 +70,7 @@ quantize_straight_through = jax.jit(straight_through, static_argnames=("spec", "
 
 
 @jax.custom_vjp
-def with_gradient_of(x: Any, value: Any) -> Any:
+def with_gradient_of(x: ArrayLike, value: Array) -> Any:
     """`value`, a pytree like `x`, with its gradient passed to `x`: straight through what made it of `x`."""
     return value
 

@@ -4,7 +4,7 @@
 import difflib
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat, TypeAlias, TypeGuard
 
 import jax
 import jax.core
@@ -12,34 +12,36 @@ import jax.dtypes
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
+PyTree: TypeAlias = Any  # nested containers, with leaves that are arrays or anything else
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> TypeGuard[Array]:
     """Whether `value` is an array, traced or not, or a NumPy scalar; what has a dtype of its own may be anything."""
     return isinstance(value, Array | np.ndarray | np.generic)
 
 
-def is_index(value: Any) -> bool:
+def is_index(value: object) -> bool:
     """Whether a value is one integer, static or traced."""
     if is_array(value):
         return value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_index_array(value: Any) -> bool:
+def is_index_array(value: object) -> bool:
     """Whether a value is an array of integers with at least one axis."""
     value = unwrapped(value)
     return is_array(value) and value.ndim > 0 and jnp.issubdtype(value.dtype, jnp.integer)
 
 
-def is_float(dtype: Any) -> bool:
+def is_float(dtype: object) -> bool:
     """Whether a dtype is one of the four floating dtypes of computation, which have 16 bits or more."""
     return str(dtype) in _FLOATS
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """Describes an argument: the dtype of an array, the type of anything else."""
     return f"an array of dtype {value.dtype}" if is_array(value) else type(value).__name__
 
@@ -62,14 +64,14 @@ def argument_names(function: str, given: Iterable[str], names: Sequence[str]) ->
             )
 
 
-def nearest(text: Any, names: Iterable[Any], n: int = 5) -> str:
+def nearest(text: object, names: Iterable[Any], n: int = 5) -> str:
     """The closest names to a text, as a phrase for an error."""
     found = difflib.get_close_matches(str(text).replace("*", ""), list(dict.fromkeys(map(str, names))), n, 0.0)
     return ", ".join(map(repr, found)) or "none"
 
 
 def same_keys(
-    name: str, given: Any, expected: Collection[str], fix: str, optional: Collection[str] = (),
+    name: str, given: object, expected: Collection[str], fix: str, optional: Collection[str] = (),
     left: Mapping[Any, str] = {},
 ) -> None:  # fmt: skip
     """Refuses a value that is no dict, lacks a required key, or has an unknown one.
@@ -112,12 +114,12 @@ def unwrapped(value: Any) -> Any:
     return value.__jax_array__()
 
 
-def as_array(value: Any) -> Array:
+def as_array(value: object) -> Array:
     """Returns `value` as an array of jax. One of NumPy is copied by NumPy: jax compiles a copy for each shape."""
     return jax.device_put(value.copy()) if isinstance(value, np.ndarray) else jnp.asarray(value)
 
 
-def float_array(name: str, value: Any) -> Array:
+def float_array(name: str, value: object) -> Array:
     """Returns `value` as an array of one of the four floating dtypes, never weakly typed."""
     value = unwrapped(value)
     if not (is_float(value.dtype) if is_array(value) else isinstance(value, float)):
@@ -129,18 +131,7 @@ def float_array(name: str, value: Any) -> Array:
     return jax.lax.convert_element_type(array, array.dtype) if array.weak_type else array
 
 
-def integer_array(name: str, value: Any, dtypes: Sequence[str]) -> Array:
-    """Returns `value` as an array of one of the integer dtypes."""
-    value = unwrapped(value)
-    if not is_array(value) or str(value.dtype) not in dtypes:
-        raise TypeError(
-            f"`{name}` must be an array of codes ({', '.join(dtypes)}), got {kind(value)}. "
-            f"Real values are quantized first; integers convert by jnp.asarray(..., jnp.int8)."
-        )
-    return as_array(value)
-
-
-def float_array_in(name: str, value: Any, dtype: jnp.dtype) -> Array:
+def float_array_in(name: str, value: object, dtype: DTypeLike) -> Array:
     """Returns `value` in the dtype of the computation, which must hold it."""
     array = float_array(name, value)
     if jnp.finfo(array.dtype).bits > jnp.finfo(dtype).bits and not getattr(value, "weak_type", False):
@@ -151,7 +142,7 @@ def float_array_in(name: str, value: Any, dtype: jnp.dtype) -> Array:
     return array.astype(dtype)
 
 
-def _number(name: str, value: Any, dtype: jnp.dtype) -> np.ndarray:
+def _number(name: str, value: SupportsFloat, dtype: DTypeLike) -> np.ndarray:
     try:
         value = float(value)
     except OverflowError:
@@ -160,14 +151,14 @@ def _number(name: str, value: Any, dtype: jnp.dtype) -> np.ndarray:
         return np.asarray(value).astype(dtype)
 
 
-def real(name: str, value: Any, dtype: Any) -> Array:
+def real(name: str, value: object, dtype: DTypeLike) -> Array:
     """Returns a number or a floating array in the dtype of the computation."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return jnp.asarray(_number(name, value, dtype))
     return float_array_in(name, value, dtype)
 
 
-def ends(names: tuple[str, str], values: tuple[Any, Any], dtype: Any) -> tuple[Array, Array]:
+def ends(names: tuple[str, str], values: tuple[Any, Any], dtype: DTypeLike) -> tuple[Array, Array]:
     """Returns both ends of a range in the dtype of the computation."""
     return real(names[0], values[0], dtype), real(names[1], values[1], dtype)
 
@@ -190,7 +181,7 @@ def static_int(name: str, value: Any) -> int:
     return operator.index(value)
 
 
-def static_int_between(name: str, value: Any, low: int, high: int) -> int:
+def static_int_between(name: str, value: object, low: int, high: int) -> int:
     """Returns `value` as an int in `[low, high]`."""
     value = static_int(name, value)
     if not low <= value <= high:
@@ -198,7 +189,7 @@ def static_int_between(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def static_bool(name: str, value: Any) -> bool:
+def static_bool(name: str, value: object) -> bool:
     """Returns `value` as a bool; nothing else is taken for one."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(
@@ -208,7 +199,7 @@ def static_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def static_float(name: str, value: Any, instead: str) -> float:
+def static_float(name: str, value: object, instead: str) -> float:
     """Returns a static number as a Python float; `instead` is what takes arrays."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(
@@ -217,7 +208,7 @@ def static_float(name: str, value: Any, instead: str) -> float:
     return float(_number(name, value, np.dtype(np.float64)))
 
 
-def percentage(name: str, value: Any) -> float:
+def percentage(name: str, value: object) -> float:
     """Returns `value` as a Python float in (0, 100]."""
     value = static_float(name, value, "a histogram for each value")
     if not 0 < value <= 100:
@@ -225,35 +216,25 @@ def percentage(name: str, value: Any) -> float:
     return value
 
 
-def fraction(name: str, value: Any) -> Array:
-    """Returns a number or a scalar, traced or not, as float32; a concrete one must be in [0, 1]."""
-    value = unwrapped(value)
-    array = real(name, value, jnp.dtype(jnp.float32))
-    shape(name, array, (), "one for all ranges")
-    if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) <= 1:
-        raise ValueError(f"`{name}` must be in [0, 1], got {value}. Pass the weight of the average so far: 0.99.")
-    return array
-
-
-def static_ints(name: str, value: Any) -> tuple[int, ...]:
+def static_ints(name: str, value: object) -> tuple[int, ...]:
     """Returns a tuple or list of static ints as a tuple."""
     if not isinstance(value, tuple | list):
         raise TypeError(f"`{name}` must be a tuple of static ints, got {value!r}. One number is ({value!r},).")
     return tuple(static_int(name, n) for n in value)
 
 
-def prng_key(name: str, value: Any) -> Any:
+def prng_key(name: str, value: object) -> Array:
     """Returns one PRNG key, typed or of the old kind."""
     value = unwrapped(value)
     typed = is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    if not typed and not (is_array(value) and value.dtype == np.uint32):
+    if not is_array(value) or not (typed or value.dtype == np.uint32):
         raise TypeError(f"`{name}` must be a PRNG key, got {kind(value)}. Make one by jax.random.key(seed).")
     if value.shape != (() if typed else (2,)):
         raise ValueError(f"`{name}` must be one PRNG key, got an array of shape {value.shape}. Pass one of them.")
     return value
 
 
-def rounding_key(key: Any, rounds: bool, given: str) -> Any:
+def rounding_key(key: Array | None, rounds: bool, given: str) -> Array | None:
     """Returns the PRNG key for stochastic rounding, or None; `given` says what has no stochastic rounding."""
     if key is None:
         return None
@@ -265,7 +246,7 @@ def rounding_key(key: Any, rounds: bool, given: str) -> Any:
     return prng_key("key", key)
 
 
-def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+def one_of(name: str, value: object, choices: Sequence[str]) -> str:
     """Returns `value`, which must be one of the strings `choices`."""
     if not isinstance(value, str):
         raise TypeError(

@@ -15,11 +15,12 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from ._sharding import is_explicit
 
 
-def compute_dtype(dtype: jnp.dtype) -> jnp.dtype:
+def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype in which values of `dtype` are quantized: float64 for float64, else float32."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
@@ -55,7 +56,7 @@ def guard(v: Array) -> Array:
     return select(lax.eq(v, v), v, jnp.nan)
 
 
-def power_of_two(exponent: Array, dtype: jnp.dtype) -> Array:
+def power_of_two(exponent: Array, dtype: DTypeLike) -> Array:
     """2 ** exponent for int32 exponents of normal numbers, by its bits: XLA:CPU's exp2 is not exact."""
     of = jnp.finfo(dtype)
     return lax.bitcast_convert_type((exponent.astype(f"int{of.bits}") - (of.minexp - 1)) << of.nmant, dtype)
@@ -68,7 +69,7 @@ def floor_log2(v: Array) -> Array:
     return ((bits >> of.nmant) & (2**of.nexp - 1)) + (of.minexp - 1)
 
 
-def upcast(x: Array, dtype: jnp.dtype) -> Array:
+def upcast(x: Array, dtype: DTypeLike) -> Array:
     """`x` in the dtype of the computation.
 
     XLA keeps what the user computed in bfloat16 in float32 where a cast to float32 follows, and so drops a rounding
@@ -77,7 +78,7 @@ def upcast(x: Array, dtype: jnp.dtype) -> Array:
     return x if x.dtype == dtype else guard(x).astype(dtype)
 
 
-def downcast(y: Array, dtype: jnp.dtype) -> Array:
+def downcast(y: Array, dtype: DTypeLike) -> Array:
     """`y` rounded once to `dtype`; what is beyond its largest number becomes that, not infinite. NaN stays."""
     if y.dtype == dtype:
         return y

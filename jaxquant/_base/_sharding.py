@@ -2,10 +2,11 @@
 """The sharding of an array, where it is part of its type: under `shard_map`, and on meshes with explicit axes."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax import Array, lax
+
+from ._checks import PyTree
 
 
 def is_explicit(v: Array) -> bool:
@@ -19,7 +20,7 @@ def axes_of(v: Array) -> list[frozenset[str]]:
     return [named(axis) for axis in jax.typeof(v).sharding.spec]
 
 
-def vary_together(*trees: Any) -> Any:
+def vary_together(*trees: PyTree) -> PyTree:
     """Casts all arrays to vary over every mesh axis that one of them varies over; a no-op outside `shard_map`.
 
     Inside `shard_map` a sharded `x` varies over a mesh axis and a replicated range does not. A `custom_vjp` rule

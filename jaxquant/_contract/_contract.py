@@ -55,19 +55,21 @@ class ContractionOp(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def real(self, *args: Any, **kwargs: Any) -> Array:
-        """(a, b, *more) -> float32: the float formulation, which has the gradient of the op."""
+    def real(self, a: Array, b: Array, *more: Array) -> Array:
+        """The float formulation, float32, which has the gradient of the op; `more` are operands behind both."""
 
     @abc.abstractmethod
-    def exact(self, *args: Any, **kwargs: Any) -> Array:
-        """(a, b, *more) -> float32: the value for two Quantized, which no execution, order or platform changes."""
+    def exact(self, a: Quantized, b: Quantized, *more: Array) -> Array:
+        """The value of quantized operands, float32, which no execution, order or platform changes."""
 
     @abc.abstractmethod
-    def operand_gradient(self, *args: Any, **kwargs: Any) -> tuple[Array, Array | None]:
-        """(side, g, q, shape, rounding, *more) -> the gradient with respect to operand `side`, of this shape, float32.
+    def operand_gradient(
+        self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding, *more: Array
+    ) -> tuple[Array, Array | None]:
+        """The gradient with respect to operand `side`, of this shape, float32, from the integers q of the other one.
 
-        Of g as `gradient` says, rounded with what `rounding` has, and of the integers of the other operand. And the
-        largest bin of what was rounded, where there is a history.
+        g is rounded as `gradient` says, with what `rounding` has. And the largest bin of what was rounded, where there
+        is a history.
         """
 
     @abc.abstractmethod
@@ -149,7 +151,7 @@ class ContractionOp(abc.ABC):
         return ()
 
 
-def without_zeros(acc: Array, length: Any, *operands: tuple[Array | None, Callable[[], Array]]) -> Array:
+def without_zeros(acc: Array, length: int, *operands: tuple[Array | None, Callable[[], Array]]) -> Array:
     """The sum of `length` products of `values - zero_point`, made of that of the products of values.
 
     Each operand comes as its zero point, None for 0, and the sum of the values that it meets in the other one, both as
@@ -195,7 +197,7 @@ def _contract_bwd(op, residuals, g):
 
 @functools.partial(custom_vjp, rule=_contract_bwd, static=(0,))
 def contract(
-    op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, key: Any = None, more: tuple[Array, ...] = (),
+    op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, key: Array | None = None, more: tuple[Array, ...] = (),
     delayed: tuple[DelayedQParams | None, DelayedQParams | None] = (None, None),
 ) -> Array:  # fmt: skip
     """`op.exact` of the integers of two operands, with the gradients of `op.real` to their real values, twice too.
@@ -209,7 +211,7 @@ def contract(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)  # traced once, for the value and for the forward pass
 def _exact(op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, more: tuple[Array, ...]) -> Array:
-    return op.exact(*(flagged(v.integers, v.nan_flags) for v in (a, b)), *more)
+    return op.exact(flagged(a.integers, a.nan_flags), flagged(b.integers, b.nan_flags), *more)
 
 
 @functools.partial(jax.jit, static_argnames="op")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from .._arrays._codes import centred, codes, sums_along
 from .._arrays._qarray import checked_qarray
@@ -79,7 +80,7 @@ class Conv(ContractionOp):
         out, feature, n = self.dimensions.rhs_spec[0], self.dimensions.out_spec[1], self.feature_groups
         own = [length for i, length in enumerate(shape) if i != out]
         one_each = jnp.moveaxis(jnp.eye(math.prod(own), dtype=x.dtype).reshape(*own, -1), -1, out)
-        y = self.real(x, jnp.concatenate([one_each] * n, out), x.dtype)
+        y = self.real(x, jnp.concatenate([one_each] * n, out), dtype=x.dtype)
         rows = jnp.moveaxis(y, feature, -1).reshape(-1, n, math.prod(own))
         return (rows[:, 0] if n == 1 else rows.swapaxes(0, 1)), None
 
@@ -87,7 +88,7 @@ class Conv(ContractionOp):
         out = self.dimensions.rhs_spec[0]
         return Matrix((), tuple(i for i in range(ndims[1]) if i != out), (out,), self.feature_groups)
 
-    def real(self, a: Array, b: Array, dtype: Any = jnp.float32) -> Array:
+    def real(self, a: Array, b: Array, *more: Array, dtype: DTypeLike = jnp.float32) -> Array:
         """The float formulation, which has the gradient of the op."""
         a, conv = self._with_narrow_padding(a, b)
         return lax.conv_general_dilated(a, b, **conv._params, preferred_element_type=dtype)
@@ -121,7 +122,7 @@ class Conv(ContractionOp):
         x, conv = self._with_narrow_padding(x, w)
         return convolution(x, w, conv._params)
 
-    def exact(self, a: Quantized, b: Quantized) -> Array:
+    def exact(self, a: Quantized, b: Quantized, *more: Array) -> Array:
         """The scaled integer convolution; or of floats as they are."""
         length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
         specs, summed = (a.spec, b.spec), self.contracted_axes((a.ndim, b.ndim))
@@ -134,7 +135,7 @@ class Conv(ContractionOp):
         return scaled(acc, self._in_output(0, a.scale, a), self._in_output(1, b.scale, b))
 
     def operand_gradient(
-        self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding
+        self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding, *more: Array
     ) -> tuple[Array, Array | None]:
         """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
 
@@ -239,7 +240,7 @@ def _of_one_dtype(a: Quantized, b: Quantized) -> tuple[Array, Array]:
     return a.values.astype(dtype), b.values.astype(dtype)
 
 
-def _steps(name: str, value: Any, spatial: int) -> tuple[int, ...]:
+def _steps(name: str, value: object, spatial: int) -> tuple[int, ...]:
     """Strides or dilations, one for each spatial axis."""
     steps = checks.static_ints(name, value)
     if len(steps) != spatial or any(n < 1 for n in steps):
@@ -331,4 +332,4 @@ def conv_general_dilated(
     conv = Conv(window_strides, pads, a_dilation, b_dilation, dimensions, groups, batch_groups, execution=execution)
     # JAX checks the shapes, as it does for floats.
     jax.eval_shape(conv.real, *(jax.ShapeDtypeStruct(q.shape, np.float32) for q in (a, b)))
-    return conv.real(a, b, a.dtype) if in_float else contraction(a, b, conv)
+    return conv.real(a, b, dtype=a.dtype) if in_float else contraction(a, b, conv)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from .._platform._gpu import convolution
 
@@ -41,7 +42,7 @@ class Transposed(NamedTuple):
                 length = math.prod(kernel.shape) // max(kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
         return length
 
-    def __call__(self, g: Array, v: Array, dtype: Any) -> Array:
+    def __call__(self, g: Array, v: Array, dtype: DTypeLike) -> Array:
         """The gradient of factors of another dtype than float32, summed in `dtype`."""
         env: dict[Any, Array] = dict(zip(self.jaxpr.invars, (g, v), strict=True))
         is_literal = lambda v: hasattr(v, "val")

@@ -79,7 +79,7 @@ def _most(spec: QuantSpec) -> int:
     return round(max(spec.qmax, -spec.qmin) * spec.scales.most / _unit(spec))
 
 
-def _fit(length: Any, a: QuantSpec, b: QuantSpec, digits: int) -> None:
+def _fit(length: int, a: QuantSpec, b: QuantSpec, digits: int) -> None:
     """Raises for a contraction of `length` products whose sums may not fit: `digits` products of digits in int32."""
     of_digit = math.prod(_LARGEST if _is_cut(spec) or spec.bits > 8 else largest_magnitude(spec) for spec in (a, b))
     limit = min((2**31 - 1) // (of_digit * digits), (2**63 - 1) // (_most(a) * _most(b)))
@@ -96,7 +96,7 @@ def sum_of_digits(
     a: Sequence[Quantized],
     b: Sequence[Quantized],
     specs: tuple[QuantSpec, QuantSpec],
-    length: Any,
+    length: int,
     check: Callable[[Any, QuantSpec, QuantSpec], None],
     contracted: Callable[[Quantized, Quantized], Array],
 ) -> Array:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from .._arrays._codes import centred, codes, sums_along
 from .._arrays._qarray import QArray, checked_qarray, inside
@@ -65,11 +66,11 @@ class Dot(ContractionOp):
         free, contracted = self._free(ndim, side), self.contracted[side]
         return (*self.batch[side], *free, *contracted) if len(free) == len(contracted) == 1 else ()
 
-    def real(self, a: Array, b: Array) -> Array:
+    def real(self, a: Array, b: Array, *more: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
         return float_dot(a, b, (self.contracted, self.batch))
 
-    def exact(self, a: Quantized, b: Quantized) -> Array:
+    def exact(self, a: Quantized, b: Quantized, *more: Array) -> Array:
         """The scaled integer contraction, block by block where a scale changes along it; or of floats as they are."""
         if asks_native(self.execution, a, b):
             return self._native(a, b)
@@ -109,7 +110,7 @@ class Dot(ContractionOp):
         return scaled(acc, *(dot._in_output(side, v, (a, b)) for side, v in enumerate(scales)))
 
     def operand_gradient(
-        self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding
+        self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding, *more: Array
     ) -> tuple[Array, Array | None]:
         """The gradient with respect to operand `side`, of this shape, from the integers of the other one.
 
@@ -137,7 +138,8 @@ class Dot(ContractionOp):
             spec = dataclasses.replace(precision, granularity=precision.granularity.of_op(at, g.shape))
             low, largest = rounded(g, spec, None if is_of_floats(self.execution, spec) else at, rounding)
             pair = in_order(low, _factor(q, folded, in_blocks))
-            y = dot.exact(*(_whole_along(v, axes) for v, axes in zip(pair, dot.contracted, strict=True)))
+            a, b = (_whole_along(v, axes) for v, axes in zip(pair, dot.contracted, strict=True))
+            y = dot.exact(a, b)
         else:
             values, largest = lax.reshape(centred(q, jnp.float32).astype(jnp.bfloat16), in_blocks), None
             pair = in_order(g.astype(jnp.bfloat16), values)
@@ -175,7 +177,11 @@ class Dot(ContractionOp):
         return length // math.gcd(*(length // max(n, 1) for n in runs)) if length else 1
 
     def _block(
-        self, a: Sequence[Quantized], b: Sequence[Quantized], specs: tuple[QuantSpec, QuantSpec], lowering: Lowering
+        self,
+        a: Sequence[Quantized],
+        b: Sequence[Quantized],
+        specs: tuple[QuantSpec, QuantSpec],
+        lowering: "Lowering[Dot]",
     ) -> Array:
         """The contraction of operands in digits, with one scale along the contracted axes."""
         length = math.prod(a[0].shape[i] for i in self.contracted[0])
@@ -342,7 +348,7 @@ def _axes(name: str, axes: tuple[int, ...], ndim: int) -> None:
         raise ValueError(f"`{name}` must be different axes in [0, {ndim}), got {axes}. Count them from the front.")
 
 
-def _check_spec(a: Any, b: Any, spec: Any) -> None:
+def _check_spec(a: Any, b: Any, spec: object) -> None:
     """Refuses a `spec` that is not for an operand in float."""
     if isinstance(a, QArray) == isinstance(b, QArray):
         raise TypeError(
@@ -364,7 +370,7 @@ def _in_float(dot: Dot, a: Any, b: Any) -> Array:
     is_transposed = bool(dot.batch[side]) and q.ndim - 1 in dot.contracted[side]
     real = _values_alone if is_transposed and not is_explicit(q.stored) else Quantized.real
 
-    def product(a: Any, b: Any) -> Array:
+    def product(a: Array | Quantized, b: Array | Quantized) -> Array:
         a, b = (real(v, x.dtype) if isinstance(v, Quantized) else v for v in (a, b))
         return lax.dot_general(a, b, (dot.contracted, dot.batch))
 
@@ -373,7 +379,7 @@ def _in_float(dot: Dot, a: Any, b: Any) -> Array:
     return by_columns(dot, product, side, (a, b))
 
 
-def _values_alone(q: Quantized, dtype: Any) -> Array:
+def _values_alone(q: Quantized, dtype: DTypeLike) -> Array:
     """The real values, as an array of their own.
 
     XLA:CPU transposes what a product of a batch sums along its last axis, such as keys, and takes up to twice as long

@@ -55,7 +55,7 @@ class Rounding(NamedTuple):
       delayed: what its history gives; None if it has none.
     """
 
-    key: Any = None
+    key: Array | None = None
     delayed: DelayedQParams | None = None
 
 

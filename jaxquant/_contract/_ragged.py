@@ -69,12 +69,13 @@ class Ragged(ContractionOp):
             )
         return super().matrix(side, ndims)
 
-    def real(self, a: Array, b: Array, sizes: Array) -> Array:
+    def real(self, a: Array, b: Array, *more: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
         numbers = lax.RaggedDotDimensionNumbers((self.contracted, self.batch), (self.ragged,), (self.group,))
+        (sizes,) = more
         return lax.ragged_dot_general(a, b, sizes, numbers, preferred_element_type=jnp.float32)
 
-    def exact(self, a: Quantized, b: Quantized, sizes: Array) -> Array:
+    def exact(self, a: Quantized, b: Quantized, *more: Array) -> Array:
         """The scaled integer contraction of each row with the matrix of its group; 0 for rows in no group.
 
         It is a batch of dots of blocks, of rows of one group. With as many rows as a group has on average there are at
@@ -91,7 +92,7 @@ class Ragged(ContractionOp):
         a = a.transposed((*self.batch[0], *rows, *self.contracted[0])).reshaped([math.prod(kept), *inner])
         b = b.transposed((*self.batch[1], self.group, *self.contracted[1], *columns))
         b = b.reshaped([n, *b.shape[len(self.batch[1]) + 1 :]])
-        group = self._groups(kept, count, sizes).reshape(batches, -1)
+        group = self._groups(kept, count, *more).reshape(batches, -1)
         group = jnp.where(group < count, group + count * jnp.arange(batches, dtype=jnp.int32)[:, None], n).reshape(-1)
         rows_of_a, is_known = a.shape[0], isinstance(a.shape[0], int)
         blocks = _in_blocks(group, n, -(-rows_of_a // n), min(2 * n, rows_of_a) if is_known else 2 * n)
@@ -102,7 +103,7 @@ class Ragged(ContractionOp):
         return y.reshape([*kept, *y.shape[1:]])
 
     def operand_gradient(
-        self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding, sizes: Array
+        self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding, *more: Array
     ) -> tuple[Array, Array | None]:
         """The gradient of the dot of all rows with all matrices: where a row is in another group, its g is 0."""
         shapes = (shape, q.shape) if side == 0 else (q.shape, shape)
@@ -110,7 +111,7 @@ class Ragged(ContractionOp):
         kept = [n for n in output if n in a]
         length = dict(zip((*a, *b), (*shapes[0], *shapes[1]), strict=True))
         group, at = b[self.group], output.index(b[self.group])
-        of_row = arranged(self._groups([length[n] for n in kept], length[group], sizes), kept, output)
+        of_row = arranged(self._groups([length[n] for n in kept], length[group], *more), kept, output)
         each = [length[n] if n == group else 1 for n in output]
         g = jnp.where(of_row == lax.broadcasted_iota(of_row.dtype, each, at), jnp.expand_dims(g, at), 0)
         own, other = (a, b) if side == 0 else (b, a)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from .._base._groups import reduce_groups
 from .._base._sharding import is_explicit, vary_together
 from ._primitive import apart, elementwise, several
@@ -213,7 +214,7 @@ def _nan_by_maximum(x: Array, axes: tuple[int, ...]) -> Array:
     return lax.expand_dims(num.select(found > 0, np.float32(np.nan), np.float32(0)), axes)
 
 
-def computed_apart(f: Callable, x: Array, *others: Any) -> Any:
+def computed_apart(f: Callable, x: Array, *others: Any) -> PyTree:
     """`f(x, *others)`, whose results are arrays in memory of their own, computed once.
 
     XLA:CPU fuses cheap arithmetic into every pass that reads its result, and computes it again for each element: the
@@ -226,7 +227,7 @@ def computed_apart(f: Callable, x: Array, *others: Any) -> Any:
     return apart(lambda x, *leaves: f(x, *jax.tree.unflatten(structure, leaves)), x, *leaves)
 
 
-def computed_once(f: Callable, x: Array, *others: Any) -> Any:
+def computed_once(f: Callable, x: Array, *others: Any) -> PyTree:
     """`computed_apart` of one number each a channel; a scalar needs none."""
     return computed_apart(f, x, *others) if jnp.ndim(x) else f(x, *others)
 

@@ -11,6 +11,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from .._base._sharding import is_explicit
 from ._primitive import several
@@ -122,7 +123,7 @@ def _on_cpu(x: Array, w: Array, numbers: Numbers, with_sums: bool) -> tuple[Arra
     return (_dot_beside_sums if is_plain else _dot_of_rows)(x, w, numbers, with_sums)
 
 
-def _results(x: Any, w: Any, numbers: Numbers, with_sums: bool) -> list[tuple[list[int], Any]]:
+def _results(x: ArrayLike, w: Any, numbers: Numbers, with_sums: bool) -> list[tuple[list[int], Any]]:
     (cx, cw), (bx, bw) = numbers
     free = lambda v, taken: [n for i, n in enumerate(v.shape) if i not in taken]
     batch = [w.shape[i] for i in bw]

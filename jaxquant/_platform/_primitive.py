@@ -16,6 +16,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .._base._checks import PyTree
 from .._base._sharding import is_explicit, vary_together
 
 
@@ -80,7 +81,7 @@ def _made(
     for platform, f in platforms.items():
         mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=multiple), platform=platform)
 
-    def on_each(*args: Any, **params: Any) -> Any:
+    def on_each(*args: Any, **params: Any) -> PyTree:
         of_platforms = {platform: of(f, **params) for platform, f in platforms.items()}
         return lax.platform_dependent(*args, **of_platforms, default=of(default, **params))
 
@@ -88,14 +89,14 @@ def _made(
         is_moved = [type(tangent) is not ad.Zero for tangent in tangents]
         moved = lambda values: [v for v, is_one in zip(values, is_moved, strict=True) if is_one]
 
-        def of(*values: Array) -> Any:
+        def of(*values: Array) -> PyTree:
             rest = iter(values)
             return on_each(*(next(rest) if m else v for v, m in zip(primals, is_moved, strict=True)), **params)
 
         _, tangent = jax.jvp(of, moved(primals), moved(tangents))
         return primitive.bind(*primals, **params), tangent
 
-    def bound(x: Array, *others: Any, **params: Any) -> Any:
+    def bound(x: Array, *others: Any, **params: Any) -> PyTree:
         if is_explicit(x):
             return on_each(x, *others, **params)
         return primitive.bind(*vary_together(x, *others), **params)
@@ -105,7 +106,7 @@ def _made(
     return primitive, bound, on_each
 
 
-def apart(f: Callable, *args: Array) -> Any:
+def apart(f: Callable, *args: Array) -> PyTree:
     """`f(*args)`; on a CPU by a call that XLA does not inline: it fuses nothing in it with what is around it."""
     program, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
     outs = _apart.bind(*program.consts, *args, program=program.jaxpr, count=len(program.consts))

@@ -232,7 +232,8 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
     qparams = inputs.within(scope.qparams, location)
     of_turns = {key: v for key, v in qparams.items() if is_stacked(key)}
     shared = {key: v for key, v in qparams.items() if key not in of_turns}
-    keys = None if scope.key is None else jax.vmap(lambda i: jax.random.fold_in(scope.key, i))(jnp.arange(length))
+    key = scope.key
+    keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(length))
     seen = {key: v for key, v in inputs.seen(location, ins).items() if not is_stacked(key)}
 
     def body(state, turn):
@@ -268,7 +269,7 @@ def _evaluate_while(replace: Replacements, step: Step) -> Sequence[Any]:
     condition, inner = replace.inner(eqn, i, location), replace.inner(eqn, k, location, carry.with_integers)
     qparams = replace.inputs.within(scope.qparams, location)
     first = None if scope.key is None else jnp.int32(0)  # turn; counted for the sake of the keys alone
-    key_of = lambda turn: None if turn is None else jax.random.fold_in(scope.key, turn)
+    key_of = lambda turn: None if turn is None or scope.key is None else jax.random.fold_in(scope.key, turn)
 
     def body(state):
         changing, seen, turn = state

@@ -26,7 +26,7 @@ class Scope(NamedTuple):
     """
 
     qparams: Mapping[str, Any]
-    key: Any
+    key: Array | None
     observed: dict[str, Any]
     memo: dict[Any, Any]
 
@@ -136,7 +136,7 @@ class Replacements:
         jaxpr, consts = programs(eqn)[k]
         with_integers = with_integers or [False] * len(jaxpr.outvars)
 
-        def f(qparams: Mapping[str, Any], key: Any, *args: Any) -> tuple[list[Any], dict[str, Any]]:
+        def f(qparams: Mapping[str, Any], key: Array | None, *args: Any) -> tuple[list[Any], dict[str, Any]]:
             scope = Scope(qparams, key, {}, {})
             outs = self.program(jaxpr, consts, args, (*location, k), scope)
             outs = [v if h else self.floats([v], kind(eqn))[0] for v, h in zip(outs, with_integers, strict=True)]

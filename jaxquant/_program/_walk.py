@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._contract._contract import ContractionOp
@@ -18,7 +19,7 @@ class Operand(NamedTuple):
     """One of the two operands of a contraction."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     origin: Origin
 
 

@@ -17,7 +17,7 @@ class Granularity(abc.ABC):
     """
 
     @abc.abstractmethod
-    def scale_shape(self, shape: tuple[int, ...], spec: Any) -> tuple[int, ...]:
+    def scale_shape(self, shape: tuple[int, ...], spec: object) -> tuple[int, ...]:
         """The shape of the scale of an array; raises, in the name of the spec, where it does not fit."""
 
     def fits(self, groups: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -68,7 +68,7 @@ class Granularity(abc.ABC):
 class PerTensor(Granularity):
     """One scale for the whole tensor; its qparams are scalars."""
 
-    def scale_shape(self, shape: tuple[int, ...], spec: Any) -> tuple[int, ...]:
+    def scale_shape(self, shape: tuple[int, ...], spec: object) -> tuple[int, ...]:
         return ()
 
     def fits(self, groups: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -110,7 +110,7 @@ class PerChannel(Granularity):
     def __repr__(self):
         return f"PerChannel({self.axis})"
 
-    def scale_shape(self, shape: tuple[int, ...], spec: Any) -> tuple[int, ...]:
+    def scale_shape(self, shape: tuple[int, ...], spec: object) -> tuple[int, ...]:
         axes = _checked_axes(self, shape, spec, "channel_axis")
         return tuple(n if i in axes else 1 for i, n in enumerate(shape))
 
@@ -137,7 +137,7 @@ class PerToken(Granularity):
     (examples, tokens, features) pass it PerChannel((0, 1)).
     """
 
-    def scale_shape(self, shape: tuple[int, ...], spec: Any) -> tuple[int, ...]:
+    def scale_shape(self, shape: tuple[int, ...], spec: object) -> tuple[int, ...]:
         raise ValueError(
             f"{spec} does not say which axes are contracted: only the op that uses the tensor knows them. Got shape "
             f"{shape}; name the other axes, such as PerChannel(0) for rows, or PerChannel((0, 1)) for a batch of "
@@ -183,7 +183,7 @@ class PerBlock(Granularity):
         object.__setattr__(self, "axis", axes[0] if len(axes) == 1 else axes)
         object.__setattr__(self, "size", sizes[0] if len(axes) == 1 else sizes)
 
-    def scale_shape(self, shape: tuple[int, ...], spec: Any) -> tuple[int, ...]:
+    def scale_shape(self, shape: tuple[int, ...], spec: object) -> tuple[int, ...]:
         sizes = dict(zip(_checked_axes(self, shape, spec, "axis"), self.sizes.values(), strict=True))
         for axis, size in sizes.items():
             if (length := shape[axis]) % size:
@@ -218,11 +218,11 @@ class PerBlock(Granularity):
         return f"block of {' x '.join(map(str, self.sizes.values()))} on {self.axis}"
 
 
-def _several(value: Any) -> tuple[Any, ...]:
+def _several(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def _checked_axes(kind: PerChannel | PerBlock, shape: tuple[int, ...], spec: Any, name: str) -> list[int]:
+def _checked_axes(kind: PerChannel | PerBlock, shape: tuple[int, ...], spec: object, name: str) -> list[int]:
     """The axes of an array that a granularity names, counted from the front."""
     if kind.axis is None:
         raise ValueError(

@@ -12,7 +12,9 @@ from ._spec import QuantSpec
 _HIGHEST_RANK = 16  # more axes than a parameter has; groups have as many values at least
 
 
-def weight_spec(bits: int = 8, channel_axis: Any = None, block_size: int | None = None, **kw: Any) -> QuantSpec:
+def weight_spec(
+    bits: int = 8, channel_axis: int | tuple[int, ...] | None = None, block_size: int | None = None, **kw: Any
+) -> QuantSpec:
     """The spec of a weight: symmetric, with a scale for each output channel, or for blocks within each.
 
     Args:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from ._granularity import PerTensor
 from ._spec import QuantSpec
 
@@ -147,7 +149,7 @@ class Rule:
         """Whether it is for ops of a scope."""
         return self.scope is None or bool(re.fullmatch(_glob(self.scope), scope and f"{scope}/"))
 
-    def matches(self, path: str, leaf: Any) -> bool:
+    def matches(self, path: str, leaf: PyTree) -> bool:
         """Whether it matches a leaf at a path, by pattern, size and dtype."""
         if self.min_size and math.prod(getattr(leaf, "shape", ())) < self.min_size:
             return False
@@ -219,7 +221,7 @@ def _check_of_cache(spec: QuantSpec) -> None:
         )
 
 
-def _checked_dtype(dtype: Any) -> np.dtype:
+def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     try:
         return np.dtype(dtype)
     except TypeError:
@@ -238,7 +240,7 @@ def _glob(pattern: str) -> str:
     return "".join("(?:[^/]*/)*" if segment == "**" else f"{within(segment)}/" for segment in segments)
 
 
-def checked_rules(rules: Any) -> list[Rule]:
+def checked_rules(rules: object) -> list[Rule]:
     """Returns rules as a list of Rules; pairs are made into Rules."""
     is_pair = lambda rule: isinstance(rule, tuple | list) and len(rule) == 2
     if not isinstance(rules, tuple | list) or (is_pair(rules) and isinstance(rules[0], str | re.Pattern)):
@@ -255,7 +257,7 @@ def checked_rules(rules: Any) -> list[Rule]:
     return [rule if isinstance(rule, Rule) else Rule(*rule) for rule in rules]
 
 
-def pattern_in_words(pattern: Any) -> str:
+def pattern_in_words(pattern: object) -> str:
     """A glob as it is, a regex by its text, a function by its name."""
     if isinstance(pattern, str):
         return pattern

@@ -52,11 +52,11 @@ class ScaleFormat:
                 "one scale of the tensor scales the scales of blocks. nvfp4_spec(axis) has blocks of 16."
             )
 
-    def of_largest(self, largest: Array, qmax: Any, rule: str) -> Array:
+    def of_largest(self, largest: Array, qmax: Array | float, rule: str) -> Array:
         """The scale of values up to a finite magnitude, not yet rounded."""
         return quotient(largest, qmax + np.float32(0.5) if rule == "half_step" else qmax, 1)
 
-    def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
+    def rounded(self, scale: Array, qmax: Array | float, rule: str) -> tuple[Array, Array | None]:
         """Positive scales as the format holds them, and the scale of the tensor that scales them."""
         return scale, None
 
@@ -71,12 +71,12 @@ class PowersOfTwo(ScaleFormat):
     rules = "ceil", "floor"
     is_exact, is_coarse = False, True
 
-    def of_largest(self, largest: Array, qmax: Any, rule: str) -> Array:
+    def of_largest(self, largest: Array, qmax: Array | float, rule: str) -> Array:
         if rule != "floor":
             return super().of_largest(largest, qmax, rule)
         return num.select(largest > 0, _power_below(largest, qmax), 1)
 
-    def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
+    def rounded(self, scale: Array, qmax: Array | float, rule: str) -> tuple[Array, Array | None]:
         # The largest value that a scale can represent is `scale * qmax`.
         below = lambda scale: _power_below(scale * (qmax / _highest_bit(qmax)), 1.0)
         return computed_once(below if rule == "floor" else _power_above, scale), None

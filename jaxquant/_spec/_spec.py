@@ -154,7 +154,7 @@ class QuantSpec:
         return f"QuantSpec({', '.join(said)})"
 
 
-def checked_spec(spec: Any) -> QuantSpec:
+def checked_spec(spec: object) -> QuantSpec:
     """Returns `spec`, which must be a QuantSpec."""
     if not isinstance(spec, QuantSpec):
         raise TypeError(

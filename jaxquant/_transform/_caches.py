@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._arrays._affine import quantize
 from .._arrays._qarray import QArray, changed, groups_of, outside
 from .._arrays._quantized import Quantized
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._cache import packed
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._spec._granularity import PerChannel, PerTensor, granularity_of
@@ -34,7 +36,7 @@ class Cache(NamedTuple):
     path: str
     rule: Rule
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     stored: Any = None
 
     @property
@@ -47,7 +49,7 @@ class Cache(NamedTuple):
         assert self.rule.activation is not None
         return self.rule.activation
 
-    def quantized(self, value: Any) -> QArray:
+    def quantized(self, value: PyTree) -> QArray:
         """The cache in integers, as it is passed or as it is made of floats."""
         with named_in_errors(self.path, rule=self.rule):
             if not is_qarray(value):
@@ -69,12 +71,12 @@ class Cache(NamedTuple):
         whole = outside(q, spec=self.spec)
         return packed(whole) if self.stored is None else changed(whole, stored=whole.stored.astype(self.stored))
 
-    def nbytes(self, value: Any) -> int:
+    def nbytes(self, value: PyTree) -> int:
         """Its bytes in integers, with scales."""
         return jax.eval_shape(self.quantized, value).nbytes
 
 
-def site_of(cache: Cache, value: Any) -> Site:
+def site_of(cache: Cache, value: PyTree) -> Site:
     """A cache in the plan."""
     return Site(
         name=cache.path,
@@ -134,7 +136,7 @@ class CacheRules(NamedTuple):
         leaves = self.leaves(args, kwargs, argnum, is_qarray) if self.rules else ()
         return [path for _, path, v in leaves if checks.is_float(getattr(v, "dtype", None))]
 
-    def first(self, path: str, leaf: Any) -> Rule | None:
+    def first(self, path: str, leaf: PyTree) -> Rule | None:
         """The rule for a leaf, which is a floating array or integers for one."""
         if not checks.is_float(getattr(leaf, "dtype", None)):
             return None

@@ -15,6 +15,7 @@ from jax import Array
 from .._arrays._qarray import QArray
 from .._arrays._qparams import QParams
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._paths import is_qarray, with_paths
 from .._program._origin import DATA, Origin, own_axes, parameter
 from ._caches import Cache, CacheRules
@@ -32,15 +33,15 @@ class Static:
     value: Any = dataclasses.field(compare=False)
 
     @classmethod
-    def of(cls, leaf: Any) -> "Static":
+    def of(cls, leaf: PyTree) -> "Static":
         return cls(type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf, leaf)
 
     @classmethod
-    def known_by_identity(cls, value: Any) -> "Static":
+    def known_by_identity(cls, value: object) -> "Static":
         return cls(type(value), id(value), value)
 
 
-def is_traced(leaf: Any) -> bool:
+def is_traced(leaf: PyTree) -> bool:
     """Whether a leaf is an argument of the program: arrays. Numbers of Python stay what they are, as in f itself."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind not in "OSU"
@@ -50,7 +51,7 @@ def is_traced(leaf: Any) -> bool:
 class Call(NamedTuple):
     """What is static of the arguments of one call."""
 
-    structure: Any
+    structure: PyTree
     leaves: tuple[Static | None, ...]  # None where an array is
     params: tuple[int, int]  # which of the leaves are those of the params
 
@@ -168,7 +169,7 @@ def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int, caches: CacheRul
     return ""
 
 
-def _found(kind: type, tree: Any) -> dict[str, Any]:
+def _found(kind: type, tree: PyTree) -> dict[str, Any]:
     """The nodes of a kind, by their paths."""
     is_kind, found = lambda node: isinstance(node, kind), {}
     with contextlib.suppress(ValueError):  # as in arrays_of
@@ -177,7 +178,7 @@ def _found(kind: type, tree: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def noted(params: Any, qparams: Collection[str]) -> Iterator[None]:
+def noted(params: PyTree, qparams: Collection[str]) -> Iterator[None]:
     """An error of the function itself, inside, keeps its type and has a note of which parameters it is about."""
     try:
         yield

@@ -2,7 +2,7 @@
 """What each operand of each op gets: by which rule, and which spec, with the axes of the operand."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._base import _checks as checks
 from .._contract._contract import Precision
@@ -295,6 +295,6 @@ def _checked_spec(
     return spec
 
 
-def is_stochastic(spec: Any) -> bool:
+def is_stochastic(spec: object) -> bool:
     """Whether it is a spec that rounds stochastically."""
     return isinstance(spec, QuantSpec) and spec.rounding == "stochastic"

@@ -18,6 +18,7 @@ from .._contract._operands import QuantizedOperand
 from .._contract._weight_only import by_columns
 from .._history import DelayedQParams
 from .._platform._cpu import nan_where, written
+from .._program._jaxpr import JaxprEqn
 from .._program._param import QuantizedParam, Unquantized, dequantized, from_integers
 from .._spec._spec import QuantSpec
 
@@ -31,7 +32,7 @@ class FloatOp(NamedTuple):
     params: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, eqn: Any) -> "FloatOp":
+    def of(cls, eqn: JaxprEqn) -> "FloatOp":
         return cls(eqn.primitive, tuple(eqn.params.items()))
 
     def __call__(self, *operands: Array) -> Array:
@@ -58,7 +59,7 @@ def of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array,
 
 @functools.partial(jax.jit, static_argnums=0)
 def site_in_integers(
-    op: ContractionOp, a: QuantizedOperand | Unquantized, b: QuantizedOperand | Unquantized, key: Any,
+    op: ContractionOp, a: QuantizedOperand | Unquantized, b: QuantizedOperand | Unquantized, key: Array | None,
     more: tuple[Array, ...], delayed: Delayed,
 ) -> Array:  # fmt: skip
     """`contract`, with the quantizers of operands that are its own."""
@@ -80,7 +81,7 @@ def rows_with(q: Quantized, x: Array, side: int, spec: QuantSpec, dot: Dot) -> A
     return y if side else _turned_back(y, len(dot.batch[0]), x.ndim - len(dot.contracted[1]))
 
 
-def turned(dot: Dot, operands: Sequence[QuantizedOperand], key: Any, delayed: Delayed) -> Array:
+def turned(dot: Dot, operands: Sequence[QuantizedOperand], key: Array | None, delayed: Delayed) -> Array:
     """The product of two operands, computed as that of the second with the first."""
     y = site_in_integers(dot.turned, *operands[::-1], key, (), delayed[::-1])
     return _turned_back(y, len(dot.batch[1]), operands[1].integers.ndim - len(dot.contracted[1]))
@@ -109,6 +110,6 @@ not_differentiated.defvjp(lambda y, lacking: (y, None), _refuse_gradient)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def fake_quantized(x: Array, spec: QuantSpec, qparams: QParams | None, key: Any) -> Array:
+def fake_quantized(x: Array, spec: QuantSpec, qparams: QParams | None, key: Array | None) -> Array:
     """`fake_quant`, compiled once for a shape."""
     return fake_quant(x, spec, qparams, key=key)

@@ -8,12 +8,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax import Array
 
 from .._arrays._affine import qparams_of_shape
 from .._arrays._codes import takes_sums
 from .._arrays._qarray import QArray, groups_of
 from .._arrays._qparams import QParams
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._history import BINS, DelayedQParams, GradientHistory, empty_history
 from .._paths import named_in_errors
 from .._program._jaxpr import Location
@@ -52,7 +55,7 @@ class Entry(NamedTuple):
     key: str
     spec: QuantSpec
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     is_weight: bool
     rule: Rule
     sites: tuple[str, ...]
@@ -97,7 +100,7 @@ class GradientEntry(NamedTuple):
         """The history before the first step."""
         return empty_history(self.spec, tuple(n for _, n in self.stack), self.steps)
 
-    def checked(self, qparams: Any) -> DelayedQParams | None:
+    def checked(self, qparams: object) -> DelayedQParams | None:
         """What a caller has passed for it."""
         if qparams is None:
             return None
@@ -232,7 +235,7 @@ def _merged(old: Entry, new: Entry) -> Entry:
     return old._replace(sites=sites, contracted=contracted, order=order, is_multiplied=is_multiplied, summed=summed)
 
 
-def _read_entry(path: str, rule: Rule, leaf: Any) -> Entry:
+def _read_entry(path: str, rule: Rule, leaf: PyTree) -> Entry:
     """The entry of a parameter that no op uses; what reads it has no axes to say which share a scale."""
     spec = rule.weight
     assert spec is not None
@@ -298,7 +301,7 @@ class Entries:
         ops = ((location, of) for location in self.keys for of in (0, 1, "gradient"))
         return {of: i for i, of in enumerate((*parameters, *ops))}
 
-    def noise_key(self, key: Any, of: str | tuple[Location, int | str]) -> Any:
+    def noise_key(self, key: Array, of: str | tuple[Location, int | str]) -> Array:
         """The PRNG key with which a parameter, by its path, or an operand or "gradient" at a location is rounded."""
         return jax.random.fold_in(key, self._streams[of])
 
@@ -323,7 +326,7 @@ class Entries:
                 delayed[key] = gradient.checked(qparams.get(key))
         return {key: self.checked(key, qparams.get(key)) for key in self.of}, {k: v for k, v in delayed.items() if v}
 
-    def are_of_qparams(self, argument: Any) -> bool:
+    def are_of_qparams(self, argument: object) -> bool:
         """Whether an argument is a dict of qparams that were made for this function."""
         is_ours = lambda v: v is None or (isinstance(v, QParams | DelayedQParams) and v.spec is not None)
         return isinstance(argument, Mapping) and bool(argument) and all(
@@ -335,7 +338,7 @@ class Entries:
         fix = f"Make it by {made_by} of this call and these rules; None as the value of an entry makes it dynamic."
         checks.same_keys(name, given, self.of, fix, optional, self.left)
 
-    def checked(self, key: str, qparams: Any) -> Any:
+    def checked(self, key: str, qparams: object) -> Any:
         """The qparams of an entry, as `checked_qparams` gives them."""
         entry = self.of[key]
         if qparams is None:
@@ -359,7 +362,11 @@ class Entries:
             return QParams(scale.reshape(entry.groups), zero_point.reshape(entry.groups))
 
     def check_frozen(
-        self, frozen: Mapping[str, QArray], qparams: Any, operands: Collection[str], read: Collection[str]
+        self,
+        frozen: Mapping[str, QArray],
+        qparams: Mapping[str, Any] | None,
+        operands: Collection[str],
+        read: Collection[str],
     ) -> None:
         """A QArray under a rule must be what the rule makes of the parameter, and served as it was frozen for.
 

@@ -10,6 +10,7 @@ from jax import Array
 
 from .._arrays._qarray import real_values
 from .._arrays._qparams import QParams
+from .._base._checks import PyTree
 from .._paths import is_qarray
 from .._program._calls import CALLS
 from .._program._evaluate import Replacements, Scope
@@ -24,11 +25,11 @@ from ._source import Program
 class Evaluator(abc.ABC):
     """A way to evaluate a function: by default in float, with the real values of what comes in integers."""
 
-    def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
+    def parameter(self, path: str, value: PyTree, qparams: QParams | None, is_read: bool) -> PyTree:
         """A parameter on its way to its ops; `is_read` where something may read it in float."""
         return in_float(value)
 
-    def cache(self, cache: Cache, value: Any) -> Any:
+    def cache(self, cache: Cache, value: PyTree) -> PyTree:
         """A cache on its way to what writes and reads it."""
         return in_float(value)
 
@@ -45,12 +46,12 @@ class Evaluator(abc.ABC):
     def named(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Any:
         """A value that a rule quantizes where it is named."""
 
-    def result(self, v: Any) -> Any:
+    def result(self, v: Any) -> PyTree:
         """A result of the function."""
         return v
 
 
-def in_float(value: Any) -> Any:
+def in_float(value: PyTree) -> PyTree:
     """The real values of a parameter or a cache."""
     return real_values(value, value.dtype) if is_qarray(value) else value
 
@@ -68,7 +69,7 @@ class ReadInFloat(ValueError):
 
 def evaluated(
     how: Evaluator, program: Program, arrays: Sequence[Any], qparams: Mapping[str, Any],
-    observation: Observation, key: Any,
+    observation: Observation, key: Array | None,
 ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
     """The arrays among the results of a program, and what is observed; qparams that are None are dynamic."""
     decisions, entries = program.decisions, program.decisions.entries.of
@@ -99,7 +100,7 @@ def evaluated(
             read.update(error.paths)
 
 
-def _key_of_inputs(program: Program, key: Any) -> Any:
+def _key_of_inputs(program: Program, key: Array | None) -> Array | None:
     """The key of what is rounded where the program runs; None if it is parameters alone, or nothing."""
     decisions = program.decisions.of.values()
     of_inputs = [choice.spec for of in decisions for choice in of.operands if not choice.is_weight]

@@ -19,6 +19,7 @@ from .._arrays._grid import frame_of, grid_of
 from .._arrays._qarray import Frozen, QArray, changed, check_dtypes, check_sums, packed_dtype
 from .._arrays._qparams import QParams
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._base._sharding import is_inside_shard_map
 from .._params import refuse_not_finite
 from .._paths import is_qarray, named_in_errors, with_paths
@@ -26,7 +27,9 @@ from .._spec._spec import QuantSpec
 from ._entries import Entries, check_reads
 
 
-def freeze_leaf(path: str, leaf: Any, entries: Entries, qparams: Mapping[str, QParams | None], key: Any) -> Any:
+def freeze_leaf(
+    path: str, leaf: PyTree, entries: Entries, qparams: Mapping[str, QParams | None], key: Array | None
+) -> PyTree:
     """A parameter in integers, if an entry says so, and as it lies in memory when it is served."""
     entry = entries.of.get(path)
     if entry is None or is_qarray(leaf):
@@ -55,7 +58,7 @@ class _Form(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="form")
-def _quantized(leaf: Array, qparams: QParams | None, key: Any, form: _Form) -> tuple[QArray, Array]:
+def _quantized(leaf: Array, qparams: QParams | None, key: Array | None, form: _Form) -> tuple[QArray, Array]:
     """A parameter in integers, and its sum, which is finite only where all its values are."""
     q = quantize(leaf, form.spec, qparams, key=key)
     values = q.values.astype(form.packed or q.values.dtype)
@@ -63,7 +66,7 @@ def _quantized(leaf: Array, qparams: QParams | None, key: Any, form: _Form) -> t
     return q if form.summed is None else with_own_sums(q, form.summed), jnp.sum(leaf)
 
 
-def refuse_changed(params: Any) -> None:
+def refuse_changed(params: PyTree) -> None:
     """Raises for integers of which something has changed an array since they were made."""
     for path, q in with_paths(params):
         if not is_qarray(q):
@@ -78,7 +81,7 @@ def refuse_changed(params: Any) -> None:
             check_sums("params", q)
 
 
-def refuse_lost_ranges(arrays: Sequence[Any], params: Any, qparams: Any) -> None:
+def refuse_lost_ranges(arrays: Sequence[Any], params: PyTree, qparams: object) -> None:
     """Raises where nothing is said of the ranges of inputs, and parameters among the arrays were frozen with some."""
     if qparams is not None or not any(is_qarray(v) and v.frozen and v.frozen.static_inputs for v in arrays):
         return
@@ -107,7 +110,7 @@ class Compared:
         self._known: dict[str, tuple[Any, ...]] = {}
         self._last: tuple[list[weakref.ref], dict[str, Any]] = [], {}
 
-    def check(self, arrays: Sequence[Any], params: Any, qparams: Any, entries: Callable[[], Entries]) -> None:
+    def check(self, arrays: Sequence[Any], params: PyTree, qparams: object, entries: Callable[[], Entries]) -> None:
         """Raises for integers whose scale is known not to be that of their entry."""
         qarrays, known = list(filter(is_qarray, arrays)), qparams if isinstance(qparams, Mapping) else {}
         if not qarrays or not known or self._are_last(qarrays, known):
@@ -127,7 +130,7 @@ class Compared:
             and all(of.get(key) is v for key, v in qparams.items())
         )
 
-    def _new(self, params: Any, qparams: Mapping[str, Any]) -> dict[str, tuple[QArray, QParams]]:
+    def _new(self, params: PyTree, qparams: Mapping[str, Any]) -> dict[str, tuple[QArray, QParams]]:
         """The integers and the qparams of their entries that have not been compared, where the values are known."""
         found = {}
         for path, q in with_paths(params):

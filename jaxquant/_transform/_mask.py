@@ -2,23 +2,24 @@
 """Which rows of the inputs of a function are observed, such as the tokens that are no padding."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._base._sharding import shard_like
 
 
 class Mask(NamedTuple):
     """The rows that count: an array of bools, a pytree of them, or a dict of them by entries."""
 
-    of: Any
+    of: PyTree
 
     @classmethod
-    def made(cls, mask: Any) -> "Mask | None":
+    def made(cls, mask: PyTree) -> "Mask | None":
         """The mask of an argument, None of None; raises for what is not of bools."""
         for leaf in jax.tree.leaves(mask):
             if not checks.is_array(leaf) or leaf.dtype != jnp.bool_:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from .._arrays._gram import Gram, gram
 from .._arrays._histogram import Histogram, histogram
@@ -16,6 +16,7 @@ from .._arrays._qparams import QParams
 from .._arrays._range import Range, observe
 from .._arrays._tally import tally, tally_across
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._paths import named_in_errors
 from .._program._evaluate import Inputs, Scope
 from .._program._jaxpr import Location
@@ -43,16 +44,16 @@ class Observed(NamedTuple):
       mask: which elements of x count, of its shape; None if all do.
     """
 
-    x: Any
+    x: Array
     spec: QuantSpec | None
     qparams: QParams | None
     contraction: Contraction
     side: int
     more: Sequence[Any] = ()
-    mask: Any = None
+    mask: Array | None = None
 
     @property
-    def counted(self) -> Any:
+    def counted(self) -> Array:
         """x with infinities, which nobody counts, for what is left out."""
         return self.x if self.mask is None else jnp.where(self.mask, self.x, jnp.asarray(jnp.inf, self.x.dtype))
 
@@ -150,7 +151,7 @@ def _gram_of(given: Observed) -> Gram:
     return gram(*rows(jnp.where(given.mask, given.x, jnp.zeros((), given.x.dtype))), counts)
 
 
-def _zeros(like: Any) -> Any:
+def _zeros(like: PyTree) -> PyTree:
     return jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), like)
 
 
@@ -220,7 +221,7 @@ class Observation(NamedTuple):
             (self.observer or RANGES).across,
         )
 
-    def _nothing(self, key: str, scans: Collection[Location]) -> Any:
+    def _nothing(self, key: str, scans: Collection[Location]) -> PyTree:
         """What is observed of an entry where nothing is seen, stacked for these scans."""
         observer, use = self.observer, self.uses[key]
         assert observer is not None

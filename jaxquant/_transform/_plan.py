@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+from jax import Array, ShapeDtypeStruct
+
 from .._base import _checks as checks
 from .._base._table import as_html, as_text
 from .._spec._rule import pattern_in_words
@@ -53,7 +56,7 @@ class Site(NamedTuple):
     op: str
     scope: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     length: int
     spec: QuantSpec | None
     rule: Any
@@ -82,16 +85,16 @@ class Op(NamedTuple):
     Attributes:
       name: "dot_general", "conv_general_dilated" or "ragged_dot_general".
       params: what `jax.lax` calls its static arguments: "dimension_numbers", "window_strides", "padding", ...
-      result: jax.ShapeDtypeStruct of the result.
+      result: ShapeDtypeStruct of the result.
       lax_op: the op on arrays.
     """
 
     name: str
     params: Mapping[str, Any]
-    result: Any
+    result: ShapeDtypeStruct
     lax_op: Callable[..., Any]
 
-    def __call__(self, *operands: Any) -> Any:
+    def __call__(self, *operands: Array) -> Array:
         return self.lax_op(*operands)
 
 

@@ -14,12 +14,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from .._arrays._fit import fit_qparams
 from .._arrays._qparams import QParams
 from .._arrays._range import Range, observe, qparams_from_range
 from .._arrays._tally import Tally
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._contract._dot import LOWERINGS
 from .._contract._lowering import checked_execution
 from .._history import DelayedQParams
@@ -94,7 +96,7 @@ class QuantizedFunction:
             f"execution={self._execution!r}, strict={self._strict}>"
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         value, _ = self._result(_How(), args, kwargs)
         return value
 
@@ -113,14 +115,14 @@ class QuantizedFunction:
     def observe(
         self,
         *args: Any,
-        qparams: Any = None,
+        qparams: Mapping[str, Any] | None = None,
         with_value: bool = False,
         histogram: bool = False,
         gram: bool = False,
         entries: Collection[str] | None = None,
-        mask: Any = None,
+        mask: PyTree = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> PyTree:
         """The ranges, or the second moments, of the inputs of the quantized ops in one batch, of the function in float.
 
         Args:
@@ -171,7 +173,13 @@ class QuantizedFunction:
         return (value, observed) if with_value else observed
 
     def _collect(
-        self, observer: Observer, is_float: bool, qparams: Any, args: tuple, kwargs: dict[str, Any], mask: Any = None
+        self,
+        observer: Observer,
+        is_float: bool,
+        qparams: Mapping[str, Any] | None,
+        args: tuple,
+        kwargs: dict[str, Any],
+        mask: PyTree = None,
     ) -> tuple[Any, dict[str, Any]]:
         """The value of the function, in float or quantized, and what an observer sees of each input."""
         if mask is not None and may_take(self._f, "mask"):
@@ -183,7 +191,7 @@ class QuantizedFunction:
         return self._result(_How(observer, is_float), args, {**kwargs, **self._passed(qparams)}, Mask.made(mask))
 
     def tallies(
-        self, *args: Any, qparams: Any = None, mask: Any = None, **kwargs: Any
+        self, *args: Any, qparams: Mapping[str, Any] | None = None, mask: PyTree = None, **kwargs: Any
     ) -> tuple[Mapping[str, Entry], dict[str, Tally]]:
         """For `jaxquant.report`: the entries, and what quantizing does to each input of the function in float."""
         if self._argnum:
@@ -195,7 +203,7 @@ class QuantizedFunction:
         return entries.of, self._collect(TALLIES, True, qparams, args, kwargs, mask)[1]
 
     def weights(
-        self, params: Any, wanted: Collection[str], args: tuple, kwargs: Mapping[str, Any]
+        self, params: PyTree, wanted: Collection[str], args: tuple, kwargs: Mapping[str, Any]
     ) -> tuple[Entries, dict[str, Layout]]:
         """For `jaxquant.solve`: the entries of the function of `params` and `args`, and the layouts of some weights."""
         decisions = self._planned((*args[: self._argnum], params, *args[self._argnum :]), dict(kwargs))
@@ -203,7 +211,7 @@ class QuantizedFunction:
         uses = uses_of_weights(decisions, wanted)
         return decisions.entries, {key: use.layout for key, use in uses.items() if use.layout}
 
-    def program(self, params: Any, args: tuple, kwargs: Mapping[str, Any]) -> Program:
+    def program(self, params: PyTree, args: tuple, kwargs: Mapping[str, Any]) -> Program:
         """For `jaxquant.solve`: the function of `params` and `args` as a program, with what is decided about it."""
         args = *args[: self._argnum], params, *args[self._argnum :]
         _, qparams, _ = self._own(kwargs := dict(kwargs))
@@ -214,7 +222,9 @@ class QuantizedFunction:
         """For `jaxquant.report`: the keywords of a call without those that the function itself does not have."""
         return {name: v for name, v in kwargs.items() if name in self._names or name not in OWN_ARGUMENTS}
 
-    def init_qparams(self, *args: Any, ranges: Any = None, method: str = "minmax", **kwargs: Any) -> dict[str, Any]:
+    def init_qparams(
+        self, *args: Any, ranges: Mapping[str, Any] | None = None, method: str = "minmax", **kwargs: Any
+    ) -> dict[str, Any]:
         """The qparams of each entry of the plan, to be trained beside the parameters, or kept.
 
         Args:
@@ -242,27 +252,26 @@ class QuantizedFunction:
         """
         entries = self._planned(args, kwargs).entries
         dynamic = ranges is not None and not ranges
-        if ranges is None:
-            ranges = self.observe(*args, **kwargs)
+        known = self.observe(*args, **kwargs) if ranges is None else ranges
         without = {key for key, entry in entries.of.items() if dynamic or not has_range(entry)}
-        entries.same_keys("ranges", "q.observe(params, ...)", ranges, without)
+        entries.same_keys("ranges", "q.observe(params, ...)", known, without)
         params = dict(with_paths(args[self._argnum]))
         found = {}
         for key, entry in entries.of.items():
             with named_in_errors(key, rule=entry.rule):
-                if entry.is_weight and ranges.get(key) is not None:
+                if entry.is_weight and known.get(key) is not None:
                     raise ValueError(
                         "`ranges` are of inputs, got one of the parameter, which is fitted to its values by `method`. "
                         f"Drop it; or set the qparams that this gives, qparams[{key!r}] = qparams_from_range(...)."
                     )
                 made = (
                     _of_parameter(params[key], entry, method) if entry.is_weight
-                    else _of_input(ranges.get(key), entry)
+                    else _of_input(known.get(key), entry)
                 )  # fmt: skip
                 found[key] = made and made._replace(spec=entry.spec)
         return found | {key: gradient.empty() for key, gradient in entries.gradients.items()}
 
-    def freeze(self, *args: Any, qparams: Any = None, **kwargs: Any) -> Any:
+    def freeze(self, *args: Any, qparams: Mapping[str, Any] | None = None, **kwargs: Any) -> PyTree:
         """The parameters, with QArrays for those that the rules quantize: what is served.
 
         `q(frozen, *args, qparams=qparams)` equals `q(params, *args, qparams=qparams)` bit for bit, and its calls
@@ -328,7 +337,7 @@ class QuantizedFunction:
         if not (op is None or callable(op)):
             raise TypeError(f"`op` must be a function (info, lhs, rhs) -> array or None, got {checks.kind(op)}.")
 
-        def view(*args: Any, **kwargs: Any) -> Any:
+        def view(*args: Any, **kwargs: Any) -> PyTree:
             qparams = None if "qparams" in self._names else kwargs.pop("qparams", None)
             call, arrays = call_of(args, kwargs, self._argnum, self._caches)
             with self._explained(args, kwargs):
@@ -365,7 +374,9 @@ class QuantizedFunction:
         with self._explained(args, kwargs):
             return self._decided(call, _How(lsq_gradient=lsq_gradient), arrays, key, qparams)
 
-    def _decided(self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any) -> Decisions:
+    def _decided(
+        self, call: Call, how: _How, arrays: Sequence[Any], key: Array | None, qparams: Mapping[str, Any] | None
+    ) -> Decisions:
         # Out of the cache of jit, so that the function is traced once for this and the call. A cache of our own would
         # have to know the whole key of jit's, such as whether 64 bits are enabled and which mesh is set, or be stale.
         _, _, decided, _ = self._jitted.eval_shape(call, how, arrays, key, qparams, None)
@@ -392,7 +403,7 @@ class QuantizedFunction:
         key = checks.rounding_key(key, self._rounds_stochastically(), "no rule that rounds so")
         return key, qparams, checked_lsq_gradient(lsq_gradient, qparams, "q.init_qparams(params, ...)")
 
-    def _passed(self, qparams: Any) -> dict[str, Any]:
+    def _passed(self, qparams: Mapping[str, Any] | None) -> dict[str, Any]:
         """The qparams of a method as an argument of the call."""
         if qparams is not None and "qparams" in self._names:
             raise ValueError(
@@ -405,7 +416,13 @@ class QuantizedFunction:
         return Source(self._f, self._rules, self._argnum, self._caches, self._strict).program(call, arrays, static)
 
     def _evaluated(
-        self, call: Call, how: _How, arrays: Sequence[Any], key: Any, qparams: Any, mask: Mask | None
+        self,
+        call: Call,
+        how: _How,
+        arrays: Sequence[Any],
+        key: Array | None,
+        qparams: Mapping[str, Any] | None,
+        mask: Mask | None,
     ) -> tuple[list[Any], Static, Static, dict[str, Any]]:
         """The results, without what is static of them; their structure; the plan; and what is observed."""
         program, static = self._checked(call, how, arrays, qparams)
@@ -419,7 +436,7 @@ class QuantizedFunction:
         return program.leaves(outs), Static.of(program.structure), Static.known_by_identity(decisions), observed
 
     def _checked(
-        self, call: Call, how: _How, arrays: Sequence[Any], qparams: Any
+        self, call: Call, how: _How, arrays: Sequence[Any], qparams: Mapping[str, Any] | None
     ) -> tuple[Program, dict[str, QParams | DelayedQParams | None]]:
         """The program of a call, and the qparams of its entries, None where they are dynamic; raises for wrong ones."""
         known = qparams if isinstance(qparams, Mapping) else {}
@@ -450,7 +467,7 @@ class QuantizedFunction:
         return program, {**of_entries, **delayed}
 
 
-def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:
+def _of_parameter(leaf: PyTree, entry: Entry, method: str) -> QParams | None:
     if is_qarray(leaf):
         if leaf.frozen and not leaf.frozen.from_qparams:  # whose scale is fitted to its values
             return None
@@ -460,7 +477,7 @@ def _of_parameter(leaf: Any, entry: Entry, method: str) -> QParams | None:
     return fit_qparams(leaf, entry.spec, method)
 
 
-def _of_input(r: Any, entry: Entry) -> QParams | None:
+def _of_input(r: object, entry: Entry) -> QParams | None:
     if r is None:
         return None
     if not has_range(entry):
@@ -541,7 +558,7 @@ def quantize_fn(
     return QuantizedFunction(f, rules, params_argnum, execution, checks.static_bool("strict", strict))
 
 
-def quant_point(x: Any, name: str) -> Array:
+def quant_point(x: ArrayLike, name: str) -> Array:
     """`x` itself, with a name for the site where it becomes an operand: one that has no parameter.
 
     The name stays with the value through reshapes, transposes, slices and casts, and Rules of kind "act_act" match it.

@@ -16,6 +16,7 @@ from .._arrays._qparams import QParams
 from .._arrays._quantized import Quantized
 from .._arrays._straight_through import quantize_straight_through, with_gradient_of
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from .._base._sharding import axes_of, replicated, vary_together
 from .._cache import as_cache
 from .._contract._contract import Precision
@@ -25,7 +26,7 @@ from .._contract._operands import QuantizedOperand
 from .._contract._ops import OPS
 from .._paths import named_in_errors
 from .._program._evaluate import Scope
-from .._program._jaxpr import JaxprEqn, avals
+from .._program._jaxpr import JaxprEqn, Location, avals
 from .._program._param import QuantizedParam, Unquantized, dequantized, from_integers, quantized_now
 from .._spec._spec import QuantSpec
 from ._caches import Cache
@@ -64,13 +65,13 @@ class Quantizing(Evaluator):
     decisions: Decisions
     observation: Observation
     execution: str
-    key: Any
+    key: Array | None
     caches: Mapping[str, Cache]
     once: Set[str]
 
     # Parameters
 
-    def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
+    def parameter(self, path: str, value: PyTree, qparams: QParams | None, is_read: bool) -> Any:
         entry = self.decisions.entries.of.get(path)
         if isinstance(value, QArray):
             return _parameter(path, inside(value), (entry or value).spec)
@@ -88,7 +89,7 @@ class Quantizing(Evaluator):
         """The axes along which a NaN counts for all; None where the products are of floats, which have NaN."""
         return None if is_of_floats(self.execution, spec) else contracted
 
-    def cache(self, cache: Cache, value: Any) -> Any:
+    def cache(self, cache: Cache, value: PyTree) -> Any:
         q = cache.quantized(value)
         # Only what comes in float is differentiated.
         real = None if isinstance(value, QArray) else fake_quant(value, cache.spec)
@@ -222,7 +223,7 @@ class Quantizing(Evaluator):
             scope.memo[known_by] = v, result  # the value too: no other then gets its id
             return result
 
-    def _product(self, decision: Decision, eqn: JaxprEqn, key: Any, delayed: Delayed, *values: Any) -> Array:
+    def _product(self, decision: Decision, eqn: JaxprEqn, key: Array | None, delayed: Delayed, *values: Any) -> Array:
         operands: list[Any] = [v if isinstance(v, Unquantized) else QuantizedOperand(*v) for v in values[:2]]
         more = values[2:]
         axes = [choice.contracted for choice in decision.operands]
@@ -262,7 +263,7 @@ class Quantizing(Evaluator):
 
     # Stochastic rounding
 
-    def _key(self, spec: Precision, key: Any, of: Any) -> Any:
+    def _key(self, spec: Precision, key: Array | None, of: str | tuple[Location, int | str]) -> Array | None:
         return self.decisions.entries.noise_key(key, of) if key is not None and is_stochastic(spec) else None
 
 
@@ -283,7 +284,7 @@ def _checked(v: Any) -> QuantizedParam:
     )
 
 
-def _has_tiles(choice: Choice, v: Any, other: Any) -> bool:
+def _has_tiles(choice: Choice, v: Any, other: object) -> bool:
     """Whether an operand is a weight of which parts are like the whole.
 
     Of a transpose XLA makes another product in a loop than outside; floats of 8 bits XLA:CPU converts on one thread as

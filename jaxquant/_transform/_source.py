@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._base._checks import PyTree
 from .._paths import is_qarray
 from .._program._calls import CALLS
 from .._program._jaxpr import traced
@@ -26,7 +27,7 @@ class Program(NamedTuple):
     caches: Sequence[Cache | None]  # among them
     walk: Walk
     decisions: Decisions
-    structure: Any
+    structure: PyTree
     static: tuple[Static | None, ...]  # of the results; None where an array is
 
     def leaves(self, outs: Sequence[Any]) -> list[Any]:
@@ -77,6 +78,6 @@ class Source(NamedTuple):
         return Program(jaxpr, consts, paths, caches, walk, decisions, *results)
 
 
-def value_of(leaves: Sequence[Any], structure: Static) -> Any:
+def value_of(leaves: Sequence[Any], structure: Static) -> PyTree:
     """The results of a function, as it returns them."""
     return jax.tree.unflatten(structure.value, [v.value if isinstance(v, Static) else v for v in leaves])

@@ -12,6 +12,7 @@ from .._arrays._qarray import QArray
 from .._arrays._qparams import QParams
 from .._arrays._quantized import Quantized
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._base._groups import of_rank
 from .._program._evaluate import Scope
 from .._program._jaxpr import JaxprEqn, avals, params_of
@@ -37,7 +38,7 @@ class Viewing(Evaluator):
     def __init__(self, decisions: Decisions, site: Callable[[Site, Any], Any], of_op: Callable[..., Array] | None):
         self.decisions, self.site, self.of_op = decisions, site, of_op
 
-    def parameter(self, path: str, value: Any, qparams: QParams | None, is_read: bool) -> Any:
+    def parameter(self, path: str, value: PyTree, qparams: QParams | None, is_read: bool) -> PyTree:
         entry = self.decisions.entries.of.get(path)
         if isinstance(value, QArray):
             qparams = QParams(value.step, value.zero_point)
@@ -87,7 +88,7 @@ class Viewing(Evaluator):
         return _checked_result("site", self.site(info, x), x, repr(info.name))
 
 
-def _checked_result(of: str, y: Any, like: Any, where: str) -> Array:
+def _checked_result(of: str, y: Any, like: PyTree, where: str) -> Array:
     if not checks.is_array(y) or y.shape != like.shape or y.dtype != like.dtype:
         raise ValueError(
             f"`{of}` must return an array of shape and dtype {like.dtype}{list(like.shape)} at {where}, got "

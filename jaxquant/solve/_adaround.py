@@ -2,16 +2,18 @@
 """Rounding each weight up or down as the error of the layer learns it."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._arrays._gram import matmul, squared_errors
+from .._arrays._gram import Gram, matmul, squared_errors
 from .._arrays._grid import Grid
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
 from ._rounding import Progress, rounded
 from ._weights import model_of
@@ -77,16 +79,16 @@ class Learned:
 
 
 def adaround(
-    params: Any,
+    params: PyTree,
     q: QuantizedFunction,
-    grams: Any,
+    grams: Mapping[str, Gram],
     *args: Any,
-    qparams: Any,
+    qparams: Mapping[str, Any] | None,
     steps: int = 500,
     freeze: bool = False,
     progress: Progress | None = None,
     **kwargs: Any,
-) -> Any:
+) -> PyTree:
     """Rounds each weight up or down so that the layer's output is off by little, which gradient steps learn: AdaRound.
 
     The loss is the squared error of the layer's output, by the second moments of its inputs, with a pull of what is

@@ -14,6 +14,7 @@ from jax import Array
 from .._arrays._gram import Gram, matmul, relative, squared_errors
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._layout import layout_of
 from .._transform._quantize_fn import QuantizedFunction
@@ -94,7 +95,7 @@ def _corrected(found: _Found, leaves: Mapping[str, Any], errors: dict[str, _Erro
 
 
 @jax.jit
-def _with_means(biases: dict[str, Array], means: dict[str, Array], channels: dict[str, dict[str, Array]]) -> Any:
+def _with_means(biases: dict[str, Array], means: dict[str, Array], channels: dict[str, dict[str, Array]]) -> PyTree:
     """Biases with what is added to each of their elements, by the number of its channel and its sign; widened."""
     new = {path: bias.astype(num.compute_dtype(bias.dtype)) for path, bias in biases.items()}
     for path, own in channels.items():
@@ -111,15 +112,15 @@ def _report(progress: Progress, path: str, why: str | None, error: _Error) -> No
 
 
 def bias_correct(
-    params: Any,
+    params: PyTree,
     q: QuantizedFunction,
-    grams: Any,
+    grams: Mapping[str, Gram],
     *args: Any,
-    qparams: Any = None,
-    solved: Any = None,
+    qparams: Mapping[str, Any] | None = None,
+    solved: PyTree = None,
     progress: Progress | None = None,
     **kwargs: Any,
-) -> Any:
+) -> PyTree:
     """Adds to each bias what rounding the weights before it takes from its layer's output on average.
 
     For a weight W of which W_q is served, and inputs x with these Grams, the bias becomes

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._paths import with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, alike, folded, in_words, is_whole, largest, of_channels, operands_of
@@ -110,14 +111,14 @@ class _Biases:
 
 
 def equalize(
-    params: Any,
+    params: PyTree,
     q: QuantizedFunction,
     *args: Any,
     iterations: int = 20,
     unfolded: str = "leave",
     progress: Progress | None = None,
     **kwargs: Any,
-) -> Any:
+) -> PyTree:
     """Makes the ranges of the channels between two weights equal in both, and leaves the function as it is.
 
     Column k of the first weight, and of its bias, is divided by s_k, and row k of the second one multiplied by it:

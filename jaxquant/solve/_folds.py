@@ -10,9 +10,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from .._contract._ops import OPS
 from .._params import refuse_not_finite
 from .._paths import is_qarray, named_in_errors, with_paths
@@ -66,7 +68,7 @@ class Operands(NamedTuple):
         return False
 
 
-def operands_of(program: Program, params: Any) -> Operands:
+def operands_of(program: Program, params: PyTree) -> Operands:
     """The inputs of all weights that the rules quantize."""
     found: dict[str, Operand] = {}
     for location, decision in program.decisions.of.items():
@@ -148,7 +150,7 @@ def _changed(leaves: list[Array], factors: list[Array], s: Array) -> list[Array]
     return list(map(changed, leaves, factors))
 
 
-def narrowed(path: str, wide: Array, dtype: Any) -> Array:
+def narrowed(path: str, wide: Array, dtype: DTypeLike) -> Array:
     """The values of a parameter in its dtype; raises where that does not hold them, if they are known."""
     if wide.dtype == dtype:
         return wide

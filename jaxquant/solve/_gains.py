@@ -5,10 +5,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from .._paths import named_in_errors
 from .._spec._granularity import PerTensor
 from .._spec._spec import QuantSpec
@@ -25,7 +27,7 @@ class _Gain(NamedTuple):
     """A gain: its shape, with the turns of scans in front, and the dtype."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
 
 
 class WithGains(Wrapper):
@@ -35,7 +37,7 @@ class WithGains(Wrapper):
     be transformed as the function can. The original function is `f.__wrapped__`.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         n = self._argnum
         given = args[n] if len(args) > n else None
         if not isinstance(given, Mapping) or set(given) != {"params", "gains"}:

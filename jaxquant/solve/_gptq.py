@@ -3,15 +3,17 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._arrays._gram import matmul
+from .._arrays._gram import Gram, matmul
 from .._arrays._grid import Grid
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
 from ._rounding import Progress, rounded
 from ._weights import checked_damping, damped, model_of, nearest, of_each
@@ -77,17 +79,17 @@ class InOrderOfRows:
 
 
 def gptq(
-    params: Any,
+    params: PyTree,
     q: QuantizedFunction,
-    grams: Any,
+    grams: Mapping[str, Gram],
     *args: Any,
-    qparams: Any,
+    qparams: Mapping[str, Any] | None,
     damping: float = 0.01,
     activation_order: bool = True,
     freeze: bool = False,
     progress: Progress | None = None,
     **kwargs: Any,
-) -> Any:
+) -> PyTree:
     """Rounds weights so that the layer's output is off by little, not each weight: GPTQ.
 
     The rows of a weight, along what is contracted, are rounded one after the other, and what is not yet rounded makes

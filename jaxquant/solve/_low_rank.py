@@ -2,6 +2,7 @@
 """What rounding loses of a weight, as the product of two narrow matrices."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,12 +11,13 @@ from jax import Array
 
 from .._arrays._gram import Gram, matmul
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
 from ._weights import Form, Weight, check_solved, checked_damping, damped, model_of
 
 
 @functools.partial(jax.jit, static_argnames=("form", "rank"))
-def _factors(lost: Array, gram: Gram, form: Form, rank: int, damping: Any) -> tuple[Array, Array]:
+def _factors(lost: Array, gram: Gram, form: Form, rank: int, damping: float) -> tuple[Array, Array]:
     """The product of rank r with which the squared error of the layer is least, of what is lost."""
     lost, moments = form.matrices(lost.astype(gram.products.dtype)), damped(gram.products, damping)
     # With H = L L^T the error is |L^T E|^2, whose best approximation is in its singular vectors. Those of the shorter
@@ -34,13 +36,13 @@ def _factors(lost: Array, gram: Gram, form: Form, rank: int, damping: Any) -> tu
 
 
 def low_rank(
-    params: Any,
+    params: PyTree,
     q: QuantizedFunction,
-    grams: Any,
+    grams: Mapping[str, Gram],
     *args: Any,
     rank: int,
-    qparams: Any = None,
-    solved: Any = None,
+    qparams: Mapping[str, Any] | None = None,
+    solved: PyTree = None,
     damping: float = 0.01,
     **kwargs: Any,
 ) -> dict[str, tuple[Array, Array]]:

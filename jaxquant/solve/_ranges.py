@@ -2,7 +2,7 @@
 """The scales of weights with which the output of their layers is off least."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from .._arrays._gram import Gram, matmul, squared_errors
 from .._arrays._grid import Grid
 from .._arrays._qparams import QParams
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._base._groups import broadcast_groups, reduce_groups
 from .._spec._spec import qparams_shape
 from .._transform._quantize_fn import QuantizedFunction
@@ -102,12 +103,12 @@ def _searched(leaf: Array, gram: Gram, form: Form, method: str) -> QParams:
 
 
 def ranges(
-    params: Any,
+    params: PyTree,
     q: QuantizedFunction,
-    grams: Any,
+    grams: Mapping[str, Gram],
     *args: Any,
     method: str = "diagonal",
-    qparams: Any = None,
+    qparams: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, QParams | None]:
     """The scales of weights with which the output of their layers is off least, of those below min-max.

@@ -14,6 +14,7 @@ from jax import Array
 
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, narrowed, of_channels, operands_of
@@ -113,19 +114,19 @@ def _turned(leaf: Array, axes: tuple[tuple[int, bool], ...]) -> Array:
     return v.reshape(leaf.shape)
 
 
-def _is_constant(leaf: Any) -> bool:
+def _is_constant(leaf: PyTree) -> bool:
     v = array(leaf)
     return not isinstance(v, jax.core.Tracer) and bool((v == v.reshape(-1)[0]).all())
 
 
 def rotate(
-    params: Any,
+    params: PyTree,
     q: QuantizedFunction,
     *args: Any,
     unfolded: str = "leave",
     progress: Progress | None = None,
     **kwargs: Any,
-) -> Any:
+) -> PyTree:
     """Rotates channels in all parameters that make and take them, and leaves the function as it is.
 
     The channels of a residual stream, and those between any two weights with linear ops between, have no basis of their

@@ -10,6 +10,7 @@ import jax
 from jax import Array
 
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._base._sharding import shard_like, varying_axes
 from .._paths import named_in_errors, with_leaves, with_paths
 from .._spec._granularity import PerTensor
@@ -29,10 +30,10 @@ class WithRotation(Wrapper):
     function can. The original function is `f.__wrapped__`.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         return self._result(args, kwargs)
 
-    def init(self, *args: Any, **kwargs: Any) -> Any:
+    def init(self, *args: Any, **kwargs: Any) -> PyTree:
         """The params with rotated rows, of the same shapes and dtypes. Applied twice, it gives the params back.
 
         Args:

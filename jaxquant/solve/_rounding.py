@@ -10,12 +10,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from .._arrays._gram import Gram, relative, squared_errors
 from .._arrays._grid import Grid, frame_of, grid_of
 from .._arrays._qparams import QParams
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from ._weights import Form, Model, Weight, array, check_solved, grid_in_matrices, nearest
 
 Progress = Callable[[str, float, float], None]  # (path, error before, error after)
@@ -33,7 +35,7 @@ class Errors(NamedTuple):
     after: Array
 
 
-def rounded(model: Model, levels: Levels, numbers: Sequence[float], freeze: bool, progress: Progress | None) -> Any:
+def rounded(model: Model, levels: Levels, numbers: Sequence[float], freeze: bool, progress: Progress | None) -> PyTree:
     """The params with the weights of a model on the levels that are chosen, as `solve.gptq` returns them."""
     freeze, model = checks.static_bool("freeze", freeze), model.on_grids().seen_whole()
 
@@ -57,7 +59,7 @@ def _solved(
     return _values(form, found, qparams, leaf.dtype), errors
 
 
-def over_matrices(solve: Callable[..., Any], w: Array, products: Array, grid: Grid) -> Any:
+def over_matrices(solve: Callable[..., Any], w: Array, products: Array, grid: Grid) -> PyTree:
     """What `solve` makes of each matrix (K, N), its second moments and its grid, one at a time."""
     lead, fixed = w.shape[:-2], grid._replace(scale=None, zero_point=None)
     if not lead:
@@ -83,7 +85,7 @@ def _no_worse(w: Array, products: Array, grid: Grid, levels: Array) -> tuple[Arr
     return levels, Errors(share(before), share(jnp.where(is_better, found, before)))
 
 
-def _values(form: Form, levels: Array, qparams: QParams, dtype: Any) -> Array:
+def _values(form: Form, levels: Array, qparams: QParams, dtype: DTypeLike) -> Array:
     """The weight with these levels in its matrices: the values of its grid, which are rounded to the same levels."""
     if form.spec.levels.number > 2 ** (jnp.finfo(dtype).nmant + 1):
         raise ValueError(

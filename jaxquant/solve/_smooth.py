@@ -2,7 +2,7 @@
 """Factors of channels moved from activations into weights, where the function stays the same."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax import Array
 from .._arrays._fit import fit_qparams
 from .._arrays._gram import Gram, relative, squared_errors
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._paths import with_leaves, with_paths
 from .._spec._granularity import PerToken
 from .._spec._spec import QuantSpec
@@ -258,15 +259,15 @@ class _Smoothing:
 
 
 def smooth(
-    params: Any,
+    params: PyTree,
     q: QuantizedFunction,
-    grams: Any,
+    grams: Mapping[str, Gram],
     *args: Any,
     alpha: float | None = None,
     unfolded: str = "leave",
     progress: Progress | None = None,
     **kwargs: Any,
-) -> Any:
+) -> PyTree:
     """Moves factors of the channels of inputs into the weights that take them, and leaves the function as it is.
 
     Row k of a weight is multiplied by s_k, and what makes its input k is divided by it: the gain of a norm, the columns

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from .._arrays._affine import fake_quant
 from .._arrays._gram import Gram, squared_errors
@@ -22,6 +23,7 @@ from .._arrays._qparams import QParams
 from .._arrays._tally import to_nearest
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from .._params import refuse_lost_scales, refuse_not_finite
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from .._spec._granularity import granularity_of
@@ -83,7 +85,7 @@ class Weight:
     leaf: Any
     gram: Gram
     qparams: QParams | None
-    served: Any = None
+    served: PyTree = None
 
     @property
     def turns(self) -> int:
@@ -114,14 +116,14 @@ class Weight:
 
 
 @jax.jit
-def _turn(of: Any, i: int) -> Any:
+def _turn(of: Any, i: int) -> PyTree:
     return jax.tree.map(lambda v: v[i], of)
 
 
 class Model(NamedTuple):
     """A quantized function and its parameters, as solvers are called with them."""
 
-    params: Any
+    params: PyTree
     entries: Entries
     weights: tuple[Weight, ...]
     qparams: Any
@@ -152,7 +154,7 @@ class Model(NamedTuple):
                     )
         return self
 
-    def serving(self, solved: Any) -> "Model":
+    def serving(self, solved: PyTree) -> "Model":
         """The model with the weights that are served; None is rounded to nearest, and needs qparams of each."""
         if solved is None:
             return self.on_grids()
@@ -183,20 +185,20 @@ class Model(NamedTuple):
                 new[path] = freeze_leaf(path, new[path], self.entries, self.qparams, None)
         return new
 
-    def solved(self, solve: Callable[[Weight], Any], freeze: bool) -> Any:
+    def solved(self, solve: Callable[[Weight], Any], freeze: bool) -> PyTree:
         """The params, with what `solve` makes of each weight in place of it, or the integers of it."""
         new = self.found(solve, freeze)
         return with_leaves(self.params, [new.get(path, leaf) for path, leaf in with_paths(self.params)])
 
 
-def _of_numbers(solve: Callable[[Weight], Any], weight: Weight) -> Any:
+def _of_numbers(solve: Callable[[Weight], Any], weight: Weight) -> PyTree:
     """What `solve` makes of a weight, which is read here, and must be finite."""
     weight = dataclasses.replace(weight, leaf=array(weight.leaf))
     refuse_not_finite(weight.leaf)
     return solve(weight)
 
 
-def with_automatic_axes(f: Callable[..., Any], leaves: Any, *others: Any) -> Any:
+def with_automatic_axes(f: Callable[..., Any], leaves: PyTree, *others: Any) -> PyTree:
     """`f(leaves, *others)`; where leaves are on a mesh with explicit axes, as if XLA chose how arrays lie on it.
 
     What comes out lies as a leaf of its shape, or is whole, such as scales.
@@ -206,7 +208,7 @@ def with_automatic_axes(f: Callable[..., Any], leaves: Any, *others: Any) -> Any
         return f(leaves, *others)
     automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
-    def on(mesh: jax.sharding.Mesh, v: Any) -> Any:
+    def on(mesh: jax.sharding.Mesh, v: Any) -> PyTree:
         sharding = getattr(v, "sharding", None)
         spec = sharding.spec if isinstance(sharding, jax.NamedSharding) else jax.P()
         return jax.device_put(v, jax.NamedSharding(mesh, spec)) if isinstance(v, Array) else v
@@ -227,17 +229,17 @@ def changed_leaves(f: Callable[..., dict[str, Any]], leaves: Mapping[str, Any], 
     return {**leaves, **{path: as_before(v, leaves[path]) for path, v in new.items()}}
 
 
-def _with_automatic_axes(solve: Callable[[Weight], Any], weight: Weight) -> Any:
+def _with_automatic_axes(solve: Callable[[Weight], Any], weight: Weight) -> PyTree:
     """What `solve` makes of a weight; of one on a mesh with explicit axes where XLA chooses how arrays lie on it."""
 
-    def of(leaf: Any, *others: Any) -> Any:
+    def of(leaf: PyTree, *others: Any) -> PyTree:
         form = weight.form._replace(sharding=_sharding_of(leaf))
         return _in_turns(solve, Weight(weight.path, form, leaf, *others))
 
     return with_automatic_axes(of, weight.leaf, weight.gram, weight.qparams, weight.served)
 
 
-def _in_turns(solve: Callable[[Weight], Any], weight: Weight) -> Any:
+def _in_turns(solve: Callable[[Weight], Any], weight: Weight) -> PyTree:
     """What `solve` makes of a weight; of the turns of a scan, stacked, so that one turn is in memory at a time."""
     n, stacks = weight.turns, None
     for i in range(n):
@@ -256,11 +258,11 @@ def _stack(v: Array, n: int) -> Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(stacks: Any, part: Any, i: int) -> Any:
+def _put(stacks: PyTree, part: PyTree, i: int) -> PyTree:
     return jax.tree.map(lambda stack, v: stack.at[i].set(v), stacks, part)
 
 
-def checked_function(q: Any) -> QuantizedFunction:
+def checked_function(q: object) -> QuantizedFunction:
     """Returns `q`, which must be a quantized function."""
     if not isinstance(q, QuantizedFunction):
         raise TypeError(
@@ -269,7 +271,14 @@ def checked_function(q: Any) -> QuantizedFunction:
     return q
 
 
-def model_of(params: Any, q: Any, grams: Any, args: tuple, kwargs: Mapping[str, Any], qparams: Any) -> Model:
+def model_of(
+    params: PyTree,
+    q: object,
+    grams: Mapping[str, Gram],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    qparams: Mapping[str, Any] | None,
+) -> Model:
     """The model, with everything checked that can be wrong with the arguments of a solver."""
     q = checked_function(q)
     if not isinstance(grams, Mapping) or not all(isinstance(gram, Gram) for gram in grams.values()):
@@ -293,17 +302,17 @@ def model_of(params: Any, q: Any, grams: Any, args: tuple, kwargs: Mapping[str, 
     return Model(params, entries, tuple(weights), qparams)
 
 
-def shapes_of(params: Any) -> Any:
+def shapes_of(params: PyTree) -> PyTree:
     """The params as shapes, so that leaves which are read when they are needed are not read for a plan."""
 
-    def of(leaf: Any) -> Any:
+    def of(leaf: PyTree) -> PyTree:
         is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_qarray(leaf)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 
     return with_leaves(params, [of(leaf) for _, leaf in with_paths(params)])
 
 
-def _sharding_of(leaf: Any) -> jax.NamedSharding | None:
+def _sharding_of(leaf: PyTree) -> jax.NamedSharding | None:
     """The sharding of a leaf on a mesh with automatic axes; None on one device, and where it is traced."""
     sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
     if not isinstance(sharding, jax.NamedSharding) or sharding.is_fully_replicated:
@@ -311,7 +320,7 @@ def _sharding_of(leaf: Any) -> jax.NamedSharding | None:
     return sharding if set(sharding.mesh.axis_types) == {AxisType.Auto} else None
 
 
-def _explicit_mesh(leaf: Any) -> jax.sharding.Mesh | None:
+def _explicit_mesh(leaf: PyTree) -> jax.sharding.Mesh | None:
     """The mesh of a leaf that is on one with explicit axes; None elsewhere, and where it is traced."""
     sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
     mesh = sharding.mesh if isinstance(sharding, jax.NamedSharding) else None
@@ -352,12 +361,12 @@ def _is_finite(products: Array, sums: Array) -> Array:
     return jnp.isfinite(products).all() & jnp.isfinite(sums).all()
 
 
-def array(leaf: Any) -> Array:
+def array(leaf: PyTree) -> Array:
     """A leaf as an array; one that is read from a file is read here."""
     return checks.float_array("params", leaf if isinstance(leaf, Array) else np.asarray(leaf))
 
 
-def grid_in_matrices(form: Form, qparams: QParams, dtype: Any) -> Grid:
+def grid_in_matrices(form: Form, qparams: QParams, dtype: DTypeLike) -> Grid:
     """The grid that a weight is rounded to, with a scale for each element of its matrices (..., K, N)."""
     shape, grid = form.layout.shape, grid_of(qparams, frame_of(form.spec)).effective()
     grid = grid.over(jnp.zeros(shape, dtype))
@@ -370,7 +379,7 @@ def of_each(f: Callable[[Array], Array], grid: Grid) -> Grid:
     return grid._replace(scale=f(grid.scale), zero_point=zero_point)
 
 
-def checked_damping(damping: Any) -> float:
+def checked_damping(damping: float) -> float:
     """A number >= 0."""
     damping = checks.static_float("damping", damping, "one call for each")
     if not 0 <= damping < np.inf:
@@ -378,7 +387,7 @@ def checked_damping(damping: Any) -> float:
     return damping
 
 
-def damped(products: Array, damping: Any) -> Array:
+def damped(products: Array, damping: float) -> Array:
     """Second moments (..., K, K) with a multiple of the mean of their diagonal added to it."""
     mean = jnp.trace(products, axis1=-2, axis2=-1) / products.shape[-1]
     added = damping * jnp.where(mean > 0, mean, 1)

@@ -12,8 +12,10 @@ from jax import Array
 
 from .._arrays._quantized import Quantized
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._program._calls import CALLS
 from .._program._evaluate import Replacements, Scope
+from .._program._jaxpr import JaxprEqn, avals
 from .._program._param import QuantizedParam
 from .._spec._granularity import PerTensor
 from .._spec._rule import Rule, checked_rules
@@ -45,7 +47,7 @@ class Wrapper(abc.ABC):
         self._jitted = jax.jit(self._function, static_argnums=0)  # as in QuantizedFunction
 
     @abc.abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         """The result of the function."""
 
     @abc.abstractmethod
@@ -74,7 +76,7 @@ class Wrapper(abc.ABC):
                 )
         return program
 
-    def _result(self, args: tuple, kwargs: Mapping[str, Any], given: Any = None) -> Any:
+    def _result(self, args: tuple, kwargs: Mapping[str, Any], given: Any = None) -> PyTree:
         leaves, structure = self._jitted(*self._call(args, kwargs), given)
         return value_of(leaves, structure)
 
@@ -94,7 +96,7 @@ class Wrapper(abc.ABC):
         return program.leaves(outs), Static.of(program.structure)
 
 
-def _changed(changes: Changes, eqn: Any, ins: Sequence[Any], scope: Scope) -> Array:
+def _changed(changes: Changes, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Array:
     """The result of an op on changed operands, each made once for all ops that take it; if wider, rounded once."""
     weight = next((side for side in (0, 1) if side not in changes), None)
     operands: list[Any] = [
@@ -105,12 +107,12 @@ def _changed(changes: Changes, eqn: Any, ins: Sequence[Any], scope: Scope) -> Ar
         if known_by not in scope.memo:
             scope.memo[known_by] = ins[side], change(operands[side], scope.qparams)
         operands[side] = scope.memo[known_by][1]
-    if all(v.dtype == old.aval.dtype for v, old in zip(operands, eqn.invars, strict=True)):
+    if all(v.dtype == old.dtype for v, old in zip(operands, avals(eqn.invars), strict=True)):
         return eqn.primitive.bind(*operands, **eqn.params)
     dtype = max((v.dtype for v in operands[:2]), key=lambda dtype: dtype.itemsize)
     operands = [v.astype(dtype) if i < 2 else v for i, v in enumerate(operands)]
     y = eqn.primitive.bind(*operands, **eqn.params | {"preferred_element_type": dtype})
-    return y.astype(eqn.outvars[0].aval.dtype)
+    return y.astype(avals(eqn.outvars)[0].dtype)
 
 
 def _marked(v: Array, path: str) -> QuantizedParam:
@@ -118,7 +120,7 @@ def _marked(v: Array, path: str) -> QuantizedParam:
     return QuantizedParam(Quantized(None, None, None, _TENSOR, v.dtype), v, None, None, (path,))
 
 
-def _floats(v: Any, eqn: Any) -> Any:
+def _floats(v: Any, eqn: JaxprEqn) -> Any:
     return _read(v, eqn.primitive.name) if isinstance(v, QuantizedParam) else v
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from .._base import _checks as checks
 
 
-def ignored_name(value: Any) -> None:
+def ignored_name(value: object) -> None:
     """TensorFlow's `name` is accepted, so that calls port unchanged; anything else in its place is a slip."""
     if value is not None and not isinstance(value, str):
         raise TypeError(
@@ -18,7 +18,7 @@ def ignored_name(value: Any) -> None:
         )
 
 
-def optional_axis(name: str, value: Any, ndim: int) -> int | None:
+def optional_axis(name: str, value: object, ndim: int) -> int | None:
     """Returns an axis counted from the front; None means no axis."""
     if value is None:
         return None

@@ -2,12 +2,13 @@
 """`fake_quant_with_min_max_*`: levels are unsigned, and `narrow_range` drops the lowest one."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -26,7 +27,7 @@ class FakeQuantGradients(NamedTuple):
     backprop_wrt_max: Array
 
 
-def _levels(num_bits: Any, narrow_range: Any) -> tuple[float, float]:
+def _levels(num_bits: int, narrow_range: bool) -> tuple[float, float]:
     num_bits = checks.static_int_between("num_bits", num_bits, 2, 16)
     return float(checks.static_bool("narrow_range", narrow_range)), 2.0**num_bits - 1
 
@@ -93,7 +94,7 @@ def _vars(x: Array, x_min: Array, x_max: Array, qmin: float, qmax: float, divide
     return _fake_quant(x, x_min, x_max, qmin, qmax, divides)
 
 
-def _constant_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Array]:
+def _constant_range(x: Array, x_min: ArrayLike | None, x_max: ArrayLike | None) -> tuple[Array, Array, Array]:
     """The attributes `min` and `max` of the `args` ops, checked as TensorFlow checks them."""
     values = (
         -6.0 if x_min is None else checks.static_float("min", x_min, "fake_quant_with_min_max_vars"),
@@ -104,14 +105,14 @@ def _constant_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Arr
     return vary_together(x, *checks.ends(("min", "max"), values, dtype))
 
 
-def _cotangent(gradients: Any, inputs: Array) -> Array:
+def _cotangent(gradients: ArrayLike, inputs: Array) -> Array:
     g = checks.float_array_in("gradients", gradients, num.compute_dtype(inputs.dtype))
     checks.shape("gradients", g, inputs.shape, "it is the cotangent of an output shaped like `inputs`")
     return g
 
 
 def fake_quant_with_min_max_args(
-    inputs: Any,
+    inputs: ArrayLike,
     min: float | None = -6.0,
     max: float | None = 6.0,
     num_bits: int = 8,
@@ -158,8 +159,8 @@ def fake_quant_with_min_max_args(
 
 
 def fake_quant_with_min_max_args_gradient(
-    gradients: Any,
-    inputs: Any,
+    gradients: ArrayLike,
+    inputs: ArrayLike,
     min: float | None = -6.0,
     max: float | None = 6.0,
     num_bits: int = 8,
@@ -195,12 +196,14 @@ def fake_quant_with_min_max_args_gradient(
     return _input_gradient(_cotangent(gradients, x), *_constant_range(x, min, max), qmin, qmax)
 
 
-def _scalar_range(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Array]:
+def _scalar_range(x: Array, x_min: ArrayLike | None, x_max: ArrayLike | None) -> tuple[Array, Array, Array]:
     why = "one range for the tensor. For one a channel use fake_quant_with_min_max_vars_per_channel"
     return _range(x, x_min, x_max, (), why)
 
 
-def _range(x: Array, x_min: Any, x_max: Any, shape: tuple[int, ...], why: str) -> tuple[Array, Array, Array]:
+def _range(
+    x: Array, x_min: ArrayLike | None, x_max: ArrayLike | None, shape: tuple[int, ...], why: str
+) -> tuple[Array, Array, Array]:
     lo, hi = checks.ends(("min", "max"), (x_min, x_max), num.compute_dtype(x.dtype))
     checks.shape("min", lo, shape, why)
     checks.shape("max", hi, shape, why)
@@ -208,7 +211,12 @@ def _range(x: Array, x_min: Any, x_max: Any, shape: tuple[int, ...], why: str) -
 
 
 def fake_quant_with_min_max_vars(
-    inputs: Any, min: Any, max: Any, num_bits: int = 8, narrow_range: bool = False, name: str | None = None
+    inputs: ArrayLike,
+    min: ArrayLike | None,
+    max: ArrayLike | None,
+    num_bits: int = 8,
+    narrow_range: bool = False,
+    name: str | None = None,
 ) -> Array:
     """Quantizes and dequantizes real values with a trained range.
 
@@ -249,10 +257,10 @@ def fake_quant_with_min_max_vars(
 
 
 def fake_quant_with_min_max_vars_gradient(
-    gradients: Any,
-    inputs: Any,
-    min: Any,
-    max: Any,
+    gradients: ArrayLike,
+    inputs: ArrayLike,
+    min: ArrayLike | None,
+    max: ArrayLike | None,
     num_bits: int = 8,
     narrow_range: bool = False,
     name: str | None = None,
@@ -293,7 +301,7 @@ def fake_quant_with_min_max_vars_gradient(
     return _gradients(_cotangent(gradients, x), *_scalar_range(x, min, max), qmin, qmax)
 
 
-def _channel_ranges(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Array]:
+def _channel_ranges(x: Array, x_min: ArrayLike | None, x_max: ArrayLike | None) -> tuple[Array, Array, Array]:
     if x.ndim == 0:
         raise ValueError(
             "`inputs` must have rank >= 1, its last axis the channels, got shape (). "
@@ -304,7 +312,12 @@ def _channel_ranges(x: Array, x_min: Any, x_max: Any) -> tuple[Array, Array, Arr
 
 
 def fake_quant_with_min_max_vars_per_channel(
-    inputs: Any, min: Any, max: Any, num_bits: int = 8, narrow_range: bool = False, name: str | None = None
+    inputs: ArrayLike,
+    min: ArrayLike | None,
+    max: ArrayLike | None,
+    num_bits: int = 8,
+    narrow_range: bool = False,
+    name: str | None = None,
 ) -> Array:
     """Quantizes and dequantizes real values with one trained range for each channel.
 
@@ -344,10 +357,10 @@ def fake_quant_with_min_max_vars_per_channel(
 
 
 def fake_quant_with_min_max_vars_per_channel_gradient(
-    gradients: Any,
-    inputs: Any,
-    min: Any,
-    max: Any,
+    gradients: ArrayLike,
+    inputs: ArrayLike,
+    min: ArrayLike | None,
+    max: ArrayLike | None,
     num_bits: int = 8,
     narrow_range: bool = False,
     name: str | None = None,

@@ -11,10 +11,11 @@ from jax import lax
 
 from .._arrays._straight_through import with_gradient_of
 from .._base import _checks as checks
+from .._base._checks import PyTree
 from .._base._sharding import shard_like
 
 
-def _described(tree: Any) -> tuple:
+def _described(tree: PyTree) -> tuple:
     """The structure of a tree with the shapes and dtypes of its leaves."""
     leaves, structure = jax.tree.flatten(tree)
     return [(jnp.shape(v), jnp.result_type(v).name) for v in leaves], structure
@@ -47,7 +48,7 @@ def grad_pass_through(f: Callable) -> Callable:
     """
 
     @functools.wraps(f)
-    def passed(*args: Any, **kwargs: Any) -> Any:
+    def passed(*args: Any, **kwargs: Any) -> PyTree:
         x = args[0] if len(args) == 1 else args
         x = jax.tree.map(lambda v: checks.float_array("an argument of grad_pass_through", v), x)
         y = f(*lax.stop_gradient((x,) if len(args) == 1 else x), **kwargs)

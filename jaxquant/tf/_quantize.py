@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
 
+from .._arrays._pack import integer_array
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._platform._division import divide
@@ -156,10 +158,10 @@ def _range(values: tuple[Any, Any], dtype: np.dtype, x: Array, axis: int | None)
 
 
 def quantize(
-    input: Any,
-    min_range: Any,
-    max_range: Any,
-    T: Any,
+    input: ArrayLike,
+    min_range: ArrayLike,
+    max_range: ArrayLike,
+    T: DTypeLike,
     mode: str = "MIN_COMBINED",
     round_mode: str = "HALF_AWAY_FROM_ZERO",
     name: str | None = None,
@@ -253,7 +255,7 @@ def quantize(
     return _quantize(lax.stop_gradient(x), low, high, coding, round_mode, float(np.asarray(minimum).astype(wide)))
 
 
-def _name_of(T: Any) -> Any:
+def _name_of(T: DTypeLike) -> Any:
     """The name of a dtype, however it is given; what is none comes back as it is."""
     if T is None or isinstance(T, str | Array | np.ndarray | np.generic):
         return T
@@ -267,15 +269,15 @@ quantize_v2 = quantize
 
 
 def dequantize(
-    input: Any,
-    min_range: Any,
-    max_range: Any,
+    input: ArrayLike,
+    min_range: ArrayLike,
+    max_range: ArrayLike,
     mode: str = "MIN_COMBINED",
     name: str | None = None,
     *,
     axis: int | None = None,
     narrow_range: bool = False,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> Array:
     """Real values of the integers that `quantize` made, given the range that it reported.
 
@@ -315,7 +317,7 @@ def dequantize(
     [0.0, 3.0117647647857666, 6.0]
     """
     ignored_name(name)
-    q = checks.integer_array("input", input, _NAMES)
+    q = integer_array("input", input, _NAMES)
     mode = checks.one_of("mode", mode, _MODES)
     narrow_range = checks.static_bool("narrow_range", narrow_range)
     axis = optional_axis("axis", axis, q.ndim)

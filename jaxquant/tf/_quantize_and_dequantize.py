@@ -2,12 +2,13 @@
 """`quantize_and_dequantize*`: a scale and no zero point, so that 0 maps to 0."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -77,19 +78,19 @@ def _op(x: Array, x_min: Array, x_max: Array, options: _Options, bounded: bool) 
     return _round_trip(x, x_min, x_max, options)
 
 
-def _levels(signed: Any, num_bits: Any, narrow: Any) -> tuple[float, float]:
+def _levels(signed: bool, num_bits: int, narrow: bool) -> tuple[float, float]:
     signed, narrow = checks.static_bool("signed_input", signed), checks.static_bool("narrow_range", narrow)
     num_bits = checks.static_int_between("num_bits", num_bits, 1, 61 if signed else 62)
     return (float(narrow - 2 ** (num_bits - 1)), 2.0 ** (num_bits - 1) - 1) if signed else (0.0, 2.0**num_bits - 1)
 
 
-def _options(ndim: int, levels: tuple[float, float], range_given: Any, round_mode: Any, axis: Any) -> _Options:
+def _options(ndim: int, levels: tuple[float, float], range_given: bool, round_mode: str, axis: int | None) -> _Options:
     range_given = checks.static_bool("range_given", range_given)
     round_mode = checks.one_of("round_mode", round_mode, tuple(_ROUND))
     return _Options(*levels, range_given, round_mode, optional_axis("axis", axis, ndim))
 
 
-def _with_range(x: Array, x_min: Any, x_max: Any, options: _Options) -> tuple[Array, Array, Array]:
+def _with_range(x: Array, x_min: ArrayLike, x_max: ArrayLike, options: _Options) -> tuple[Array, Array, Array]:
     dtype, names = num.compute_dtype(x.dtype), ("input_min", "input_max")
     lo, hi = checks.ends(names, (x_min, x_max), dtype)
     for end, v in zip(names, (lo, hi), strict=True):
@@ -101,9 +102,9 @@ def _with_range(x: Array, x_min: Any, x_max: Any, options: _Options) -> tuple[Ar
 
 
 def quantize_and_dequantize(
-    input: Any,
-    input_min: Any,
-    input_max: Any,
+    input: ArrayLike,
+    input_min: ArrayLike,
+    input_max: ArrayLike,
     signed_input: bool = True,
     num_bits: int = 8,
     range_given: bool = False,
@@ -145,9 +146,9 @@ def quantize_and_dequantize(
 
 
 def quantize_and_dequantize_v2(
-    input: Any,
-    input_min: Any,
-    input_max: Any,
+    input: ArrayLike,
+    input_min: ArrayLike,
+    input_max: ArrayLike,
     signed_input: bool = True,
     num_bits: int = 8,
     range_given: bool = False,

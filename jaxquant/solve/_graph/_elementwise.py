@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..._base._checks import PyTree
+
 _STEPS = 64  # of a bisection: as many as float32 needs between any two numbers of 2 ** 40 or less
 # Primitives of monotonic functions without an upper end. What is made of them is inverted, and the result compared.
 _FUNCTIONS = {"add", "sub", "mul", "div", "neg", "abs", "max", "exp", "log1p", "log", "square", "ne", "select_n"}
@@ -89,7 +91,7 @@ def functions_of(
     return {path: function for path, function in made.items() if is_function(path)}
 
 
-def _others(node: Any, *known: Mapping[int, str]) -> Iterator[int]:
+def _others(node: PyTree, *known: Mapping[int, str]) -> Iterator[int]:
     return itertools.filterfalse(lambda i: any(i in of for of in known), node.ins)
 
 
@@ -98,7 +100,7 @@ def _bends(nodes: Sequence[Any]) -> bool:
     return any(node.name not in _LINEAR for node in nodes)
 
 
-def number_of(value: Any) -> float | None:
+def number_of(value: object) -> float | None:
     """A constant as a number, if it is one of floats."""
     v = np.asarray(value)
     return float(v) if v.size == 1 and v.dtype.kind in "fV" else None

@@ -100,7 +100,7 @@ class Flat:
             self._numbers |= dict.fromkeys(made, self._numbers[ins[0]])
         return made
 
-    def _end(self, ins: Sequence[int], eqn: Any, at: Location, words: str) -> None:
+    def _end(self, ins: Sequence[int], eqn: JaxprEqn | None, at: Location, words: str) -> None:
         self._node(END, ins, [], eqn, at, words)
 
     def _literal(self, v: Literal) -> int:
@@ -157,6 +157,6 @@ def length_of(node: Node) -> int:
     return param(node.eqn, "length")
 
 
-def dtype_of_result(node: Node) -> Any:
+def dtype_of_result(node: Node) -> np.dtype:
     """The dtype of what an equation gives first."""
     return avals(node.eqn.outvars)[0].dtype
