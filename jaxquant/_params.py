@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -37,9 +36,6 @@ class _Leaf(NamedTuple):
     def spec(self) -> QuantSpec | None:
         return self.rule and self.rule.weight
 
-    def named_in_errors(self) -> AbstractContextManager[None]:
-        return named_in_errors(self.path, rule=self.rule)
-
 
 def _leaves(params: PyTree, rules: object) -> list[_Leaf]:
     """The leaves of a pytree, each with its rule; every error of a choice is raised here."""
@@ -60,7 +56,7 @@ def _leaves(params: PyTree, rules: object) -> list[_Leaf]:
     paths = set()
     for leaf in leaves:
         if leaf.spec:
-            with leaf.named_in_errors():
+            with named_in_errors(leaf.path, rule=leaf.rule):
                 _check_choice(leaf, leaf.spec, paths)
             paths.add(leaf.path)
     return leaves
@@ -93,7 +89,7 @@ def _rebuilt(f: Callable[[_Leaf, QuantSpec], Any], params: PyTree, leaves: list[
     """The pytree with `f(leaf, spec)` where a rule gives a spec; every other leaf is the same object."""
     new = []
     for leaf in leaves:
-        with leaf.named_in_errors():
+        with named_in_errors(leaf.path, rule=leaf.rule):
             new.append(f(leaf, leaf.spec) if leaf.spec else leaf.value)
     return with_leaves(params, new)
 
@@ -258,7 +254,7 @@ def init_qparams(
     fitted = {}
     for leaf in _leaves(params, rules):
         if leaf.spec:
-            with leaf.named_in_errors():
+            with named_in_errors(leaf.path, rule=leaf.rule):
                 if not leaf.spec.signed and leaf.spec.symmetric:
                     refuse_unsigned_below_zero(*observe(leaf.value, leaf.spec), leaf.spec)
                 found = fit_qparams(leaf.value, leaf.spec, method, bits=bits)

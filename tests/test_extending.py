@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from exact import assert_same_bits
 from inputs import normal, zeros
+from jax import lax
 
 from jaxquant import (
     PerBlock,
@@ -28,6 +29,8 @@ from jaxquant import (
     weight_spec,
 )
 from jaxquant._arrays._fit import METHODS
+from jaxquant._platform._cpu import _in_passes
+from jaxquant._platform._primitive import FORMS
 from jaxquant._spec._formats import FLOATS, Float
 from jaxquant._spec._granularity import Granularity
 from jaxquant._spec._scale_formats import SCALE_FORMATS, Rounded
@@ -189,6 +192,22 @@ def test_a_range_method_fits(monkeypatch):
     assert_same_bits(init_qparams({"w": W}, [("w", spec)], "wide")["w"].scale, 2 * minmax.scale)
     with pytest.raises(ValueError, match="`method` must be one of minmax, percentile, mse, lsq, wide, got 'wider'"):
         fit_qparams(W, spec, "wider")
+
+
+def test_a_platform_has_its_own_form_of_a_function():
+    """Ranges, which all quantizers take, on a platform that had none; nothing else changes."""
+    forms, spec = FORMS["extremes"], QuantSpec()
+    text = lambda on: jax.export.export(jax.jit(lambda x: fake_quant(x, spec)), platforms=[on])(X).mlir_module()
+    before = text("rocm")
+    assert "optimization_barrier" not in before
+    forms["rocm"] = lambda *args, **static: list(lax.optimization_barrier(tuple(_in_passes(*args, **static))))
+    try:
+        assert "optimization_barrier" in text("rocm")
+        assert "optimization_barrier" not in text("cuda")
+    finally:
+        forms["rocm"] = _in_passes
+        del forms["rocm"]
+    assert text("rocm") == before
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,15 +34,6 @@ def unknown(*values: Array) -> tuple[Array, ...]:
 _unknown = elementwise("unknown", lax.optimization_barrier, lambda v: v)
 
 
-def written(v: Array) -> Array:
-    """`v` as an array in memory of its own, to be the operand of a product of floats: the identity.
-
-    Of a constant XLA:CPU chooses another layout, and of a transpose that it sees another kernel; each sums in another
-    order. What is trained, served and closed over has one form so.
-    """
-    return lax.platform_dependent(v, cpu=lax.optimization_barrier, default=lambda v: v)
-
-
 # For a transpose that a program returns: XLA:CPU copies 4 bits wrongly between two layouts in jaxlib 0.7.2 and 0.8.0.
 _WIDE = {"int4": "int8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3fn"} if jax.__version_info__ < (0, 8, 3) else {}
 

@@ -20,6 +20,22 @@ from .._base._checks import PyTree
 from .._base._sharding import is_explicit, vary_together
 
 
+class Forms(dict[str, Callable]):
+    """The forms of a function by platform, of (*args, **static). What is set here, programs for a platform have."""
+
+    def __init__(self, primitive: Primitive):
+        super().__init__()
+        self.primitive = primitive
+
+    def __setitem__(self, platform: str, f: Callable) -> None:
+        super().__setitem__(platform, f)
+        lowered = mlir.lower_fun(f, multiple_results=self.primitive.multiple_results)
+        mlir.register_lowering(self.primitive, lowered, platform=platform)
+
+
+FORMS: dict[str, Forms] = {}  # of each function, by its name
+
+
 def elementwise(name: str, cpu: Callable, default: Callable, static: tuple[str, ...] = ()) -> Callable:
     """The function that is `cpu` on CPUs and `default` elsewhere, with an equation of its own in a program.
 
@@ -78,11 +94,12 @@ def _made(
     primitive.multiple_results = multiple
     primitive.def_abstract_eval(abstract)
     mlir.register_lowering(primitive, mlir.lower_fun(default, multiple_results=multiple))
+    forms = FORMS[name] = Forms(primitive)
     for platform, f in platforms.items():
-        mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=multiple), platform=platform)
+        forms[platform] = f
 
     def on_each(*args: Any, **params: Any) -> PyTree:
-        of_platforms = {platform: of(f, **params) for platform, f in platforms.items()}
+        of_platforms = {platform: of(f, **params) for platform, f in forms.items()}
         return lax.platform_dependent(*args, **of_platforms, default=of(default, **params))
 
     def of_tangents(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:

@@ -42,3 +42,12 @@ def in_tiles(
         return lax.fori_loop(0, columns // tile, put, start)
 
     return lax.platform_dependent(*args, cpu=by_tiles, default=whole)
+
+
+def written(v: Array) -> Array:
+    """`v` as an array in memory of its own, to be the operand of a product of floats: the identity.
+
+    Of a constant XLA:CPU chooses another layout, and of a transpose that it sees another kernel; each sums in another
+    order. What is trained, served and closed over has one form so.
+    """
+    return lax.platform_dependent(v, cpu=lax.optimization_barrier, default=lambda v: v)

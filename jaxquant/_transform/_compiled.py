@@ -17,7 +17,8 @@ from .._contract._dot import Dot, quantized_dot
 from .._contract._operands import QuantizedOperand
 from .._contract._weight_only import by_columns
 from .._history import DelayedQParams
-from .._platform._cpu import nan_where, written
+from .._platform._cpu import nan_where
+from .._platform._tiles import written
 from .._program._jaxpr import JaxprEqn
 from .._program._param import QuantizedParam, Unquantized, dequantized, from_integers
 from .._spec._spec import QuantSpec

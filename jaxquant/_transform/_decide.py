@@ -9,7 +9,7 @@ from .._program._jaxpr import Location
 from .._program._walk import Walk
 from .._spec._rule import Rule
 from . import _errors as errors
-from ._choices import Decision, choose
+from ._choose import Decision, choose
 from ._entries import Entries, entries_of, gradient_entries, keyed, reads_of, with_reads
 from ._match import Matcher, Matches, gathered_by_data, is_wanted, ops_of
 from ._plan import Plan, Site

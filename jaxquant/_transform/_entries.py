@@ -24,7 +24,7 @@ from .._program._walk import Contraction
 from .._spec._rule import Rule
 from .._spec._spec import QuantSpec, qparams_shape
 from ._axes import along, on_parameter, shared_axes
-from ._choices import Choice, Decision
+from ._choose import Choice, Decision
 from ._match import MatchedOp, Matcher, names_of, numbered
 
 

@@ -17,7 +17,7 @@ from .._program._evaluate import Replacements, Scope
 from .._program._jaxpr import NAME, JaxprEqn
 from .._program._param import QuantizedParam
 from ._caches import Cache
-from ._choices import Decision, is_stochastic
+from ._choose import Decision, is_stochastic
 from ._observers import Observation
 from ._source import Program
 

@@ -12,7 +12,7 @@ from jax import Array
 from .._base._axes import Matrix
 from .._program._moves import in_order
 from .._program._origin import Moved
-from ._choices import Choice, Decision
+from ._choose import Choice, Decision
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .._program._jaxpr import Location
 from .._program._param import QuantizedParam, Unquantized
 from .._program._walk import Contraction
 from .._spec._spec import QuantSpec
-from ._choices import Decision
+from ._choose import Decision
 from ._compiled import value_of
 from ._decide import Decisions
 from ._entries import Entry

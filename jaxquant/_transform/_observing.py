@@ -8,7 +8,7 @@ from jax import Array
 
 from .._program._evaluate import Scope
 from .._program._jaxpr import JaxprEqn
-from ._choices import Decision
+from ._choose import Decision
 from ._evaluate import Evaluator
 from ._observers import Observation
 

@@ -31,7 +31,7 @@ from .._program._jaxpr import POINT
 from .._spec._rule import Rules, checked_rules, pattern_in_words
 from ._caches import CacheRules
 from ._call import OWN_ARGUMENTS, Call, Static, call_of, may_take, misuse, with_own
-from ._choices import is_stochastic
+from ._choose import is_stochastic
 from ._decide import Decisions
 from ._entries import Entries, Entry
 from ._evaluate import evaluated

@@ -30,7 +30,7 @@ from .._program._jaxpr import JaxprEqn, Location, avals
 from .._program._param import QuantizedParam, Unquantized, dequantized, from_integers, quantized_now
 from .._spec._spec import QuantSpec
 from ._caches import Cache
-from ._choices import Choice, Decision, is_stochastic
+from ._choose import Choice, Decision, is_stochastic
 from ._compiled import (
     Delayed,
     FloatOp,

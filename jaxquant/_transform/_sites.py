@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .._base import _checks as checks
 from .._program._jaxpr import NAME, Location
 from .._spec._granularity import PerToken
-from ._choices import Choice, Decision
+from ._choose import Choice, Decision
 from ._entries import Entry
 from ._match import MatchedOp, Matcher, gathered_by_data, is_wanted
 from ._plan import Count, Site

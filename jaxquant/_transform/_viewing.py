@@ -19,7 +19,7 @@ from .._program._jaxpr import JaxprEqn, avals, params_of
 from .._program._param import QuantizedParam
 from .._spec._granularity import granularity_of
 from ._axes import groups_shape
-from ._choices import Choice, Decision
+from ._choose import Choice, Decision
 from ._compiled import FloatOp
 from ._decide import Decisions
 from ._evaluate import Evaluator, in_float

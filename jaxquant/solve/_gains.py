@@ -14,7 +14,7 @@ from .._base._checks import PyTree
 from .._paths import named_in_errors
 from .._spec._granularity import PerTensor
 from .._spec._spec import QuantSpec
-from .._transform._choices import Decision
+from .._transform._choose import Decision
 from .._transform._source import Program
 from ._graph._channels import sides_of
 from ._graph._flat import Flat

@@ -16,7 +16,7 @@ from .._paths import named_in_errors, with_leaves, with_paths
 from .._spec._granularity import PerTensor
 from .._spec._spec import QuantSpec
 from .._transform._axes import contracted_axes
-from .._transform._choices import Decision
+from .._transform._choose import Decision
 from .._transform._layout import Layout, layout_of
 from .._transform._source import Program
 from ._hadamard import block_of, hadamard

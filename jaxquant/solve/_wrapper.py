@@ -22,7 +22,7 @@ from .._spec._rule import Rule, checked_rules
 from .._spec._spec import QuantSpec
 from .._transform._caches import CacheRules
 from .._transform._call import Call, Static, call_of
-from .._transform._choices import Decision
+from .._transform._choose import Decision
 from .._transform._observers import Observation
 from .._transform._source import Program, Source, value_of
 
