@@ -57,7 +57,9 @@ def mesh(target: str, **sizes: int) -> Mesh:
 
 def _config(target: str) -> str:
     """The description of a GPU, one of those that the plugin's library holds as text."""
-    (folder,) = importlib.util.find_spec("jax_plugins.xla_cuda12").submodule_search_locations
+    found = importlib.util.find_spec("jax_plugins.xla_cuda12")
+    assert found is not None
+    folder, *_ = found.submodule_search_locations or [""]
     wanted = f'device_description_str: "{GPUS[target]}"'.encode()
     with (
         open(pathlib.Path(folder) / "xla_cuda_plugin.so", "rb") as file,
@@ -101,8 +103,8 @@ class Program:
     def __init__(self, lowered: jax.stages.Lowered):
         self.lowered = lowered.as_text()
         compiled = lowered.compile()
-        self.optimized, self._costs = compiled.as_text(), compiled.cost_analysis()
-        self.computations, self.entry = {}, ""
+        self.optimized, self._costs = compiled.as_text() or "", compiled.cost_analysis()
+        self.computations, self.entry, lines = {}, "", {}
         for text in self.optimized.splitlines():
             if begins := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", text):
                 name, lines = begins[2], {}
@@ -114,7 +116,7 @@ class Program:
     @property
     def bytes(self) -> float:
         """The bytes that the kernels read and write, of a TPU, as XLA counts them; both branches of a condition."""
-        costs = self._costs[0] if isinstance(self._costs, list) else self._costs
+        costs: Any = self._costs[0] if isinstance(self._costs, list) else self._costs
         return costs["bytes accessed"]
 
     @property

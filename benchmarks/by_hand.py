@@ -56,7 +56,7 @@ def product(x: Array, w: Weight, grid: Grid) -> Array:
     """`x @ w` of rows, in their dtype."""
     scale, zero_point = grid
     y = lax.dot(codes(x.astype(jnp.float32), grid), w.values, preferred_element_type=jnp.int32)
-    if zero_point is not None:
+    if zero_point is not None and w.sums is not None:
         y = y - zero_point.astype(jnp.int32) * w.sums
     nan = jnp.sum(jnp.where(jnp.isfinite(x), np.float32(0), np.float32(np.nan)), -1, keepdims=True)
     return (y.astype(jnp.float32) * ((scale + nan) * w.scale)).astype(x.dtype)

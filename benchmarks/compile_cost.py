@@ -40,7 +40,7 @@ def equations(jaxpr):
 
 def counts(f, *args):
     """Equations, and the instructions and fusions of the compiled program."""
-    text = jax.jit(f).lower(*args).compile().as_text()
+    text = jax.jit(f).lower(*args).compile().as_text() or ""
     instructions = re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", text, re.M)
     program = jax.make_jaxpr(f)(*args)
     return equations(getattr(program, "jaxpr", program)), len(instructions), len(re.findall(r" fusion\(", text))

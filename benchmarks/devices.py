@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -125,8 +125,9 @@ def served_by_hand(kind: str, model: Model, rows: int, dtype: str) -> Case:
     affine = kind.endswith("affine")
 
     def frozen(w: Any) -> by_hand.Weight:
-        scale, sums = (jax.ShapeDtypeStruct((1, w.shape[1]), t) for t in (jnp.float32, jnp.int32))
-        return by_hand.Weight(jax.ShapeDtypeStruct(w.shape, jnp.int8), scale, sums if affine else None)
+        of: Any = jax.ShapeDtypeStruct
+        sums = of((1, w.shape[1]), jnp.int32) if affine else None
+        return by_hand.Weight(of(w.shape, jnp.int8), of((1, w.shape[1]), jnp.float32), sums)
 
     def run(weights, grids, x):
         by = lambda w, grid: Multiplied(lambda x: by_hand.served(kind, x, w, grid))
@@ -282,7 +283,7 @@ POOL = ThreadPoolExecutor(os.cpu_count())
 Programs = dict[str, list[Future]]  # by target, one for each number of rows
 
 
-def programs(make: Callable[[int], Case], rows: dict[str, Sequence[int]]) -> Programs:
+def programs(make: Callable[[int], Case], rows: Mapping[str, Sequence[int]]) -> Programs:
     """Starts to compile a function for some targets, each with its numbers of rows."""
     return {
         target: [POOL.submit(program, functools.partial(make, n), target) for n in numbers]
@@ -313,7 +314,7 @@ def estimates(got: Programs, base: Programs, goals: Sequence[float] | None) -> t
 
 
 def begun(
-    contenders: dict[str, tuple], few: tuple[str, ...], model: Model, dtype: str, rows: dict[str, Sequence[int]]
+    contenders: dict[str, tuple], few: tuple[str, ...], model: Model, dtype: str, rows: Mapping[str, Sequence[int]]
 ) -> list[tuple[str, str, Programs]]:
     """Each contender's label, its kind, and its programs, which are being compiled."""
     return [
@@ -351,8 +352,8 @@ def steps(name: str, model: Model, dtype: str, few: tuple[str, ...], targets: Se
     found = begun(TRAINERS, few, model, dtype, rows)
     yield f"{name} step: float", *estimates(base, base, None)
     for label, kind, got in found:
-        goal = STEP_GOALS.get(kind) if label.startswith("jaxquant") else None
-        yield f"{name} step: {label}", *estimates(got, base, goal and (goal,))
+        goals = (STEP_GOALS[kind],) if label.startswith("jaxquant") and kind in STEP_GOALS else None
+        yield f"{name} step: {label}", *estimates(got, base, goals)
 
 
 def width_rows(rounds: int, *widths: int) -> Iterator[tuple]:

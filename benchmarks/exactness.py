@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
     name: str
     f: Callable[..., dict[str, jax.Array]]
-    inputs: tuple[np.ndarray, ...]
+    inputs: tuple[Any, ...]  # pytrees of arrays
     exact: bool = True
 
 
@@ -223,7 +223,7 @@ def label_of(spec: QuantSpec) -> str:
 def qparams_of(rng: np.random.Generator, spec: QuantSpec, scale: np.ndarray) -> QParams:
     zero_point = np.zeros_like(scale)
     if not spec.symmetric:
-        zero_point = rng.integers(spec.qmin, spec.qmax + 1, scale.shape).astype(np.float32)
+        zero_point = rng.integers(int(spec.qmin), int(spec.qmax) + 1, scale.shape).astype(np.float32)
     return QParams(scale, zero_point)
 
 
@@ -344,7 +344,7 @@ def of_contractions(rng: np.random.Generator) -> Iterator[Case]:
     ):
 
         def dot(a, b, specs=specs, dims=dims):
-            return {"value": dot_general(*map(quantize, (a, b), specs), dims)}
+            return {"value": dot_general(quantize(a, specs[0]), quantize(b, specs[1]), dims)}
 
         yield Case(f"dot_general, {label}", dot, inputs)
     image, kernel = plain(rng, (2, 12, 12, 8)), plain(rng, (3, 3, 8, 16))

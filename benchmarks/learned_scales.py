@@ -87,12 +87,13 @@ def rows(seeds, *names):
     for name in names:
         for bits in (4, 2):
             for rate in (1e-3, 1e-2):
-                cells = {way: [] for way in WAYS}
+                cells, scales, is_class = {way: [] for way in WAYS}, 0, False
                 for seed in range(seeds):
                     model = THREE[name](seed)
                     q = quantize_fn(model.f, [Rule("**", weight_spec(bits), activation_spec(8))])
                     x, y = model.test
                     qparams = q.init_qparams(model.params, model.calibration[0], method="mse")
+                    scales = sum(v.scale.size for v in qparams.values())
                     for way in WAYS:
                         params, used, trained = learned(q, model, qparams, way, rate)
                         lost = sum(int((~(v.scale > 0)).sum()) for v in trained.values())
@@ -100,7 +101,6 @@ def rows(seeds, *names):
                         is_class = logits.ndim == 2
                         got = 100 * (logits.argmax(-1) == y).mean() if is_class else cross_entropy(logits, y)
                         cells[way].append((lost, float(got)))
-                scales = sum(v.scale.size for v in qparams.values())
                 said = [
                     f"{max(lost for lost, _ in of)}; {np.mean([got for _, got in of]):.{1 if is_class else 3}f}"
                     f"{' %' if is_class else ''}"

@@ -67,7 +67,7 @@ RULES |= {
     f"gradient in {name}": [Rule("**", weight_spec(8), INPUTS["symmetric"], gradient=gradient, optional=True)]
     for name, gradient in {"bfloat16": "bfloat16", "int8": QuantSpec()}.items()
 }
-RULES["weight-only"] = [("**", weight_spec(4))]
+RULES["weight-only"] = [Rule("**", weight_spec(4))]
 NHWC = ("NHWC", "HWIO", "NHWC")
 MATMUL = (((1,), (0,)), ((), ()))
 Program = tuple[str, Callable[..., Any], tuple]  # a name, a function, and its arguments
@@ -214,8 +214,8 @@ def compiled() -> dict[str, tuple[str, float]]:
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """What differs of each program that does, in lines."""
     for name in before.keys() | after.keys():
-        texts = [of[name][0].splitlines() if name in of else [] for of in (before, after)]
-        if lines := list(difflib.unified_diff(*texts, "before", "after", lineterm="", n=0)):
+        old, new = (of[name][0].splitlines() if name in of else [] for of in (before, after))
+        if lines := list(difflib.unified_diff(old, new, "before", "after", lineterm="", n=0)):
             yield "\n".join([f"# {name}: {len(lines)} lines", *(line[:200] for line in lines[:20])])
 
 

@@ -63,7 +63,7 @@ def donated(f: Callable, x: Any, *others: Any) -> Callable[[], object]:
     return run
 
 
-def kept(f: Callable, *arrays: jax.Array) -> Callable[[], object]:
+def kept(f: Callable, *arrays: Any) -> Callable[[], object]:
     """A run of `f(*arrays)` whose result is new memory."""
     jitted = jax.jit(f)
     return lambda: jax.block_until_ready(jitted(*arrays))

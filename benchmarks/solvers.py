@@ -199,9 +199,9 @@ FEW = tuple(name for name in SETTINGS if name[:2] in ("w3", "w2"))
 MANY = tuple(name for name in SETTINGS if name not in FEW)
 
 
-def served(q, params, qparams, what):
+def served(model, what):
     """The bits per character of a model on the held-out text; and its integers must give the same logits."""
-    tokens, targets = TEST[:, :-1], TEST[:, 1:]
+    (q, params, qparams), tokens, targets = model, TEST[:, :-1], TEST[:, 1:]
     logits = np.asarray(q(params, tokens, qparams=qparams))
     again = np.asarray(q(q.freeze(params, tokens, qparams=qparams), tokens, qparams=qparams))
     if wrong := (logits.view(np.uint32) != again.view(np.uint32)).sum():
@@ -212,7 +212,7 @@ def served(q, params, qparams, what):
 def bits_of(steps, seed, name, ways):
     """Of each way the bits per character in a setting; each is served."""
     case = observed(SETTINGS[name], trained(seed, steps), windows(2000 + seed, *CALIBRATION)[..., :-1])
-    return {way: served(*WAYS[way](case), f"{name}, {way}, {seed}") for way in ways}
+    return {way: served(WAYS[way](case), f"{name}, {way}, {seed}") for way in ways}
 
 
 def bits_in_float(steps, seed, _, ways):

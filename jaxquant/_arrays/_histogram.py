@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._checks import PyTree
 from .._spec._spec import QuantSpec, checked_spec, qparams_shape
 from ._range import Range, for_each, no_nonfinite, rows_of
 
@@ -161,9 +162,7 @@ def _range_of_counts(counts: Array, outside: float) -> Range:
     return Range(jnp.where(empty, jnp.inf, x_min), jnp.where(empty, -jnp.inf, x_max))
 
 
-def range_from_histogram(
-    h: Histogram | Mapping[str, Histogram], percentile: float = 99.9
-) -> Range | Mapping[str, Range]:
+def range_from_histogram(h: Histogram | Mapping[str, Histogram], percentile: float = 99.9) -> PyTree:
     """The range that holds `percentile` percent of the counted values, as many cut off below as above.
 
     Args:

@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -15,6 +15,8 @@ from .._base import _checks as checks
 from .._base import _numerics as num
 from .._base._checks import PyTree
 from ._range import Range, for_each
+
+T = TypeVar("T")  # a Range, or a dict of them
 
 
 def merge(*observed: Any) -> PyTree:
@@ -68,9 +70,7 @@ def _ema(a: Range, b: Range, decay: Array) -> Range:
     return Range(pick(a.x_min, b.x_min), pick(a.x_max, b.x_max))
 
 
-def ema_ranges(
-    a: Range | Mapping[str, Range], b: Range | Mapping[str, Range], decay: ArrayLike
-) -> Range | Mapping[str, Range]:
+def ema_ranges(a: T, b: T, decay: ArrayLike) -> T:
     """The exponential moving average of ranges: `decay * a + (1 - decay) * b`, end by end.
 
     Not associative: the order of the batches matters, and shards are merged by `merge` first. The empty range,
