@@ -21,7 +21,6 @@ from jaxquant._contract._contract import ContractionOp
 from jaxquant._contract._dot import LOWERINGS, Dot
 from jaxquant._contract._lowering import Lowering
 from jaxquant._contract._ops import OPS
-from jaxquant.solve._graph._factors import NoFactorsError
 from jaxquant.solve._graph._flat import Flat
 from jaxquant.solve._graph._folding import Operand, fold
 from jaxquant.solve._graph._streams import Streams
@@ -143,8 +142,8 @@ def test_solvers_read_its_axes(with_entry):
         read.append((grams, solved, fold(flat, Operand(at, 0)).factors, Streams(flat).parameters()["w"]))
     jax.tree.map(assert_same_bits, *read)
     flat = flat_of(lambda p, x: fused.bind(x @ p["a"], p["w"], p["c"]) @ p["d"])
-    with pytest.raises(NoFactorsError, match="beside an operand that would not be divided"):
-        fold(flat, Operand([node.at for node in flat.nodes if node.name in OPS][-1], 0))
+    refused = fold(flat, Operand([node.at for node in flat.nodes if node.name in OPS][-1], 0))
+    assert "beside an operand that would not be divided" in refused.why
 
 
 # ---- Another way to add up products of integers.

@@ -16,8 +16,7 @@ from .._base._checks import PyTree
 from .._paths import with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, alike, folded, in_words, is_whole, largest, of_channels, operands_of
-from ._graph._factors import NoFactorsError
-from ._graph._folding import Fold
+from ._graph._folding import Fold, Refused
 from ._weights import array, changed_leaves, checked_function, shapes_of
 
 Progress = Callable[[str, float, float], None]  # (path, ratio of ranges before, after)
@@ -35,13 +34,12 @@ def _pairs(operands: Operands, unfolded: str) -> tuple[dict[str, Fold], list[str
     for path in operands.of:
         if path in done:
             continue
-        try:
-            pair = operands.fold(path)
-        except NoFactorsError as error:
+        pair = operands.fold(path)
+        if isinstance(pair, Refused):
             if operands.follows_weights(path):
-                behind[path] = in_words(path, error)
+                behind[path] = in_words(path, pair)
             else:
-                first.append(in_words(path, error))
+                first.append(in_words(path, pair))
             continue
         done.update(other for other in pair.paths(-1) if is_whole(pair, other))
         if any(other in operands.of for other in pair.paths(1)):

@@ -19,9 +19,8 @@ from .._contract._ops import OPS
 from .._params import refuse_not_finite
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._transform._source import Program
-from ._graph._factors import NoFactorsError
 from ._graph._flat import Flat
-from ._graph._folding import Fold, Operand, fold
+from ._graph._folding import Fold, Operand, Refused, fold
 from ._weights import array
 
 Reduce = Callable[..., Array]  # such as jax.ops.segment_max
@@ -40,15 +39,15 @@ class Operands(NamedTuple):
     of: Mapping[str, Operand]
     leaves: Mapping[str, Any]
 
-    def fold(self, path: str) -> Fold:
-        """How a factor for each input of a weight can be folded; raises NoFactorsError."""
+    def fold(self, path: str) -> Fold | Refused:
+        """How a factor for each input of a weight can be folded."""
         if path not in self.of:
-            raise NoFactorsError("it is in the condition of a loop")
+            return Refused("it is in the condition of a loop")
         found = fold(self.flat, self.of[path])
-        for name in found.factors:
+        for name in () if isinstance(found, Refused) else found.factors:
             leaf = self.leaves[name]
             if is_qarray(leaf) or not checks.is_float(leaf.dtype):
-                raise NoFactorsError(f"its inputs come from, or also meet, {name!r}, which is no array of floats")
+                return Refused(f"its inputs come from, or also meet, {name!r}, which is no array of floats")
         return found
 
     def follows_weights(self, path: str) -> bool:
@@ -88,9 +87,9 @@ def is_whole(found: Fold, path: str) -> bool:
     return path in found.factors and bool((found.factors[path] < 0).all())
 
 
-def in_words(path: str, error: NoFactorsError) -> str:
+def in_words(path: str, refused: Refused) -> str:
     """Why a factor for the inputs of a weight cannot be folded."""
-    return f"At {path!r}: no factor of its inputs can be folded into parameters: {error}."
+    return f"At {path!r}: no factor of its inputs can be folded into parameters: {refused.why}."
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))

@@ -18,8 +18,7 @@ from .._base._checks import PyTree
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, narrowed, of_channels, operands_of
-from ._graph._factors import NoFactorsError
-from ._graph._folding import Fold, Gain, fold_gain
+from ._graph._folding import Fold, Gain, Refused, fold_gain
 from ._graph._streams import Numbers, Streams
 from ._hadamard import block_of, hadamard
 from ._weights import array, changed_leaves, checked_function, shapes_of
@@ -57,15 +56,14 @@ class _Rotation:
         """How weights take up a gain of channels that could be rotated; None if they need not, or cannot."""
         if not self.rotated(numbers):
             return None
-        try:
-            found = fold_gain(self.operands.flat, gain)
-            for path in itertools.filterfalse(self._is_float, found.factors):
-                raise NoFactorsError(f"{path!r} is no array of floats")
+        found = fold_gain(self.operands.flat, gain)
+        others = () if isinstance(found, Refused) else itertools.filterfalse(self._is_float, found.factors)
+        found = next((Refused(f"{path!r} is no array of floats") for path in others), found)
+        if isinstance(found, Fold):
             return found
-        except NoFactorsError as error:
-            if not _is_constant(self.operands.leaves[gain.path]):
-                why = f"are multiplied by {gain.path!r}, which no weights can take up: {error}"
-                self.channels.spoil(tuple(self.rotated(numbers)), why)
+        if not _is_constant(self.operands.leaves[gain.path]):
+            why = f"are multiplied by {gain.path!r}, which no weights can take up: {found.why}"
+            self.channels.spoil(tuple(self.rotated(numbers)), why)
         return None
 
     def leaves(self, given: dict[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from .._spec._granularity import PerToken
 from .._spec._spec import QuantSpec
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, in_words, is_whole, largest, of_channels, operands_of
-from ._graph._factors import NoFactorsError
-from ._graph._folding import Fold
+from ._graph._folding import Fold, Refused
 from ._weights import Form, Model, Weight, array, changed_leaves, grid_in_matrices, model_of, nearest, shapes_of
 
 _ALPHAS = tuple(i / 10 for i in range(11))
@@ -188,23 +187,22 @@ class _Smoothing:
         self.leaves, self.grams = dict(leaves), dict(grams)
         for weight in self.model.weights:
             if weight.path not in self.done:
-                try:
-                    self.smooth(weight)
-                except NoFactorsError as error:
-                    if unfolded == "error":
-                        fix = (
-                            'Pass unfolded="leave", leave it out of `grams`, or give its inputs a gain by '
-                            f"solve.with_gains(f, {weight.path!r})."
-                        )
-                        raise ValueError(f"{in_words(weight.path, error)} {fix}") from None
+                found = self.operands.fold(weight.path)
+                found = found if isinstance(found, Refused) else self._unseen(found) or found
+                if isinstance(found, Fold):
+                    self.smooth(weight, found)
+                elif unfolded == "leave":
                     self.leave(weight)
+                else:
+                    raise ValueError(
+                        f'{in_words(weight.path, found)} Pass unfolded="leave", leave it out of `grams`, or give its '
+                        f"inputs a gain by solve.with_gains(f, {weight.path!r})."
+                    )
         return self.leaves
 
-    def smooth(self, weight: Weight) -> None:
-        """Smooths the weights that take the inputs of this one; raises NoFactorsError where it cannot."""
-        found = self.operands.fold(weight.path)
+    def smooth(self, weight: Weight, found: Fold) -> None:
+        """Smooths the weights that take the inputs of this one."""
         takes_them = set(found.paths(-1)) - {weight.path}
-        self._refuse_unseen(found)
         weights = [weight, *(other for other in self.model.weights if other.path in takes_them)]
         these, forms = self._set(weights, found)
         w = largest(self.leaves, found, [other.path for other in weights], -1)
@@ -217,19 +215,20 @@ class _Smoothing:
         self._note([path for path in whole if path not in self.done], alpha, best.before, best.after)
         self.done.update(whole)
 
-    def _refuse_unseen(self, found: Fold) -> None:
-        """Raises for quantized weights whose error the factors would change, and nobody could say how."""
+    def _unseen(self, found: Fold) -> Refused | None:
+        """Why not, where factors would change the error of quantized weights, and nobody could say how."""
         for path, factors in found.factors.items():
             entry = self.model.entries.of.get(path)
             if entry is None or not entry.is_weight:
                 continue
             if entry.reads and entry.rule.everywhere:
-                raise NoFactorsError(f"{path!r} would change, too, which {entry.reads[0]!r} reads and no Gram sees")
+                return Refused(f"{path!r} would change, too, which {entry.reads[0]!r} reads and no Gram sees")
             groups = entry.groups or (1,) * factors.ndim
             each = zip(groups, self.leaves[path].shape, factors.shape, strict=True)
             has_own_scales = all(g == n for g, n, of in each if of > 1)
             if path not in self.grams and not has_own_scales:
-                raise NoFactorsError(f"the quantized {path!r} would change, too, of which there is no Gram")
+                return Refused(f"the quantized {path!r} would change, too, of which there is no Gram")
+        return None
 
     def leave(self, weight: Weight) -> None:
         """Leaves a weight as it is."""

@@ -12,7 +12,7 @@ from ..._contract._ops import OPS
 from ..._program._jaxpr import Location
 from ..._program._moves import MOVES
 from ._channels import OF_MOVES, rule_of, runs_of, sides_of
-from ._factors import Factors, NoFactorsError, joined, lean, level, nothing
+from ._factors import Factors, NoFactorsError, Unmet, joined, lean, level, nothing
 from ._flat import END, SHARED, TURN, Flat, Node, length_of
 from ._folding import Scans, of_all_turns, of_turn
 
@@ -211,6 +211,7 @@ class _Search:
             outs = ins
         elif _is_moved(node) and (rule := rule_of(node.name)):
             outs = rule.forward(node, ins)
+            assert not isinstance(outs, Unmet)  # which contractions alone give
         else:
             raise NoFactorsError("which is no move")
         return {i: v for i, v in zip(node.outs, outs, strict=True) if v.any()}

@@ -17,21 +17,22 @@ from ..._base._axes import Axes
 from ..._contract._ops import OPS
 from ..._program._jaxpr import avals, param
 from ..._program._moves import MOVES, Run
-from ._factors import Factors, NoFactorsError, UnmetError, apart, arranged, known, lean, level, nothing, product
+from ._factors import Factors, NoFactorsError, Unmet, apart, arranged, known, lean, level, nothing, product
 from ._flat import Node, dtype_of_result
 
 Wanted = list[tuple[int, Factors]]  # of operands, by their number, the factors that they must have
 
 
 class Rule(NamedTuple):
-    """What a primitive makes of factors.
+    """The transfer functions of a primitive.
 
     Attributes:
-      forward: (node, factors of the operands; None where any are as good) -> factors of the results.
+      forward: (node, factors of the operands; None where any are as good) -> factors of the results, or what an operand
+        must have for that.
       backward: (node, number of the result, its factors) -> what operands must have for it: the ways there are.
     """
 
-    forward: Callable[[Node, Sequence[Factors | None]], list[Factors]]
+    forward: Callable[[Node, Sequence[Factors | None]], list[Factors] | Unmet]
     backward: Callable[[Node, int, Factors], list[Wanted]]
 
 
@@ -356,7 +357,7 @@ def sides_of(node: Node) -> Sides:
     )  # fmt: skip
 
 
-def _contracted(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
+def _contracted(node: Node, ins: Sequence[Factors | None]) -> list[Factors] | Unmet:
     sides = sides_of(node)
     if any(v is not None and v.any() for v in ins[2:]):
         raise NoFactorsError("as an operand beside those that meet")
@@ -367,7 +368,7 @@ def _contracted(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
         return [lean(sides.result(both))]
     for side in range(2):
         if not spread[1 - side].any():
-            raise UnmetError(1 - side, lean(sides.gather(1 - side, -spread[side])))
+            return Unmet(1 - side, lean(sides.gather(1 - side, -spread[side])))
     raise NoFactorsError("which sums channels")
 
 

@@ -7,6 +7,7 @@ change.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,23 +15,18 @@ Factors = np.ndarray
 
 
 class NoFactorsError(Exception):
-    """Why factors cannot be folded, in words that go on after what they are about."""
+    """Why an equation passes no factors, in words that follow its own; and the pairs that must have one factor."""
 
-
-class CoarserError(NoFactorsError):
-    """Why factors cannot be folded unless some channels have one factor: both of each pair."""
-
-    def __init__(self, why: str, pairs: tuple[Factors, Factors]):
+    def __init__(self, why: str, pairs: tuple[Factors, Factors] | None = None):
         super().__init__(why)
         self.pairs = pairs
 
 
-class UnmetError(Exception):
-    """An operand that must have factors for the others' to cancel."""
+class Unmet(NamedTuple):
+    """An operand that must have factors, for those of the other one to cancel."""
 
-    def __init__(self, operand: int, factors: Factors):
-        super().__init__()
-        self.operand, self.factors = operand, factors
+    operand: int
+    factors: Factors
 
 
 def nothing(ndim: int) -> Factors:
@@ -55,7 +51,7 @@ def joined(old: Factors | None, new: Factors) -> Factors:
     if (differ & (np.sign(old) != np.sign(new))).any():
         raise NoFactorsError("which would be divided and multiplied")
     if differ.any():
-        raise CoarserError("of which parts are several channels", (old[differ], new[differ]))
+        raise NoFactorsError("of which parts are several channels", (old[differ], new[differ]))
     return lean(np.where(old == 0, new, old))
 
 
@@ -67,7 +63,7 @@ def level(v: Factors, axes: Iterable[int]) -> Factors:
             every = np.broadcast_to(first, v.shape)
             differ = (v != 0) & (v != every)
             if differ.any():
-                raise CoarserError("which gives several channels one element", (every[differ], v[differ]))
+                raise NoFactorsError("which gives several channels one element", (every[differ], v[differ]))
             v = first
     return v
 

@@ -11,7 +11,7 @@ from ..._contract._ops import OPS
 from ..._program._jaxpr import Location
 from ..._program._moves import MOVES
 from ._channels import rule_of, sides_of
-from ._factors import Factors, NoFactorsError, UnmetError, joined, lean, level, nothing
+from ._factors import Factors, NoFactorsError, Unmet, joined, lean, level, nothing
 from ._flat import END, SHARED, TURN, Flat, Node, length_of
 
 _FAR = 1000  # from a parameter: with a contraction, or the like, between
@@ -44,6 +44,25 @@ class Fold(NamedTuple):
     def paths(self, sign: int) -> list[str]:
         """The parameters that are divided, for sign 1, or multiplied, for -1."""
         return [path for path, v in self.factors.items() if (np.sign(v) == sign).any()]
+
+
+class Refused(NamedTuple):
+    """Why factors cannot be folded, in words; and what must have one factor for it to get further.
+
+    Attributes:
+      why: in words.
+      pairs: of factors, each of which must be one; None if that would not help.
+      scan: whose turns must have the same factors, or None.
+    """
+
+    why: str
+    pairs: tuple[Factors, Factors] | None = None
+    scan: Location | None = None
+
+    @classmethod
+    def by(cls, error: NoFactorsError, about: str) -> "Refused":
+        """The refusal of an equation, with what it is about before its own words."""
+        return cls(f"{about}, {error}", error.pairs)
 
 
 class Operand(NamedTuple):
@@ -80,11 +99,12 @@ class _Space(NamedTuple):
             return 0
         return self.size * math.prod(n for _, n in self.turning[places.index(node.at) + 1 :])
 
-    def coarser(self, error: "_Failed") -> "_Space":
-        if error.scan is not None:
-            return self._replace(turning=tuple(scan for scan in self.turning if scan[0] != error.scan))
-        assert error.pairs is not None
-        a, b = (np.abs(v).ravel() - 1 for v in error.pairs)
+    def coarser(self, refused: Refused) -> "_Space":
+        """The space in which what was refused has one factor."""
+        if refused.scan is not None:
+            return self._replace(turning=tuple(scan for scan in self.turning if scan[0] != refused.scan))
+        assert refused.pairs is not None
+        a, b = (np.abs(v).ravel() - 1 for v in refused.pairs)
         if (a // self.size != b // self.size).any():
             return self._replace(turning=())
         lowest = np.arange(self.size)
@@ -96,14 +116,6 @@ class _Space(NamedTuple):
             lowest = lowest[lowest]
             if np.array_equal(lowest, before):
                 return self._replace(number=np.unique(lowest, return_inverse=True)[1][self.number])
-
-
-class _Failed(Exception):
-    """Why an attempt failed, in words, and what must have one factor for it to get further."""
-
-    def __init__(self, why: str, error: NoFactorsError | None = None, scan: Location | None = None):
-        super().__init__(why)
-        self.pairs, self.scan = getattr(error, "pairs", None), scan
 
 
 class _Ways:
@@ -137,17 +149,20 @@ class _Attempt:
         self.own: dict[int, Factors] = {}
         self.picked: dict[int, int] = {}
 
-    def run(self, value: int, axes: Sequence[int], also: Callable[[Factors], Demands]) -> dict[str, Factors]:
+    def run(self, value: int, axes: Sequence[int], also: Callable[[Factors], Demands]) -> dict[str, Factors] | Refused:
         """The factors of parameters for one of each channel of a value, and for what else must have some then."""
         wanted = _distinct(self.flat.shapes[value], axes, self.space.number)
         for demanded in ((value, wanted), *also(wanted)):
-            self.demand(*demanded)
+            if refused := self.demand(*demanded):
+                return refused
         found = self.forward()
+        if isinstance(found, Refused):
+            return found
         if not np.array_equal(found.get(value, 0), wanted):
-            raise _Failed("its inputs are made in ways that do not agree")
+            return Refused("its inputs are made in ways that do not agree")
         return {self.flat.paths[i]: v for i, v in self.own.items()}
 
-    def demand(self, value: int, factors: Factors) -> None:
+    def demand(self, value: int, factors: Factors) -> Refused | None:
         """Notes what parameters must have for a value to have these factors."""
         todo, seen = [(value, factors, "")], set()
         while todo:
@@ -157,28 +172,28 @@ class _Attempt:
                 continue
             seen.add(known)
             if value in self.flat.sources:
-                raise _Failed(f"its inputs come from {behind}{self.flat.sources[value]}")
+                return Refused(f"its inputs come from {behind}{self.flat.sources[value]}")
             if value in self.flat.paths:
-                self._note(value, factors)
-            else:
-                node = self.flat.maker[value]
-                behind = f"{node.words} with " if len(node.ins) > 1 else behind
-                todo += [(operand, v, behind) for operand, v in self._behind(node, value, factors)]
+                try:
+                    self.own[value] = joined(self.own.get(value), factors)
+                except NoFactorsError as error:
+                    return Refused.by(error, f"its inputs come from the parameter {self.flat.paths[value]!r}")
+                continue
+            node = self.flat.maker[value]
+            behind, found = f"{node.words} with " if len(node.ins) > 1 else behind, self._behind(node, value, factors)
+            if isinstance(found, Refused):
+                return found
+            todo += [(operand, v, behind) for operand, v in found]
+        return None
 
-    def _note(self, value: int, factors: Factors) -> None:
-        try:
-            self.own[value] = joined(self.own.get(value), factors)
-        except NoFactorsError as error:
-            raise _Failed(f"its inputs come from the parameter {self.flat.paths[value]!r}, {error}", error) from None
-
-    def _behind(self, node: Node, value: int, factors: Factors) -> list[tuple[int, Factors]]:
+    def _behind(self, node: Node, value: int, factors: Factors) -> list[tuple[int, Factors]] | Refused:
         """What the operands of an equation must have for one of its results."""
         stride = self.space.stride(node)
         if node.name == TURN:
             return [(node.ins[0], of_all_turns(factors, stride, length_of(node)))]
         if node.name == SHARED:
             if stride:
-                raise _Failed("its inputs come from what all turns of a scan share", scan=node.at)
+                return Refused("its inputs come from what all turns of a scan share", scan=node.at)
             return [(node.ins[0], factors)]
         if value in self.flat.passes:
             return [(node.ins[self.flat.passes[value]], factors)]
@@ -189,34 +204,34 @@ class _Attempt:
         except NoFactorsError as error:
             named = [self.flat.paths[i] for i in node.ins if i in self.flat.paths]
             of = f" of the parameter {named[0]!r}" if named else ""
-            raise _Failed(f"its inputs come out of {node.words}{of}, {error}", error) from None
+            return Refused.by(error, f"its inputs come out of {node.words}{of}")
         ways = sorted(ways, key=lambda way: max(self.distance[node.ins[k]] for k, _ in way))
         if len(ways) > 1 and value not in self.picked:
             self.picked[value] = self.ways.pick(len(ways))
-        return [self._of_rank(node, k, v) for k, v in ways[self.picked.get(value, 0)]]
+        try:
+            return [self._of_rank(node, k, v) for k, v in ways[self.picked.get(value, 0)]]
+        except NoFactorsError as error:
+            return Refused.by(error, f"its inputs come out of {node.words}")
 
     def _of_rank(self, node: Node, k: int, factors: Factors) -> tuple[int, Factors]:
         """An operand with its factors; one without axes beside arrays has one factor for all of them."""
         value, is_number = node.ins[k], node.shapes[0][k] == () and factors.ndim
         if not is_number or value in self.flat.neutral or value in self.flat.sources:
             return value, factors
-        try:
-            return value, level(factors, range(factors.ndim)).reshape(())
-        except NoFactorsError as error:
-            raise _Failed(f"its inputs come out of {node.words}, {error}", error) from None
+        return value, level(factors, range(factors.ndim)).reshape(())
 
-    def forward(self) -> dict[int, Factors]:
+    def forward(self) -> dict[int, Factors] | Refused:
         """The factors of all values, given the factors of the parameters; what else must have some gets them."""
-        while True:
-            try:
-                return self._values()
-            except _Missing as missing:
-                before = dict(self.own)
-                self.demand(missing.value, missing.factors)
-                if all(v is before.get(i) or np.array_equal(v, before.get(i, 0)) for i, v in self.own.items()):
-                    raise _Failed(f"what would be divided also goes into {missing.words}, which sums it") from None
+        while isinstance(found := self._values(), tuple) and not isinstance(found, Refused):
+            (node, unmet), before = found, dict(self.own)
+            if refused := self.demand(node.ins[unmet.operand], unmet.factors):
+                return refused
+            if all(v is before.get(i) or np.array_equal(v, before.get(i, 0)) for i, v in self.own.items()):
+                return Refused(f"what would be divided also goes into {node.words}, which sums it")
+        return found
 
-    def _values(self) -> dict[int, Factors]:
+    def _values(self) -> dict[int, Factors] | tuple[Node, Unmet] | Refused:
+        """The factors of all values; or the first equation of which an operand must have factors, too."""
         env, neutral = dict(self.own), self.flat.neutral
         for node in self.flat.nodes:
             if not any(i in env for i in node.ins):
@@ -229,19 +244,19 @@ class _Attempt:
             ]
             try:
                 outs = self._ahead(node, ins)
-            except UnmetError as unmet:
-                raise _Missing(node.ins[unmet.operand], unmet.factors, node.words) from None
             except NoFactorsError as error:
                 paths = [
                     f"{self.flat.paths[i]!r}, which would be divided or multiplied," for i in node.ins if i in self.own
                 ]
                 what = paths[0] if paths else "what would be divided or multiplied"
                 where = f"is also {node.words}" if node.name == END else f"also goes into {node.words}, {error}"
-                raise _Failed(f"{what} {where}", error) from None
+                return Refused(f"{what} {where}", error.pairs)
+            if isinstance(outs, Unmet):
+                return node, outs
             env |= {i: v for i, v in zip(node.outs, outs, strict=True) if v.any()}
         return env
 
-    def _ahead(self, node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
+    def _ahead(self, node: Node, ins: Sequence[Factors | None]) -> list[Factors] | Unmet:
         stride = self.space.stride(node)
         if node.name == TURN and ins[0] is not None:
             return [of_turn(ins[0], stride, length_of(node))]
@@ -255,14 +270,6 @@ class _Attempt:
         if (rule := rule_of(node.name)) is None:
             raise NoFactorsError("which passes no factor")
         return rule.forward(node, ins)
-
-
-class _Missing(Exception):
-    """A value that must have factors, for those that it meets in the equation of these words to cancel."""
-
-    def __init__(self, value: int, factors: Factors, words: str):
-        super().__init__()
-        self.value, self.factors, self.words = value, factors, words
 
 
 def of_all_turns(v: Factors, stride: int, length: int) -> Factors:
@@ -306,57 +313,52 @@ def _distances(flat: Flat) -> dict[int, int]:
     return found
 
 
-def fold(flat: Flat, operand: Operand) -> Fold:
-    """How parameters can take up a factor for each channel that an operand contracts; static.
-
-    Raises:
-      NoFactorsError: where they cannot; why, in words.
-    """
+def fold(flat: Flat, operand: Operand) -> Fold | Refused:
+    """How parameters can take up a factor for each channel that an operand contracts; static."""
     node = next((node for node in flat.nodes if node.at == operand.at and node.name in OPS), None)
     if node is None:
-        raise NoFactorsError("it is inside a cond, a while loop or a shard_map")
+        return Refused("it is inside a cond, a while loop or a shard_map")
     sides, side = sides_of(node), operand.side
     opposite = lambda wanted: [(node.ins[1 - side], sides.opposite(side, wanted))]
     return _fold(flat, node.ins[side], sides.channels[side], operand.stack, opposite)
 
 
-def fold_gain(flat: Flat, gain: Gain) -> Fold:
+def fold_gain(flat: Flat, gain: Gain) -> Fold | Refused:
     """How weights can be multiplied by a gain, which becomes ones; static.
 
     The factors of the fold are the elements of the parameter.
-
-    Raises:
-      NoFactorsError: where they cannot; why, in words.
     """
     path, value, axes, stack = gain
     found = _fold(flat, value, axes, stack, lambda wanted: [])
+    if isinstance(found, Refused):
+        return found
     shape = next(flat.shapes[i] for i, other in flat.paths.items() if other == path)
     elements = np.broadcast_to(found.factors[path], shape) > 0
     if elements.sum() != found.size or found.paths(1) != [path]:
-        raise NoFactorsError("several of its elements meet one row")
+        return Refused("several of its elements meet one row")
     return found
 
 
-def _fold(flat: Flat, value: int, axes: Sequence[int], stack: Scans, also: Callable[[Factors], Demands]) -> Fold:
+def _fold(
+    flat: Flat, value: int, axes: Sequence[int], stack: Scans, also: Callable[[Factors], Demands]
+) -> Fold | Refused:
+    """The fold in the finest space that has one; of refusals the first, of the finest space."""
     count = math.prod(flat.shapes[value][i] for i in axes)
-    space = _Space(np.arange(count), stack)
-    distance, first = _distances(flat), None
+    space, distance = _Space(np.arange(count), stack), _distances(flat)
+    first = None
     while space.size > 1:
-        coarser = None
-        ways = _Ways()
+        helpful, ways = None, _Ways()
         for _ in range(_MOST_WAYS):
-            try:
-                factors = _Attempt(flat, distance, space, ways).run(value, axes, also)
-                return Fold(factors, tuple(n for _, n in space.turning), space.size)
-            except _Failed as error:
-                first = first or error
-                can_go_on = error.pairs is not None or error.scan is not None
-                coarser = coarser or (error if can_go_on else None)
+            found = _Attempt(flat, distance, space, ways).run(value, axes, also)
+            if not isinstance(found, Refused):
+                return Fold(found, tuple(n for _, n in space.turning), space.size)
+            first = first or found
+            helpful = helpful or (found if found.pairs is not None or found.scan is not None else None)
             if not ways.next():
                 break
-        if coarser is None:
-            raise NoFactorsError(str(first))
-        finer, space = space, space.coarser(coarser)
+        if helpful is None:
+            break
+        finer, space = space, space.coarser(helpful)
         if (finer.size, finer.turning) == (space.size, space.turning):
             break
-    raise NoFactorsError(str(first or "it has one input alone"))
+    return first or Refused("it has one input alone")

@@ -353,17 +353,13 @@ def _moved(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     if (fill := node.eqn.params.get("fill_value")) and fill == fill:  # neither None, nor 0 or NaN, the same rotated
         return _mixed(s, node, ins)
     s.spoil(itertools.chain(*ins[1:]), f"also go into {node.words}, {CUTS}")
-    try:
-        return [_in_runs(s, node, k, ins[0]) for k in range(len(node.outs))]
-    except _RegroupedError:
-        return _mixed(s, node, ins, "which groups them in other ways")
+    outs = [_in_runs(s, node, k, ins[0]) for k in range(len(node.outs))]
+    whole = [v for v in outs if v is not None]
+    return whole if len(whole) == len(outs) else _mixed(s, node, ins, "which groups them in other ways")
 
 
-class _RegroupedError(Exception):
-    """Channels are in groups that are not theirs."""
-
-
-def _in_runs(s: Streams, node: Node, k: int, v: Axes) -> Axes:
+def _in_runs(s: Streams, node: Node, k: int, v: Axes) -> Axes | None:
+    """The axes of result k of a move, run by run; None where channels would be in groups that are not theirs."""
     old, new, runs = node.shapes[0][0], node.shapes[1][k], runs_of(node, k)
     outs: list[Axis | None] = [None] * len(new)
     is_gathered = any(run.is_picked and not run.old for run in runs)
@@ -377,14 +373,16 @@ def _in_runs(s: Streams, node: Node, k: int, v: Axes) -> Axes:
         else:
             sizes = [new[j] for j in run.new if new[j] > 1]
             made = axes if len(axes) == len(sizes) == 1 else _regrouped(s, node, run, v, sizes)
+            if made is None:
+                return None
         places = run.new if len(made) == len(run.new) else [j for j in run.new if new[j] > 1]
         for j, axis in zip(places, made, strict=False):
             outs[j] = axis and axis._replace(made=None) if is_gathered else axis
     return tuple(outs)
 
 
-def _regrouped(s: Streams, node: Node, run: Run, v: Axes, sizes: Sequence[int]) -> list[Axis | None]:
-    """The axes of these sizes that axes become together."""
+def _regrouped(s: Streams, node: Node, run: Run, v: Axes, sizes: Sequence[int]) -> Sequence[Axis | None] | None:
+    """The axes of these sizes that axes become together; None where they cannot."""
     axes = [(v[i], n) for i in run.old if (n := node.shapes[0][0][i]) > 1]
     present = [axis for axis, _ in axes if axis is not None]
     if not present or not sizes:
@@ -393,7 +391,7 @@ def _regrouped(s: Streams, node: Node, run: Run, v: Axes, sizes: Sequence[int]) 
     numbers = itertools.chain(*(axis.numbers if axis else copies(n) for axis, n in axes))
     groups, first = s.channels.grouped(tuple(numbers), sizes), present[0]
     if groups is None or any(axis.is_squared != first.is_squared for axis in present):
-        raise _RegroupedError
+        return None
     made = first.made if all(axis and axis.made == first.made for axis, _ in axes) else None
     return [Axis(group, first.is_squared, made) for group in groups]
 
