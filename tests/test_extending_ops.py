@@ -21,9 +21,9 @@ from jaxquant._contract._contract import ContractionOp
 from jaxquant._contract._dot import LOWERINGS, Dot
 from jaxquant._contract._lowering import Lowering
 from jaxquant._contract._ops import OPS
-from jaxquant.solve._graph._flat import Flat
+from jaxquant.solve._graph._classes import AxisClasses
 from jaxquant.solve._graph._folding import Operand, fold
-from jaxquant.solve._graph._streams import Streams
+from jaxquant.solve._graph._graph import Graph
 
 MATMUL = ((1,), (0,)), ((), ())
 RNG = np.random.default_rng(0)
@@ -131,18 +131,18 @@ def test_solvers_read_its_axes(with_entry):
     """Each makes of it what it makes of the dot; no factor comes out of it, of which its bias would know nothing."""
     rng, shapes = np.random.default_rng(1), {"a": (16, 8), "b": (1, 8), "c": (4,), "d": (4, 4), "w": (8, 4)}
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    flat_of = lambda f: Flat(jax.make_jaxpr(f)(params, X).jaxpr, [*params, None])
+    graph_of = lambda f: Graph(jax.make_jaxpr(f)(params, X).jaxpr, [*params, None])
     read = []
     for turn in (fused.bind, formula):
         f = lambda p, x, turn=turn: turn(jnp.square(x @ p["a"]) * p["b"], p["w"], p["c"])
-        q, flat = quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))]), flat_of(f)
+        q, graph = quantize_fn(f, [Rule("w", weight_spec(8), activation_spec(8))]), graph_of(f)
         grams = q.observe(params, X, gram=True)
         solved = solve.gptq(params, q, grams, X, qparams=q.init_qparams(params, X))
-        at = [node.at for node in flat.nodes if node.name in OPS][-1]
-        read.append((grams, solved, fold(flat, Operand(at, 0)).factors, Streams(flat).parameters()["w"]))
+        at = [node.at for node in graph.nodes if node.name in OPS][-1]
+        read.append((grams, solved, fold(graph, Operand(at, 0)).factors, AxisClasses(graph).parameters()["w"]))
     jax.tree.map(assert_same_bits, *read)
-    flat = flat_of(lambda p, x: fused.bind(x @ p["a"], p["w"], p["c"]) @ p["d"])
-    refused = fold(flat, Operand([node.at for node in flat.nodes if node.name in OPS][-1], 0))
+    graph = graph_of(lambda p, x: fused.bind(x @ p["a"], p["w"], p["c"]) @ p["d"])
+    refused = fold(graph, Operand([node.at for node in graph.nodes if node.name in OPS][-1], 0))
     assert "beside an operand that would not be divided" in refused.why
 
 

@@ -14,9 +14,9 @@ from jaxquant import PerChannel, QuantSpec, Rule, activation_spec, quantize_fn
 from jaxquant._contract._dot import Dot
 from jaxquant._program._moves import MOVES, Run, one
 from jaxquant.solve._graph._biases import Contracted, biases
-from jaxquant.solve._graph._flat import Flat
+from jaxquant.solve._graph._classes import AxisClasses
 from jaxquant.solve._graph._folding import Operand, fold
-from jaxquant.solve._graph._streams import Streams
+from jaxquant.solve._graph._graph import Graph
 
 MATMUL = ((1,), (0,)), ((), ())
 
@@ -66,13 +66,13 @@ def test_solvers_follow(with_entry):
 
     def of(turn):
         f = lambda p, x: turn(turn(x @ turn(p["a"])) * p["g"]) @ p["w"] + p["b"][None]
-        flat = Flat(jax.make_jaxpr(f)(params, X).jaxpr, [*params, None])
-        _, last = (node.at for node in flat.nodes if node.name == "dot_general")
-        folded = fold(flat, Operand(last, 0))
+        graph = Graph(jax.make_jaxpr(f)(params, X).jaxpr, [*params, None])
+        _, last = (node.at for node in graph.nodes if node.name == "dot_general")
+        folded = fold(graph, Operand(last, 0))
         assert folded.size == 8
         assert set(folded.factors) == {"g", "w"}
-        channels = Streams(flat).parameters()
+        channels = AxisClasses(graph).parameters()
         assert channels["a"][0] == channels["w"][0]
-        return folded.factors, channels, biases(flat, [Contracted(last, 1, (), Dot(*MATMUL).matrix(1, (2, 2)))])
+        return folded.factors, channels, biases(graph, [Contracted(last, 1, (), Dot(*MATMUL).matrix(1, (2, 2)))])
 
     jax.tree.map(np.testing.assert_array_equal, of(swap.bind), of(jnp.transpose))

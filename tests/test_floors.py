@@ -31,7 +31,7 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "cache": "",
     "delayed": "",
     "typing": "",
-    "solve/_graph": "_factors _elementwise _flat _channels _folding _biases _streams",
+    "solve/_graph": "_factors _elementwise _graph _transfer _folding _biases _classes",
     "solve": "_hadamard _wrapper _weights _rounding _adaround _folds _bias_correct _choose_bits _equalize _gains _gptq"
     " _low_rank _ranges _rotate _rotation _smooth",
 }

@@ -14,8 +14,8 @@ from jaxquant import quantize_fn, solve, weight_spec
 from jaxquant._contract._ops import OPS
 from jaxquant._program._jaxpr import known_params, params_of, programs
 from jaxquant._program._moves import MOVES
-from jaxquant.solve._graph import _channels, _streams
-from jaxquant.solve._graph._flat import Flat
+from jaxquant.solve._graph import _classes, _transfer
+from jaxquant.solve._graph._graph import Graph
 
 X, INDICES, B = (jax.device_put(np.full((4, 6), *of)) for of in ((1, np.float32), (0, np.int32), (True, bool)))
 SUMS = "add", "sub", "mul", "div", "max", "min", "pow", "eq", "ne", "lt", "le", "gt", "ge"
@@ -75,7 +75,7 @@ SAMPLES = {
     "ragged_dot_general": lambda x: lax.ragged_dot(x, jnp.ones((2, 6, 3)), INDICES[0, :2]),
     "conv_general_dilated": lambda x: lax.conv(x[None, None], jnp.ones((1, 1, 2, 2)), (1, 1), "SAME"),
 }  # fmt: skip
-TABLES = {*MOVES, *OPS, *_channels.RULES, *_streams.RULES}
+TABLES = {*MOVES, *OPS, *_transfer.TRANSFERS, *_classes.TRANSFERS}
 # Not in a program that this version of jax traces: of an older or a newer one, or of no public function.
 ABSENT = {"mesh_cast"}
 
@@ -119,5 +119,5 @@ def test_a_factor_passes_no_product_of_another_dtype():
     with pytest.raises(ValueError, match="mul"):
         solve.smooth(params, q, q.observe(params, x, gram=True), x, unfolded="error")
     assert any(
-        " with out_dtype" in node.name for node in Flat(jax.make_jaxpr(f)(params, x).jaxpr, ["g", "w", None]).nodes
+        " with out_dtype" in node.name for node in Graph(jax.make_jaxpr(f)(params, x).jaxpr, ["g", "w", None]).nodes
     )

@@ -22,7 +22,7 @@ from .._transform._source import Program
 from ._folds import narrowed
 from ._graph._biases import Contracted, NoBiasError, biases
 from ._graph._factors import Factors
-from ._graph._flat import Flat
+from ._graph._graph import Graph
 from ._weights import Form, Model, Weight, array, changed_leaves, model_of, shapes_of
 
 Progress = Callable[[str, str | None, float, float], None]  # (path, why it is left, error before, error after)
@@ -67,10 +67,10 @@ def _contractions(program: Program, weight: Weight) -> list[Contracted]:
 
 def _found(model: Model, program: Program) -> _Found:
     """The biases of all weights; raises if there is none."""
-    flat, leaves, found = Flat(program.jaxpr, program.paths), dict(with_paths(model.params)), _Found({}, {})
+    graph, leaves, found = Graph(program.jaxpr, program.paths), dict(with_paths(model.params)), _Found({}, {})
     for weight in model.weights:
         try:
-            own = biases(flat, _contractions(program, weight))
+            own = biases(graph, _contractions(program, weight))
             for path in own:
                 if is_qarray(leaves[path]) or not checks.is_float(leaves[path].dtype):
                     raise NoBiasError(f"its bias {path!r} is no array of floats")

@@ -177,7 +177,7 @@ def equalize(
         for _ in range(iterations):
             for path, pair in pairs.items():
                 s = _factors(_ranges(operands, leaves, pair), biases[path].of(leaves), biases[path].most)
-                leaves |= folded(operands.flat, leaves, pair.factors, s)
+                leaves |= folded(operands.graph, leaves, pair.factors, s)
         if progress is not None:
             for path, after in distances().items():
                 if not isinstance(after, jax.core.Tracer):

@@ -19,8 +19,8 @@ from .._contract._ops import OPS
 from .._params import refuse_not_finite
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._transform._source import Program
-from ._graph._flat import Flat
 from ._graph._folding import Fold, Operand, Refused, fold
+from ._graph._graph import Graph
 from ._weights import array
 
 Reduce = Callable[..., Array]  # such as jax.ops.segment_max
@@ -30,12 +30,12 @@ class Operands(NamedTuple):
     """The inputs of quantized weights.
 
     Attributes:
-      flat: the function.
+      graph: the function.
       of: of each weight, the first of its ops, and which side of it the inputs are.
       leaves: the parameters by their paths.
     """
 
-    flat: Flat
+    graph: Graph
     of: Mapping[str, Operand]
     leaves: Mapping[str, Any]
 
@@ -43,7 +43,7 @@ class Operands(NamedTuple):
         """How a factor for each input of a weight can be folded."""
         if path not in self.of:
             return Refused("it is in the condition of a loop")
-        found = fold(self.flat, self.of[path])
+        found = fold(self.graph, self.of[path])
         for name in () if isinstance(found, Refused) else found.factors:
             leaf = self.leaves[name]
             if is_qarray(leaf) or not checks.is_float(leaf.dtype):
@@ -53,11 +53,11 @@ class Operands(NamedTuple):
     def follows_weights(self, path: str) -> bool:
         """Whether the inputs of a weight are made of what came out of another that the rules quantize."""
         ops = {operand.at for operand in self.of.values()}
-        node = next((node for node in self.flat.nodes if node.at == self.of[path].at and node.name in OPS), None)
+        node = next((node for node in self.graph.nodes if node.at == self.of[path].at and node.name in OPS), None)
         todo, seen = [] if node is None else [node.ins[self.of[path].side]], set()
         while todo:
             value = todo.pop()
-            made_by = self.flat.maker.get(value)
+            made_by = self.graph.maker.get(value)
             if made_by is None or value in seen:
                 continue
             if made_by.at in ops and made_by.name in OPS:
@@ -79,7 +79,7 @@ def operands_of(program: Program, params: PyTree) -> Operands:
         if not is_qarray(leaves[path]):
             with named_in_errors(path):
                 refuse_not_finite(array(leaves[path]))
-    return Operands(Flat(program.jaxpr, program.paths), found, leaves)
+    return Operands(Graph(program.jaxpr, program.paths), found, leaves)
 
 
 def is_whole(found: Fold, path: str) -> bool:
@@ -108,7 +108,7 @@ def largest(leaves: Mapping[str, Any], found: Fold, paths: list[str], sign: int)
 @functools.partial(jax.jit, static_argnames=("sign", "count"))
 def _largest(leaves: list[Array], factors: list[Array], sign: int, count: int) -> Array:
     def of(leaf: Array, factors: Array) -> Array:
-        # First on each device of its own part: flat, a parameter would be gathered.
+        # First on each device of its own part: graph, a parameter would be gathered.
         each = jnp.abs(leaf).max(alike(factors), keepdims=True, initial=0)
         return of_channels(jax.ops.segment_max, each, factors, sign, count).astype(jnp.float32)
 
@@ -121,14 +121,14 @@ def alike(factors: Array) -> tuple[int, ...]:
     return tuple(axis for axis, n in enumerate(factors.shape) if n == 1)
 
 
-def folded(flat: Flat, leaves: Mapping[str, Any], factors: Mapping[str, np.ndarray], s: Array) -> dict[str, Array]:
+def folded(graph: Graph, leaves: Mapping[str, Any], factors: Mapping[str, np.ndarray], s: Array) -> dict[str, Array]:
     """Parameters with their elements divided, or multiplied, by the factors s, (count,).
 
     Or with the elements of the function that the program has of one, such as 1 + g.
     """
     own, numbers = {path: array(leaves[path]) for path in factors}, [np.int32(of) for of in factors.values()]
     wide = [v.astype(num.compute_dtype(v.dtype)) for v in own.values()]
-    functions = [flat.functions.get(path) for path in factors]
+    functions = [graph.functions.get(path) for path in factors]
     inside = [v if function is None else function(v) for v, function in zip(wide, functions, strict=True)]
     new = _changed(inside, numbers, s)
     for i, function in enumerate(functions):

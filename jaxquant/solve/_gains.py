@@ -16,8 +16,8 @@ from .._spec._granularity import PerTensor
 from .._spec._spec import QuantSpec
 from .._transform._choose import Decision
 from .._transform._source import Program
-from ._graph._channels import sides_of
-from ._graph._flat import Flat
+from ._graph._graph import Graph
+from ._graph._transfer import sides_of
 from ._wrapper import Changes, Wrapper
 
 _TENSOR = QuantSpec(granularity=PerTensor())  # of the weights, which are not quantized here
@@ -83,7 +83,7 @@ class WithGains(Wrapper):
 
 def _gains(program: Program) -> dict[str, _Gain]:
     """The gains of a function."""
-    nodes = {node.at: node for node in Flat(program.jaxpr, program.paths).nodes if node.at in program.decisions.of}
+    nodes = {node.at: node for node in Graph(program.jaxpr, program.paths).nodes if node.at in program.decisions.of}
     found: dict[str, _Gain] = {}
     for location, decision in program.decisions.of.items():
         with named_in_errors(*decision.op.names):

@@ -30,8 +30,8 @@ def hadamard(x: Array, axes: Sequence[int]) -> Array:
         return _butterfly(x, axes[0])
     last = range(x.ndim - len(axes), x.ndim)
     moved = jnp.moveaxis(x, axes, last)
-    flat = moved.reshape(*moved.shape[: last.start], -1)
-    return jnp.moveaxis(_butterfly(flat, flat.ndim - 1).reshape(moved.shape), last, axes)
+    graph = moved.reshape(*moved.shape[: last.start], -1)
+    return jnp.moveaxis(_butterfly(graph, graph.ndim - 1).reshape(moved.shape), last, axes)
 
 
 @functools.partial(jax.jit, static_argnames="axis")

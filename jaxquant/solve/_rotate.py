@@ -18,8 +18,8 @@ from .._base._checks import PyTree
 from .._paths import is_qarray, with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, narrowed, of_channels, operands_of
+from ._graph._classes import AxisClasses, Numbers
 from ._graph._folding import Fold, Gain, Refused, fold_gain
-from ._graph._streams import Numbers, Streams
 from ._hadamard import block_of, hadamard
 from ._weights import array, changed_leaves, checked_function, shapes_of
 
@@ -30,23 +30,23 @@ class _Rotation:
     """Which channels of a model are rotated, and the gains that weights take up for it."""
 
     def __init__(self, operands: Operands):
-        self.operands, self.streams = operands, Streams(operands.flat)
-        self.channels = self.streams.channels
-        inputs = {path: self.streams.inputs(operand) for path, operand in operands.of.items()}
-        self.inputs = {path: self.channels.of(numbers) for path, numbers in inputs.items()}
-        self.axes = self.streams.parameters()
+        found = AxisClasses(operands.graph)
+        self.operands, self.classes, self.gains = operands, found.classes, found.gains
+        inputs = {path: found.inputs(operand) for path, operand in operands.of.items()}
+        self.inputs = {path: self.classes.of(numbers) for path, numbers in inputs.items()}
+        self.axes = found.parameters()
         self.wanted = set(itertools.chain(*self.inputs.values()))
         for number in self.wanted:
-            if block_of(n := self.channels.sizes[number]) == 1:
-                self.channels.spoil((number,), f"are {n}, an odd number")
+            if block_of(n := self.classes.sizes[number]) == 1:
+                self.classes.forbid((number,), f"are {n}, an odd number")
         for path, axes in self.axes.items():
             if any(axes) and not self._is_float(path):
-                self.channels.spoil(tuple(itertools.chain(*axes)), f"are also in {path!r}, which is no array of floats")
-        self.folds = [(fold, *gain) for gain in self.streams.gains if (fold := self._fold(*gain))]
+                self.classes.forbid(tuple(itertools.chain(*axes)), f"are also in {path!r}, which is no array of floats")
+        self.folds = [(fold, *gain) for gain in self.gains if (fold := self._fold(*gain))]
 
     def rotated(self, numbers: Numbers) -> list[int]:
         """The numbers, of some channels, of what is rotated."""
-        return [i for i in self.channels.of(numbers) if i in self.wanted and self.channels.why(i) is None]
+        return [i for i in self.classes.of(numbers) if i in self.wanted and self.classes.why(i) is None]
 
     def _is_float(self, path: str) -> bool:
         leaf = self.operands.leaves[path]
@@ -56,14 +56,14 @@ class _Rotation:
         """How weights take up a gain of channels that could be rotated; None if they need not, or cannot."""
         if not self.rotated(numbers):
             return None
-        found = fold_gain(self.operands.flat, gain)
+        found = fold_gain(self.operands.graph, gain)
         others = () if isinstance(found, Refused) else itertools.filterfalse(self._is_float, found.factors)
         found = next((Refused(f"{path!r} is no array of floats") for path in others), found)
         if isinstance(found, Fold):
             return found
         if not _is_constant(self.operands.leaves[gain.path]):
             why = f"are multiplied by {gain.path!r}, which no weights can take up: {found.why}"
-            self.channels.spoil(tuple(self.rotated(numbers)), why)
+            self.classes.forbid(tuple(self.rotated(numbers)), why)
         return None
 
     def leaves(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -73,12 +73,12 @@ class _Rotation:
         for fold, gain, numbers in self.folds:
             if self.rotated(numbers):
                 leaves |= {path: wide(path) for path in fold.factors}
-                flat, leaf = self.operands.flat, leaves[gain.path]
-                function = flat.functions.get(gain.path)
+                graph, leaf = self.operands.graph, leaves[gain.path]
+                function = graph.functions.get(gain.path)
                 own = leaf if function is None else function(leaf)
                 s = of_channels(jax.ops.segment_sum, own, fold.factors[gain.path], 1, fold.size)
                 ones = jnp.ones_like(leaf) if function is None else function.inverse(leaf, jnp.ones_like(leaf))
-                for path, new in folded(flat, leaves, fold.factors, s).items():
+                for path, new in folded(graph, leaves, fold.factors, s).items():
                     leaves[path] = jnp.where(fold.factors[path] > 0, ones if path == gain.path else 1, new)
         for path, axes in self.axes.items():
             if any(map(self.rotated, axes)):
@@ -90,17 +90,17 @@ class _Rotation:
 
     def _turned(self, leaf: Array, axes: Sequence[Numbers]) -> Array:
         numbers = tuple(itertools.chain(*axes))
-        return _turned(leaf, tuple((self.channels.sizes[i], bool(self.rotated((i,)))) for i in numbers))
+        return _turned(leaf, tuple((self.classes.sizes[i], bool(self.rotated((i,)))) for i in numbers))
 
     def together(self, path: str) -> int:
         """How many inputs of a weight are rotated together; 1 where they stay."""
-        return math.prod(block_of(self.channels.sizes[i]) for i in self.rotated(self.inputs[path]))
+        return math.prod(block_of(self.classes.sizes[i]) for i in self.rotated(self.inputs[path]))
 
     def why(self, path: str) -> str | None:
         """Why the inputs of a weight are not rotated; None where they are."""
         if self.rotated(self.inputs[path]):
             return None
-        return self.channels.why(self.inputs[path][-1]) if self.inputs[path] else "are one alone, or all the same"
+        return self.classes.why(self.inputs[path][-1]) if self.inputs[path] else "are one alone, or all the same"
 
 
 @functools.partial(jax.jit, static_argnames="axes")

@@ -64,8 +64,8 @@ def over_matrices(solve: Callable[..., Any], w: Array, products: Array, grid: Gr
     lead, fixed = w.shape[:-2], grid._replace(scale=None, zero_point=None)
     if not lead:
         return solve(w, products, grid)
-    flat = lambda v: v.reshape(-1, *v.shape[-2:])
-    each = flat(w), flat(products), flat(grid.scale), None if grid.zero_point is None else flat(grid.zero_point)
+    graph = lambda v: v.reshape(-1, *v.shape[-2:])
+    each = graph(w), graph(products), graph(grid.scale), None if grid.zero_point is None else graph(grid.zero_point)
     one = lambda v: solve(v[0], v[1], fixed._replace(scale=v[2], zero_point=v[3]))
     return jax.tree.map(lambda v: v.reshape(*lead, *v.shape[1:]), lax.map(one, each))
 

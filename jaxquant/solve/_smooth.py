@@ -248,7 +248,7 @@ class _Smoothing:
         return _Set(tuple(taken), tuple(made_by)), forms
 
     def _fold(self, found: Fold, weights: Sequence[Weight], these: _Set, s: Array) -> None:
-        self.leaves |= folded(self.operands.flat, self.leaves, found.factors, s)
+        self.leaves |= folded(self.operands.graph, self.leaves, found.factors, s)
         self.grams |= zip((weight.path for weight in weights), _divided(these.taken, s), strict=True)
 
     def _note(self, paths: Sequence[str], alpha: float | None, before: Array, after: Array) -> None:

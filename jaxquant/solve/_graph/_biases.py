@@ -11,10 +11,10 @@ from ..._base._axes import Matrix
 from ..._contract._ops import OPS
 from ..._program._jaxpr import Location
 from ..._program._moves import MOVES
-from ._channels import OF_MOVES, rule_of, runs_of, sides_of
 from ._factors import Factors, NoFactorsError, Unmet, joined, lean, level, nothing
-from ._flat import END, SHARED, TURN, Flat, Node, length_of
 from ._folding import Scans, of_all_turns, of_turn
+from ._graph import END, SHARED, TURN, Graph, Node, length_of
+from ._transfer import OF_MOVES, runs_of, sides_of, transfer_of
 
 _SUMS = "add", "add_any", "sub"
 
@@ -32,7 +32,7 @@ class Contracted(NamedTuple):
     matrix: Matrix
 
 
-def biases(flat: Flat, contractions: Sequence[Contracted]) -> dict[str, Factors]:
+def biases(graph: Graph, contractions: Sequence[Contracted]) -> dict[str, Factors]:
     """The parameters that are added to the output of a weight, an element to each channel, and to nothing else; static.
 
     Returns:
@@ -43,17 +43,17 @@ def biases(flat: Flat, contractions: Sequence[Contracted]) -> dict[str, Factors]
     Raises:
       NoBiasError: where some of the output goes elsewhere before a bias is added, or a bias does.
     """
-    nodes = {node.at: node for node in flat.nodes if node.name in OPS}
+    nodes = {node.at: node for node in graph.nodes if node.name in OPS}
     if not all(contraction.at in nodes for contraction in contractions):
         raise NoBiasError("it is inside a cond, a while loop or a shard_map")
-    search = _Search(flat)
+    search = _Search(graph)
     first, *others = [search.of(nodes[contraction.at], contraction) for contraction in contractions]
     for other in others:
         if first.keys() != other.keys() or not all(np.array_equal(first[i], other[i]) for i in first):
             raise NoBiasError("several ops take it, each with other biases, and its Gram is of all of them together")
     for value, channels in first.items():
         search.check(value, channels)
-    return {flat.paths[value]: channels for value, channels in first.items()}
+    return {graph.paths[value]: channels for value, channels in first.items()}
 
 
 def _numbered(matrix: Matrix, shape: tuple[int, ...]) -> Factors:
@@ -84,8 +84,8 @@ class _Search:
       notes: what else is made of parameters alone and added, in words.
     """
 
-    def __init__(self, flat: Flat):
-        self.flat = flat
+    def __init__(self, graph: Graph):
+        self.graph = graph
         self.strides: dict[Location, int] = {}
         self.sums: dict[int, tuple[int, Factors]] = {}
         self.notes: list[str] = []
@@ -101,7 +101,7 @@ class _Search:
         except NoFactorsError:
             raise NoBiasError("each row of its inputs meets one of several matrices") from None
         found: dict[int, Factors] = {}
-        for taker in self.flat.nodes:
+        for taker in self.graph.nodes:
             if any(i in env for i in taker.ins):
                 env |= self._added(taker, env, found) if taker.name in _SUMS else self._moved(taker, env)
         if not found:
@@ -111,7 +111,7 @@ class _Search:
     def check(self, value: int, channels: Factors) -> None:
         """Raises where a bias is also added to something else, or taken by it."""
         env = {value: channels}
-        for node in self.flat.nodes:
+        for node in self.graph.nodes:
             if not any(i in env for i in node.ins):
                 continue
             place, wanted = self.sums.get(node.outs[0], (0, None)) if node.outs else (0, None)
@@ -123,7 +123,7 @@ class _Search:
                 if node.ins[1 - place] in env or ((got != 0) & (got != wanted)).any():
                     raise NoFactorsError("which sums it with other values")
             except NoFactorsError:
-                raise NoBiasError(f"its bias {self.flat.paths[value]!r} also goes into {node.words}") from None
+                raise NoBiasError(f"its bias {self.graph.paths[value]!r} also goes into {node.words}") from None
 
     def _moved(self, node: Node, env: Mapping[int, Factors]) -> dict[int, Factors]:
         """The channels of what a move makes of an output."""
@@ -133,7 +133,7 @@ class _Search:
             raise self._error(f"its output {'is' if node.name == END else 'goes into'} {node.words}") from None
         before = _rows(node.shapes[0][0], env.get(node.ins[0], np.ones(1)))
         is_cut = node.name in MOVES and MOVES[node.name].how in ("moves", "picks")
-        if is_cut and any(_rows(self.flat.shapes[i], v) < before for i, v in outs.items()):
+        if is_cut and any(_rows(self.graph.shapes[i], v) < before for i, v in outs.items()):
             raise self._error(f"some rows of its output are taken apart by {node.words}")
         return outs
 
@@ -154,7 +154,7 @@ class _Search:
             try:
                 found[i] = joined(found.get(i), v)
             except NoFactorsError:
-                raise NoBiasError(f"its bias {self.flat.paths[i]!r} is added to several of its channels") from None
+                raise NoBiasError(f"its bias {self.graph.paths[i]!r} is added to several of its channels") from None
         return {}
 
     def _bias(self, value: int, channels: Factors) -> dict[int, Factors]:
@@ -163,23 +163,23 @@ class _Search:
         found: dict[int, Factors] = {}
         try:
             if parts:
-                is_number = self.flat.shapes[value] == ()
+                is_number = self.graph.shapes[value] == ()
                 channels = level(channels, range(channels.ndim)).reshape(()) if is_number else channels
                 self._back(value, channels, found)
         except NoFactorsError:
             found = {}
-        each = [(v.size == math.prod(self.flat.shapes[i]), v[v != 0]) for i, v in found.items() if v.any()]
+        each = [(v.size == math.prod(self.graph.shapes[i]), v[v != 0]) for i, v in found.items() if v.any()]
         numbers = np.concatenate([np.abs(v) for _, v in each]) if each else np.zeros(0)
         if each and all(is_full for is_full, _ in each) and len(np.unique(numbers)) == len(numbers):
             return {i: v for i, v in found.items() if v.any()}
-        self.notes += [f"{self.flat.paths[i]!r}, which is added, has not one element for each channel" for i in parts]
+        self.notes += [f"{self.graph.paths[i]!r}, which is added, has not one element for each channel" for i in parts]
         return {}
 
     def _parts(self, value: int) -> list[int]:
         """The parameters that a value holds, if it holds nothing else and they are only moved."""
-        if value in self.flat.paths:
+        if value in self.graph.paths:
             return [value]
-        node = self.flat.maker.get(value)
+        node = self.graph.maker.get(value)
         if node is None or not (node.name in (TURN, SHARED) or _is_moved(node)):
             return []
         parts = [self._parts(i) for i in node.ins]
@@ -187,17 +187,17 @@ class _Search:
 
     def _back(self, value: int, channels: Factors, found: dict[int, Factors]) -> None:
         """Notes which elements of parameters a value holds for its channels."""
-        if value in self.flat.paths:
+        if value in self.graph.paths:
             found[value] = joined(found.get(value), channels)
             return
-        node = self.flat.maker[value]
+        node = self.graph.maker[value]
         stride = self.strides.get(node.at, 0)
         if node.name == SHARED and stride:
             raise NoFactorsError("which all turns share")
         if node.name == TURN:
             way = [(0, of_all_turns(channels, stride, length_of(node)))]
         else:
-            rule = None if node.name == SHARED else rule_of(node.name)
+            rule = None if node.name == SHARED else transfer_of(node.name)
             (way,) = rule.backward(node, node.outs.index(value), channels) if rule else [[(0, channels)]]
         for k, v in way:
             self._back(node.ins[k], v, found)
@@ -209,7 +209,7 @@ class _Search:
             outs = [of_turn(ins[0], self.strides.get(node.at, 0), length_of(node))]
         elif node.name == SHARED:
             outs = ins
-        elif _is_moved(node) and (rule := rule_of(node.name)):
+        elif _is_moved(node) and (rule := transfer_of(node.name)):
             outs = rule.forward(node, ins)
             assert not isinstance(outs, Unmet)  # which contractions alone give
         else:

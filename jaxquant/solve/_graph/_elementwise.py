@@ -26,7 +26,7 @@ class Elementwise(NamedTuple):
 
     Attributes:
       path: of the parameter.
-      nodes: of the flat program that compute it, in their order.
+      nodes: of the graph program that compute it, in their order.
       numbers: by their values, the constants among their operands.
       result: the value that is the function's.
     """

@@ -10,9 +10,9 @@ import numpy as np
 from ..._contract._ops import OPS
 from ..._program._jaxpr import Location
 from ..._program._moves import MOVES
-from ._channels import rule_of, sides_of
 from ._factors import Factors, NoFactorsError, Unmet, joined, lean, level, nothing
-from ._flat import END, SHARED, TURN, Flat, Node, length_of
+from ._graph import END, SHARED, TURN, Graph, Node, length_of
+from ._transfer import sides_of, transfer_of
 
 _FAR = 1000  # from a parameter: with a contraction, or the like, between
 _MOST_WAYS = 256
@@ -144,14 +144,14 @@ class _Ways:
 class _Attempt:
     """The factors that parameters get, for one way of taking up the factors of an operand."""
 
-    def __init__(self, flat: Flat, distance: Mapping[int, int], space: _Space, ways: _Ways):
-        self.flat, self.distance, self.space, self.ways = flat, distance, space, ways
+    def __init__(self, graph: Graph, distance: Mapping[int, int], space: _Space, ways: _Ways):
+        self.graph, self.distance, self.space, self.ways = graph, distance, space, ways
         self.own: dict[int, Factors] = {}
         self.picked: dict[int, int] = {}
 
     def run(self, value: int, axes: Sequence[int], also: Callable[[Factors], Demands]) -> dict[str, Factors] | Refused:
         """The factors of parameters for one of each channel of a value, and for what else must have some then."""
-        wanted = _distinct(self.flat.shapes[value], axes, self.space.number)
+        wanted = _distinct(self.graph.shapes[value], axes, self.space.number)
         for demanded in ((value, wanted), *also(wanted)):
             if refused := self.demand(*demanded):
                 return refused
@@ -160,7 +160,7 @@ class _Attempt:
             return found
         if not np.array_equal(found.get(value, 0), wanted):
             return Refused("its inputs are made in ways that do not agree")
-        return {self.flat.paths[i]: v for i, v in self.own.items()}
+        return {self.graph.paths[i]: v for i, v in self.own.items()}
 
     def demand(self, value: int, factors: Factors) -> Refused | None:
         """Notes what parameters must have for a value to have these factors."""
@@ -168,18 +168,18 @@ class _Attempt:
         while todo:
             value, factors, behind = todo.pop()
             known = value, factors.shape, factors.tobytes()
-            if known in seen or value in self.flat.neutral or not factors.any():
+            if known in seen or value in self.graph.neutral or not factors.any():
                 continue
             seen.add(known)
-            if value in self.flat.sources:
-                return Refused(f"its inputs come from {behind}{self.flat.sources[value]}")
-            if value in self.flat.paths:
+            if value in self.graph.sources:
+                return Refused(f"its inputs come from {behind}{self.graph.sources[value]}")
+            if value in self.graph.paths:
                 try:
                     self.own[value] = joined(self.own.get(value), factors)
                 except NoFactorsError as error:
-                    return Refused.by(error, f"its inputs come from the parameter {self.flat.paths[value]!r}")
+                    return Refused.by(error, f"its inputs come from the parameter {self.graph.paths[value]!r}")
                 continue
-            node = self.flat.maker[value]
+            node = self.graph.maker[value]
             behind, found = f"{node.words} with " if len(node.ins) > 1 else behind, self._behind(node, value, factors)
             if isinstance(found, Refused):
                 return found
@@ -195,14 +195,14 @@ class _Attempt:
             if stride:
                 return Refused("its inputs come from what all turns of a scan share", scan=node.at)
             return [(node.ins[0], factors)]
-        if value in self.flat.passes:
-            return [(node.ins[self.flat.passes[value]], factors)]
+        if value in self.graph.passes:
+            return [(node.ins[self.graph.passes[value]], factors)]
         try:
-            if (rule := rule_of(node.name)) is None:
+            if (rule := transfer_of(node.name)) is None:
                 raise NoFactorsError("which passes no factor")
             ways = rule.backward(node, node.outs.index(value), factors)
         except NoFactorsError as error:
-            named = [self.flat.paths[i] for i in node.ins if i in self.flat.paths]
+            named = [self.graph.paths[i] for i in node.ins if i in self.graph.paths]
             of = f" of the parameter {named[0]!r}" if named else ""
             return Refused.by(error, f"its inputs come out of {node.words}{of}")
         ways = sorted(ways, key=lambda way: max(self.distance[node.ins[k]] for k, _ in way))
@@ -216,7 +216,7 @@ class _Attempt:
     def _of_rank(self, node: Node, k: int, factors: Factors) -> tuple[int, Factors]:
         """An operand with its factors; one without axes beside arrays has one factor for all of them."""
         value, is_number = node.ins[k], node.shapes[0][k] == () and factors.ndim
-        if not is_number or value in self.flat.neutral or value in self.flat.sources:
+        if not is_number or value in self.graph.neutral or value in self.graph.sources:
             return value, factors
         return value, level(factors, range(factors.ndim)).reshape(())
 
@@ -232,8 +232,8 @@ class _Attempt:
 
     def _values(self) -> dict[int, Factors] | tuple[Node, Unmet] | Refused:
         """The factors of all values; or the first equation of which an operand must have factors, too."""
-        env, neutral = dict(self.own), self.flat.neutral
-        for node in self.flat.nodes:
+        env, neutral = dict(self.own), self.graph.neutral
+        for node in self.graph.nodes:
             if not any(i in env for i in node.ins):
                 continue
             shapes = node.shapes[0]
@@ -246,7 +246,7 @@ class _Attempt:
                 outs = self._ahead(node, ins)
             except NoFactorsError as error:
                 paths = [
-                    f"{self.flat.paths[i]!r}, which would be divided or multiplied," for i in node.ins if i in self.own
+                    f"{self.graph.paths[i]!r}, which would be divided or multiplied," for i in node.ins if i in self.own
                 ]
                 what = paths[0] if paths else "what would be divided or multiplied"
                 where = f"is also {node.words}" if node.name == END else f"also goes into {node.words}, {error}"
@@ -264,10 +264,10 @@ class _Attempt:
             if stride:
                 raise NoFactorsError("which all turns share")
             return [ins[0]]
-        if node.outs and node.outs[0] in self.flat.passes:
-            factors = ins[self.flat.passes[node.outs[0]]]
+        if node.outs and node.outs[0] in self.graph.passes:
+            factors = ins[self.graph.passes[node.outs[0]]]
             return [] if factors is None else [factors]
-        if (rule := rule_of(node.name)) is None:
+        if (rule := transfer_of(node.name)) is None:
             raise NoFactorsError("which passes no factor")
         return rule.forward(node, ins)
 
@@ -292,17 +292,17 @@ def _distinct(shape: tuple[int, ...], axes: Sequence[int], number: np.ndarray) -
     return lean(number.reshape(sizes) + 1)
 
 
-def _distances(flat: Flat) -> dict[int, int]:
+def _distances(graph: Graph) -> dict[int, int]:
     """How far each value is from a parameter: how many sums and products are between."""
-    found = dict.fromkeys(flat.sources, _FAR) | dict.fromkeys(flat.paths, 0)
-    found |= dict.fromkeys(flat.neutral, 0)
-    for node in flat.nodes:
+    found = dict.fromkeys(graph.sources, _FAR) | dict.fromkeys(graph.paths, 0)
+    found |= dict.fromkeys(graph.neutral, 0)
+    for node in graph.nodes:
         own = [found[i] for i in node.ins] or [_FAR]
         distance = _FAR
         if node.name in (*MOVES, TURN, SHARED):
             distance = own[0]
-        elif node.outs and node.outs[0] in flat.passes:
-            distance = own[flat.passes[node.outs[0]]]
+        elif node.outs and node.outs[0] in graph.passes:
+            distance = own[graph.passes[node.outs[0]]]
         elif len(node.ins) == 1:  # which passes no factor, and says whose function it is
             distance = 1 + own[0]
         elif node.name in ("mul", "div"):
@@ -313,26 +313,26 @@ def _distances(flat: Flat) -> dict[int, int]:
     return found
 
 
-def fold(flat: Flat, operand: Operand) -> Fold | Refused:
+def fold(graph: Graph, operand: Operand) -> Fold | Refused:
     """How parameters can take up a factor for each channel that an operand contracts; static."""
-    node = next((node for node in flat.nodes if node.at == operand.at and node.name in OPS), None)
+    node = next((node for node in graph.nodes if node.at == operand.at and node.name in OPS), None)
     if node is None:
         return Refused("it is inside a cond, a while loop or a shard_map")
     sides, side = sides_of(node), operand.side
     opposite = lambda wanted: [(node.ins[1 - side], sides.opposite(side, wanted))]
-    return _fold(flat, node.ins[side], sides.channels[side], operand.stack, opposite)
+    return _fold(graph, node.ins[side], sides.channels[side], operand.stack, opposite)
 
 
-def fold_gain(flat: Flat, gain: Gain) -> Fold | Refused:
+def fold_gain(graph: Graph, gain: Gain) -> Fold | Refused:
     """How weights can be multiplied by a gain, which becomes ones; static.
 
     The factors of the fold are the elements of the parameter.
     """
     path, value, axes, stack = gain
-    found = _fold(flat, value, axes, stack, lambda wanted: [])
+    found = _fold(graph, value, axes, stack, lambda wanted: [])
     if isinstance(found, Refused):
         return found
-    shape = next(flat.shapes[i] for i, other in flat.paths.items() if other == path)
+    shape = next(graph.shapes[i] for i, other in graph.paths.items() if other == path)
     elements = np.broadcast_to(found.factors[path], shape) > 0
     if elements.sum() != found.size or found.paths(1) != [path]:
         return Refused("several of its elements meet one row")
@@ -340,16 +340,16 @@ def fold_gain(flat: Flat, gain: Gain) -> Fold | Refused:
 
 
 def _fold(
-    flat: Flat, value: int, axes: Sequence[int], stack: Scans, also: Callable[[Factors], Demands]
+    graph: Graph, value: int, axes: Sequence[int], stack: Scans, also: Callable[[Factors], Demands]
 ) -> Fold | Refused:
     """The fold in the finest space that has one; of refusals the first, of the finest space."""
-    count = math.prod(flat.shapes[value][i] for i in axes)
-    space, distance = _Space(np.arange(count), stack), _distances(flat)
+    count = math.prod(graph.shapes[value][i] for i in axes)
+    space, distance = _Space(np.arange(count), stack), _distances(graph)
     first = None
     while space.size > 1:
         helpful, ways = None, _Ways()
         for _ in range(_MOST_WAYS):
-            found = _Attempt(flat, distance, space, ways).run(value, axes, also)
+            found = _Attempt(graph, distance, space, ways).run(value, axes, also)
             if not isinstance(found, Refused):
                 return Fold(found, tuple(n for _, n in space.turning), space.size)
             first = first or found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of factors of channels in the primitives of jax: which elements are divided, or multiplied, by which.
+"""The transfer functions of factors of channels, forward and backward, for the primitives of jax.
 
-Those that only move data are known by MOVES; the others have an entry in RULES. What has neither passes no factor.
+Those that only move data are known by MOVES; the others have an entry in TRANSFERS. What has neither passes no factor.
 """
 
 import functools
@@ -18,12 +18,12 @@ from ..._contract._ops import OPS
 from ..._program._jaxpr import avals, param
 from ..._program._moves import MOVES, Run
 from ._factors import Factors, NoFactorsError, Unmet, apart, arranged, known, lean, level, nothing, product
-from ._flat import Node, dtype_of_result
+from ._graph import Node, dtype_of_result
 
 Wanted = list[tuple[int, Factors]]  # of operands, by their number, the factors that they must have
 
 
-class Rule(NamedTuple):
+class Transfer(NamedTuple):
     """The transfer functions of a primitive.
 
     Attributes:
@@ -100,7 +100,7 @@ def behind(runs: Sequence[Run], v: Factors, old: tuple[int, ...], new: tuple[int
 
 
 def _uncut(v: Factors, axis: int, cut: tuple[int, int, int], shape: tuple[int, ...]) -> Factors:
-    """Factors of the whole where a part has these; 0 elsewhere."""
+    """The factors of a whole of which a part has these; 0 elsewhere."""
     if cut[2] < 0:
         return np.flip(v, axis)
     made = np.zeros([shape[i] if i == axis else n for i, n in enumerate(v.shape)], v.dtype)
@@ -108,13 +108,15 @@ def _uncut(v: Factors, axis: int, cut: tuple[int, int, int], shape: tuple[int, .
     return made
 
 
-def _each() -> Rule:
-    """The rule of what takes several values and gives each."""
+def _each() -> Transfer:
+    """The transfer of a primitive that takes several values and gives each."""
     ndim = lambda node, k: len(node.shapes[0][k])
-    return Rule(lambda node, ins: [known(v, ndim(node, k)) for k, v in enumerate(ins)], lambda node, k, v: [[(k, v)]])
+    return Transfer(
+        lambda node, ins: [known(v, ndim(node, k)) for k, v in enumerate(ins)], lambda node, k, v: [[(k, v)]]
+    )
 
 
-def _cast() -> Rule:
+def _cast() -> Transfer:
     def through(node: Node, v: Factors) -> Factors:
         if v.any() and not checks.is_float(dtype := dtype_of_result(node)):
             raise NoFactorsError(f"to {dtype}")
@@ -123,16 +125,16 @@ def _cast() -> Rule:
     return _one(through, lambda node, _, v: through(node, v))
 
 
-def _one(forward: Callable[[Node, Factors], Factors], backward: Callable[[Node, int, Factors], Factors]) -> Rule:
-    """The rule of what takes one value and keeps its channels along the axes that stay."""
-    return Rule(
+def _one(forward: Callable[[Node, Factors], Factors], backward: Callable[[Node, int, Factors], Factors]) -> Transfer:
+    """The transfer of a primitive that keeps the channels of its one operand along the axes that stay."""
+    return Transfer(
         lambda node, ins: [lean(forward(node, known(ins[0], len(node.shapes[0][0]))))],
         lambda node, k, v: [[(0, backward(node, k, v))]],
     )
 
 
 def _joined(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
-    """Of values side by side: with a size along the axis, unless all are alike."""
+    """The factors of values side by side: with a size along the axis, unless all are alike."""
     axis, is_new, shapes = param(node.eqn, "dimension", "axis"), node.name == "stack", node.shapes[0]
     parts = [known(v, len(shape)) for v, shape in zip(ins, shapes, strict=True)]
     parts = [np.expand_dims(v, axis) for v in parts] if is_new else parts
@@ -163,7 +165,7 @@ def _padded(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
 
 
 def _written(node: Node) -> tuple[list[int], list[int], Sequence[int]]:
-    """Of a write, as `_Picked`: the axes along which a part is written, the others, and where these are in the part."""
+    """The axes along which a part is written, the others, and where these are in the part, as `_Picked` has them."""
     shape = node.shapes[0][0]
     if node.name == "dynamic_update_slice":
         part, every = node.shapes[0][1], list(range(len(shape)))
@@ -175,8 +177,8 @@ def _written(node: Node) -> tuple[list[int], list[int], Sequence[int]]:
     return sorted({*gone, *numbers.scatter_dims_to_operand_dims, *partial}), kept, places
 
 
-def _writes(k: int) -> Rule:
-    """The rule of what writes operand k into the first one, or adds it: both have the same factors."""
+def _writes(k: int) -> Transfer:
+    """The transfer of a primitive that writes operand k into the first one, or adds it: both have the same factors."""
 
     def of_part(node: Node, v: Factors) -> Factors:
         cut, kept, places = _written(node)
@@ -200,16 +202,16 @@ def _writes(k: int) -> Rule:
         v = level(v, _written(node)[0])
         return [[(0, v), (k, of_part(node, v))]]
 
-    return Rule(ahead, back)
+    return Transfer(ahead, back)
 
 
-def _sorted() -> Rule:
-    """The rule of a sort: along its axis elements change places, of all operands alike."""
+def _sorted() -> Transfer:
+    """The transfer of a sort: along its axis elements change places, of all operands alike."""
 
     def ahead(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
         return [apart(known(v, len(node.shapes[0][k])), [param(node.eqn, "dimension")]) for k, v in enumerate(ins)]
 
-    return Rule(ahead, lambda node, k, v: [[(k, level(v, [param(node.eqn, "dimension")]))]])
+    return Transfer(ahead, lambda node, k, v: [[(k, level(v, [param(node.eqn, "dimension")]))]])
 
 
 _IDENTITY = _one(lambda node, v: v, lambda node, _, v: v)
@@ -236,7 +238,7 @@ def _selected(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
 
 
 def _signs(node: Node, ins: Sequence[Factors | None]) -> list[Factors]:
-    """Of what a positive factor does not change, such as a comparison of two values with the same one."""
+    """The factors of a result that positive ones do not change, such as of a comparison of two values with the same."""
     _alike(node, ins)
     return [nothing(len(node.shapes[1][0]))]
 
@@ -262,19 +264,19 @@ def _axes_of(node: Node) -> tuple[int, ...]:
     return tuple(param(node.eqn, "axes"))
 
 
-def _reduce(forgets: bool = False) -> Rule:
+def _reduce(forgets: bool = False) -> Transfer:
     forward = lambda node, v: apart(v, _axes_of(node)).squeeze(_axes_of(node))
     if forgets:  # indices
-        return Rule(lambda node, ins: [forward(node, known(ins[0], len(node.shapes[0][0]))) * 0], _refused)
+        return Transfer(lambda node, ins: [forward(node, known(ins[0], len(node.shapes[0][0]))) * 0], _refused)
     return _one(forward, lambda node, _, v: np.expand_dims(v, _axes_of(node)))
 
 
-def _cumulative() -> Rule:
+def _cumulative() -> Transfer:
     axes = lambda node: [param(node.eqn, "axis")]
     return _one(lambda node, v: apart(v, axes(node)), lambda node, _, v: level(v, axes(node)))
 
 
-def _windows() -> Rule:
+def _windows() -> Transfer:
     def axes(node: Node) -> set[int]:
         wide = {i for i, (n, m) in enumerate(zip(*(shapes[0] for shapes in node.shapes), strict=True)) if n != m}
         return wide.union(i for i, n in enumerate(param(node.eqn, "window_dimensions")) if n > 1)
@@ -286,7 +288,7 @@ def _windows() -> Rule:
 
 
 class Sides(NamedTuple):
-    """How the operands of a contraction lie over common axes.
+    """The operands of a contraction over common axes.
 
     Attributes:
       spread: (side, factors of an operand) -> over the common axes.
@@ -306,7 +308,7 @@ class Sides(NamedTuple):
     channels: tuple[tuple[int, ...], tuple[int, ...]]
 
     def opposite(self, side: int, v: Factors) -> Factors:
-        """What the other operand must have for the factors of this one to cancel."""
+        """The factors of the other operand that cancel those of this one."""
         return lean(self.gather(1 - side, -self.spread(side, v)))
 
 
@@ -319,7 +321,7 @@ def axes_of(node: Node) -> Axes:
 
 
 def sides_of(node: Node) -> Sides:
-    """How the operands of a contraction lie over common axes: those of the output, and those that are summed."""
+    """The operands of a contraction over common axes: those of the output, and those that are summed."""
     axes, shapes = axes_of(node), (*node.shapes[0][:2], *node.shapes[1])
     every = *axes.operands, axes.out
     parts = [axes.parts(names) for names in every]
@@ -390,24 +392,24 @@ def _to_operand(node: Node, _: int, v: Factors) -> list[Wanted]:
     return ways
 
 
-_LINEAR, _PRODUCT = Rule(_alike, _to_all), Rule(_multiplied, _to_one)
+_LINEAR, _PRODUCT = Transfer(_alike, _to_all), Transfer(_multiplied, _to_one)
 
-OF_MOVES: dict[str, Rule] = {  # by how they move
-    **dict.fromkeys(("moves", "picks"), Rule(_moved, _moved_back)),
+OF_MOVES: dict[str, Transfer] = {  # by how they move
+    **dict.fromkeys(("moves", "picks"), Transfer(_moved, _moved_back)),
     "each": _each(),
     "casts": _cast(),
-    "joins": Rule(_joined, _apart),
+    "joins": Transfer(_joined, _apart),
 }
-RULES: dict[str, Rule] = {
-    "pad": Rule(_padded, lambda node, _, v: [[(0, level(v, _padded_axes(node)))]]),
+TRANSFERS: dict[str, Transfer] = {
+    "pad": Transfer(_padded, lambda node, _, v: [[(0, level(v, _padded_axes(node)))]]),
     "sort": _sorted(),
     "dynamic_update_slice": _writes(1),
     **dict.fromkeys(("scatter", "scatter-add"), _writes(2)),
     **dict.fromkeys(("neg", "abs"), _IDENTITY),
     **dict.fromkeys(("add", "add_any", "sub", "max", "min"), _LINEAR),
-    "select_n": Rule(_selected, functools.partial(_to_all, start=1)),
+    "select_n": Transfer(_selected, functools.partial(_to_all, start=1)),
     **dict.fromkeys(("mul", "div"), _PRODUCT),
-    **dict.fromkeys(("sign", "is_finite", "eq", "ne", "lt", "le", "gt", "ge"), Rule(_signs, _refused)),
+    **dict.fromkeys(("sign", "is_finite", "eq", "ne", "lt", "le", "gt", "ge"), Transfer(_signs, _refused)),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduce()),
     **dict.fromkeys(("argmax", "argmin"), _reduce(forgets=True)),
     **dict.fromkeys(("cumsum", "cummax", "cummin"), _cumulative()),
@@ -415,8 +417,8 @@ RULES: dict[str, Rule] = {
 }
 
 
-def rule_of(name: str) -> Rule | None:
-    """The rule of a primitive; None of one that passes no factor."""
+def transfer_of(name: str) -> Transfer | None:
+    """The transfer of a primitive; None for one that passes no factor."""
     if name in OPS:
-        return Rule(_contracted, _to_operand)
-    return RULES.get(name) or (OF_MOVES.get(MOVES[name].how) if name in MOVES else None)
+        return Transfer(_contracted, _to_operand)
+    return TRANSFERS.get(name) or (OF_MOVES.get(MOVES[name].how) if name in MOVES else None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program as one list of equations, calls and scans entered: for what follows values both ways."""
+"""A program as a graph of equations, its calls and scans inlined: for analyses that follow values both ways."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ END = "end"  # where a value leaves what is followed
 
 
 class Node(NamedTuple):
-    """An equation of a flat program.
+    """An equation of a graph.
 
     Attributes:
       name: of its primitive; TURN, SHARED or END.
@@ -42,8 +42,8 @@ def _moves_one(name: str) -> bool:
     return name in (TURN, SHARED) or (name in MOVES and MOVES[name].is_same)
 
 
-class Flat:
-    """A flat program.
+class Graph:
+    """A program as a graph.
 
     Attributes:
       nodes: in an order in which each value is made before it is taken.
@@ -113,7 +113,7 @@ class Flat:
         return i
 
     def _program(self, jaxpr: Jaxpr, args: Sequence[int], location: Location, within: str) -> list[int]:
-        """Adds the equations of a program; returns its results."""
+        """Adds the equations of a program, and returns the values that are its results."""
         consts = [self._source(v, "an array that the function closes over") for v in jaxpr.constvars]
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         value = lambda v: self._literal(v) if isinstance(v, Literal) else env[v]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which axes of a program's values have channels in common, so that an orthogonal rotation of them cancels.
+"""Equivalence classes of the axes of a program's values: a rotation of one cancels, if no equation forbids it.
 
-Each axis runs along channels: numbers, of which an axis has several where it is reshaped into others. An equation says
-that axes of what it takes and gives have the same channels, or that what it computes of some would not be the same,
-rotated, if they were. A rotation of channels of which none says so, on all axes of parameters that have them, leaves
-the program as it is. Primitives that only move data are known by MOVES; the others have an entry in RULES; what has
-neither passes no rotation.
+An axis belongs to a class, or to several, major ones first, where it is reshaped into others. The transfer function of
+a primitive unites the classes of axes that it maps onto each other, splits a class where it regroups channels, and
+forbids a class whose rotation it would not pass on. A class that nothing forbids can be rotated, on all axes of
+parameters in it, and the program stays the same. Primitives that only move data are known by MOVES; others have an
+entry in TRANSFERS; one that has neither passes no rotation.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from ..._base import _checks as checks
 from ..._contract._ops import OPS
 from ..._program._jaxpr import param
 from ..._program._moves import MOVES, Run
-from ._channels import axes_of, runs_of
-from ._flat import END, SHARED, TURN, Flat, Node, dtype_of_result, length_of
 from ._folding import Gain, Operand, Scans
+from ._graph import END, SHARED, TURN, Graph, Node, dtype_of_result, length_of
+from ._transfer import axes_of, runs_of
 
-Numbers = tuple[int, ...]  # of channels, the major ones first
+Numbers = tuple[int, ...]  # of classes, the major ones first
 MIXES, CUTS = "which passes no rotation", "which takes them apart"
 
 
@@ -36,7 +36,7 @@ class Axis(NamedTuple):
     """An axis along which a value changes.
 
     Attributes:
-      numbers: of its channels.
+      numbers: of its classes.
       is_squared: whether the value is the square of one that can be rotated; its sum over the axis stays.
       made: of what, if it is a parameter, moved or multiplied by what does not change along the axis.
     """
@@ -47,52 +47,53 @@ class Axis(NamedTuple):
 
 
 Axes = tuple[Axis | None, ...]  # of a value; None where it does not change
-Rule = Callable[["Streams", Node, Sequence[Axes]], Sequence[Axes]]  # (streams, node, its operands) -> its results
+# (classes, node, its operands) -> its results
+Transfer = Callable[["AxisClasses", Node, Sequence[Axes]], Sequence[Axes]]
 
 
-class Channels:
-    """Channels by number: how many each number stands for, which are the same, and why they cannot be rotated."""
+class Classes:
+    """A union-find of classes of channels: how many channels each has, and why it cannot be rotated, if it cannot."""
 
     def __init__(self):
         self.sizes: list[int] = []
         self._whys: list[str | None] = []
-        self._now: list[Numbers] = []  # what has taken the place of each number
+        self._now: list[Numbers] = []  # the classes that have taken the place of each
 
     def new(self, size: int, why: str | None = None) -> int:
-        """New channels."""
+        """The number of a new class."""
         self.sizes.append(size)
         self._whys.append(why)
         self._now.append((len(self._now),))
         return len(self._now) - 1
 
     def of(self, numbers: Numbers) -> Numbers:
-        """The numbers that channels have by now."""
+        """The classes that have taken the place of these."""
         while (now := tuple(itertools.chain.from_iterable(self._now[i] for i in numbers))) != numbers:
             numbers = now
         return numbers
 
     def why(self, number: int) -> str | None:
-        """Why channels cannot be rotated; None where they can. The number must be one by now."""
+        """Why a class, of those that `of` gives, cannot be rotated; None where it can."""
         return self._whys[number]
 
-    def spoil(self, numbers: Numbers, why: str) -> None:
-        """Notes why channels cannot be rotated, if nothing says so already."""
+    def forbid(self, numbers: Numbers, why: str) -> None:
+        """Notes why classes cannot be rotated, if nothing forbids it already."""
         for i in self.of(numbers):
             self._whys[i] = self._whys[i] or why
 
     def _replace(self, number: int, by: Numbers) -> None:
         self._now[number] = by
         if (why := self._whys[number]) is not None:
-            self.spoil(by, why)
+            self.forbid(by, why)
 
-    def _halve(self, number: int, minor: int) -> Numbers:
-        """Channels as two numbers, of which the last stands for so many."""
+    def _split(self, number: int, minor: int) -> Numbers:
+        """A class as two, of which the last has so many channels."""
         parts = self.new(self.sizes[number] // minor), self.new(minor)
         self._replace(number, parts)
         return parts
 
-    def join(self, a: Numbers, b: Numbers, why: str) -> None:
-        """Notes that channels are the same; if they cannot be, why."""
+    def unite(self, a: Numbers, b: Numbers, why: str) -> None:
+        """Makes two sequences of classes one, split where sizes differ; forbids them where they do not match."""
         a, b = self.of(a), self.of(b)
         while a and b:
             n, m = self.sizes[a[-1]], self.sizes[b[-1]]
@@ -103,22 +104,22 @@ class Channels:
             elif max(n, m) % min(n, m):
                 break
             elif n > m:
-                a = *a[:-1], *self._halve(a[-1], m)
+                a = *a[:-1], *self._split(a[-1], m)
                 b = self.of(b)
             else:
-                b = *b[:-1], *self._halve(b[-1], n)
+                b = *b[:-1], *self._split(b[-1], n)
                 a = self.of(a)
-        self.spoil((*a, *b), why)
+        self.forbid((*a, *b), why)
 
     def grouped(self, numbers: Numbers, sizes: Sequence[int]) -> list[Numbers] | None:
-        """The numbers in groups that stand for so many channels; None if channels of no number are in one group."""
+        """The classes in groups of so many channels, split where need be; None if they do not divide so."""
         numbers, groups = self.of(numbers), []
         for size in reversed(sizes):
             group: Numbers = ()
             while size > 1:
                 n = self.sizes[numbers[-1]]
                 if n > size and n % size == 0:
-                    numbers = *numbers[:-1], *self._halve(numbers[-1], size)
+                    numbers = *numbers[:-1], *self._split(numbers[-1], size)
                 elif size % n:
                     return None
                 else:
@@ -127,103 +128,103 @@ class Channels:
         return groups
 
 
-class Streams:
-    """The channels of all values of a flat program.
+class AxisClasses:
+    """The classes of the axes of all values of a graph.
 
     Attributes:
-      channels: by number.
+      classes: of channels.
       axes: of each value.
-      gains: parameters that channels are multiplied by, as if they were ones, with these channels.
+      gains: parameters that channels are multiplied by, taken for ones, with the classes of these channels.
     """
 
-    def __init__(self, flat: Flat):
-        self.flat, self.channels = flat, Channels()
+    def __init__(self, graph: Graph):
+        self.graph, self.classes = graph, Classes()
         self.axes: dict[int, Axes] = {}
         self.gains: list[tuple[Gain, Numbers]] = []
-        tied = {made for made, _ in flat.ties}
-        for i, words in flat.sources.items():
-            self.axes[i] = self.new(flat.shapes[i], None if i in tied else f"are also in {words}")
-        for i, path in flat.paths.items():
-            own = self.new(flat.shapes[i])
+        tied = {made for made, _ in graph.ties}
+        for i, words in graph.sources.items():
+            self.axes[i] = self.new(graph.shapes[i], None if i in tied else f"are also in {words}")
+        for i, path in graph.paths.items():
+            own = self.new(graph.shapes[i])
             self.axes[i] = tuple(axis and axis._replace(made=Made(path)) for axis in own)
-        for node in flat.nodes:
+        for node in graph.nodes:
             outs = self._results(node, [self.axes[i] for i in node.ins])
             self.axes.update(zip(node.outs, outs, strict=True))
-        for tie in flat.ties:
+        for tie in graph.ties:
             made, other = (self.axes[i] for i in tie)
             front = len(made) - len(other)
-            self.spoil(made[:front], "are stacked by a scan")
+            self.forbid(made[:front], "are stacked by a scan")
             for pair in zip(made[front:], other, strict=True):
-                self.alike([axis for axis, i in zip(pair, tie, strict=True) if i not in flat.neutral], "a scan")
+                self.alike([axis for axis, i in zip(pair, tie, strict=True) if i not in graph.neutral], "a scan")
 
     def _results(self, node: Node, ins: Sequence[Axes]) -> Sequence[Axes]:
         if node.name == END:
             if not node.at:  # of the function; a scan is tied
-                self.spoil(itertools.chain(*ins), f"are also in {node.words}")
+                self.forbid(itertools.chain(*ins), f"are also in {node.words}")
             return []
         if node.name == TURN:
-            self.spoil(ins[0][:1], "are taken turn by turn by a scan")
+            self.forbid(ins[0][:1], "are taken turn by turn by a scan")
             turn = node.at, length_of(node)
             inside = lambda made: made and made._replace(stack=(*made.stack, turn))
             return [tuple(axis and axis._replace(made=inside(axis.made)) for axis in ins[0][1:])]
         if node.name == SHARED:
             return ins
-        if node.outs[0] in self.flat.passes:  # a function of a gain is one, too
-            return [ins[self.flat.passes[node.outs[0]]]]
-        return _rule_of(node.name)(self, node, ins)
+        if node.outs[0] in self.graph.passes:  # a function of a gain is one, too
+            return [ins[self.graph.passes[node.outs[0]]]]
+        return _transfer_of(node.name)(self, node, ins)
 
     def inputs(self, operand: Operand) -> Numbers:
-        """Of the channels that an operand contracts, the numbers by now; none where it does not change along them."""
-        node = next((node for node in self.flat.nodes if node.at == operand.at and node.name in OPS), None)
+        """The classes that an operand contracts; none where it does not change along them."""
+        node = next((node for node in self.graph.nodes if node.at == operand.at and node.name in OPS), None)
         if node is None:
-            return (self.channels.new(1, "are inside a cond, a while loop or a shard_map"),)
+            return (self.classes.new(1, "are inside a cond, a while loop or a shard_map"),)
         names, own = axes_of(node), self.axes[node.ins[operand.side]]
         is_summed = (not {*names.summed}.isdisjoint(names.parts([name])) for name in names.operands[operand.side])
         each = [axis.numbers for axis, of in zip(own, is_summed, strict=True) if axis and of]
-        return self.channels.of(tuple(itertools.chain(*each)))
+        return self.classes.of(tuple(itertools.chain(*each)))
 
     def parameters(self) -> dict[str, list[Numbers]]:
-        """Of each parameter, for each axis, the numbers of its channels by now."""
+        """The classes of each axis of each parameter."""
         return {
-            path: [() if axis is None else self.channels.of(axis.numbers) for axis in self.axes[i]]
-            for i, path in self.flat.paths.items()
+            path: [() if axis is None else self.classes.of(axis.numbers) for axis in self.axes[i]]
+            for i, path in self.graph.paths.items()
         }
 
     def new(self, shape: Sequence[int], why: str | None = None) -> Axes:
-        """The axes of a value with channels of its own."""
-        return tuple(None if n <= 1 else Axis((self.channels.new(n, why),)) for n in shape)
+        """The axes of a value, in classes of their own."""
+        return tuple(None if n <= 1 else Axis((self.classes.new(n, why),)) for n in shape)
 
-    def spoil(self, axes: Iterable[Axis | None], why: str) -> None:
-        """Notes why the channels of axes cannot be rotated."""
+    def forbid(self, axes: Iterable[Axis | None], why: str) -> None:
+        """Notes why the classes of axes cannot be rotated."""
         for axis in axes:
             if axis is not None:
-                self.channels.spoil(axis.numbers, why)
+                self.classes.forbid(axis.numbers, why)
 
     def alike(self, axes: Sequence[Axis | None], by: str) -> Axis | None:
-        """The axis of a sum of values with these."""
+        """The axis of a sum of values that have these, whose classes it unites."""
         present = [axis for axis in axes if axis is not None]
         if not present:
             return None
         first, *others = present
         if len(present) < len(axes):
-            self.spoil(present, f"also go into {by}, beside what is the same for all of them")
+            self.forbid(present, f"also go into {by}, beside what is the same for all of them")
         if any(axis.is_squared != first.is_squared for axis in others):
-            self.spoil(present, f"also go into {by}, beside their squares")
+            self.forbid(present, f"also go into {by}, beside their squares")
         for axis in others:
-            self.channels.join(first.numbers, axis.numbers, f"also go into {by}, beside channels in other groups")
+            self.classes.unite(first.numbers, axis.numbers, f"also go into {by}, beside channels in other groups")
         return Axis(first.numbers, first.is_squared)
 
 
-def _mixed(s: Streams, node: Node, ins: Sequence[Axes], why: str = MIXES) -> list[Axes]:
-    s.spoil(itertools.chain(*ins), f"also go into {node.words}, {why}")
+def _mixed(s: AxisClasses, node: Node, ins: Sequence[Axes], why: str = MIXES) -> list[Axes]:
+    s.forbid(itertools.chain(*ins), f"also go into {node.words}, {why}")
     return [s.new(shape, f"come out of {node.words}, {why}") for shape in node.shapes[1]]
 
 
-def _each(s: Streams, node: Node, ins: Sequence[Axes]) -> Sequence[Axes]:
+def _each(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> Sequence[Axes]:
     return ins
 
 
-def _cast(s: Streams, node: Node, ins: Sequence[Axes]) -> Sequence[Axes]:
+def _cast(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> Sequence[Axes]:
     dtype = dtype_of_result(node)
     return ins if checks.is_float(dtype) else _mixed(s, node, ins, f"to {dtype}")
 
@@ -236,7 +237,7 @@ def _of_rank(v: Axes, ndim: int) -> Axes:
 # Element by element
 
 
-def _pointwise(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+def _pointwise(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     """An elementwise op that does not commute with rotations. Axes along which all operands are constant stay so."""
     ndim = len(node.shapes[1][0])
     columns = list(zip(*(_of_rank(v, ndim) for v in ins), strict=True))
@@ -244,24 +245,24 @@ def _pointwise(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     return [tuple(axis if any(column) else None for axis, column in zip(made, columns, strict=True))]
 
 
-def _sum(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+def _sum(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     ndim = len(node.shapes[1][0])
-    values = [_of_rank(v, ndim) for v, i in zip(ins, node.ins, strict=True) if i not in s.flat.neutral]
+    values = [_of_rank(v, ndim) for v, i in zip(ins, node.ins, strict=True) if i not in s.graph.neutral]
     return [tuple(s.alike([v[i] for v in values], node.words) for i in range(ndim))]
 
 
-def _selected(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+def _selected(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     (axes,) = _sum(s, node._replace(ins=node.ins[1:]), ins[1:])
     for of_condition, axis in zip(_of_rank(ins[0], len(axes)), axes, strict=True):
         if of_condition is not None:
-            s.spoil([of_condition, axis], f"also go into {node.words}, with a condition for each of them")
+            s.forbid([of_condition, axis], f"also go into {node.words}, with a condition for each of them")
     return [axes]
 
 
-def _product_of(s: Streams, a: Axis | None, b: Axis | None, why: str) -> Axis | None:
+def _product_of(s: AxisClasses, a: Axis | None, b: Axis | None, why: str) -> Axis | None:
     """The axis of a product of values with these; of two, channels by channels are no product of rotated ones."""
     if a is not None and b is not None:
-        s.spoil([a, b], why)
+        s.forbid([a, b], why)
     return a or b
 
 
@@ -276,7 +277,7 @@ def _gain_of(axes: tuple[Axis, Axis], order: tuple[int, int]) -> tuple[int, Made
     return next(gains, None)
 
 
-def _multiplied(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+def _multiplied(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     if node.ins[0] == node.ins[1]:
         return _squared(s, node, ins)
     changing = [sum(axis is not None for axis in v) for v in ins]
@@ -290,7 +291,7 @@ def _multiplied(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
         else:
             gains.setdefault(found, []).append(i)
             of_gain, other = (a, b) if found[0] == 0 else (b, a)
-            s.spoil([of_gain], why)
+            s.forbid([of_gain], why)
             outs.append(other._replace(made=None))
     for (k, gain), axes in gains.items():
         numbers = tuple(itertools.chain(*(axis.numbers for i in axes if (axis := outs[i]))))
@@ -298,47 +299,47 @@ def _multiplied(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     return [tuple(outs)]
 
 
-def _divided(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    s.spoil(ins[1], f"also go into {node.words}, which divides by them")
+def _divided(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    s.forbid(ins[1], f"also go into {node.words}, which divides by them")
     return [tuple(_product_of(s, a, b, f"also go into {node.words}, by others") for a, b in _pairs(node, ins))]
 
 
-def _squared(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
-    s.spoil([axis for axis in ins[0] if axis and axis.is_squared], f"also go into {node.words}, with their squares")
+def _squared(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+    s.forbid([axis for axis in ins[0] if axis and axis.is_squared], f"also go into {node.words}, with their squares")
     return [tuple(axis and Axis(axis.numbers, True) for axis in ins[0])]
 
 
-def _power(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+def _power(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     return (_squared if param(node.eqn, "y") == 2 else _pointwise)(s, node, ins)
 
 
 # Sums
 
 
-def _reduced(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+def _reduced(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     gone = tuple(param(node.eqn, "axes"))
     sums = [axis for i in gone if (axis := ins[0][i]) is not None and not axis.is_squared]
-    s.spoil(sums, f"also go into {node.words}, which sums them, as the mean of a LayerNorm does")
+    s.forbid(sums, f"also go into {node.words}, which sums them, as the mean of a LayerNorm does")
     return [tuple(axis for i, axis in enumerate(ins[0]) if i not in gone)]
 
 
-def _contracted_pair(s: Streams, a: Axis | None, b: Axis | None, words: str) -> None:
+def _contracted_pair(s: AxisClasses, a: Axis | None, b: Axis | None, words: str) -> None:
     if a is not None and b is not None:
         if a.is_squared or b.is_squared:
-            s.spoil([a, b], f"also go into {words}, with their squares")
-        s.channels.join(a.numbers, b.numbers, f"also go into {words}, with channels in other groups")
+            s.forbid([a, b], f"also go into {words}, with their squares")
+        s.classes.unite(a.numbers, b.numbers, f"also go into {words}, with channels in other groups")
     elif (one := a or b) is not None and not one.is_squared:
-        s.spoil([one], f"also go into {words}, with what is the same for all of them")
+        s.forbid([one], f"also go into {words}, with what is the same for all of them")
 
 
-def _contracted(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+def _contracted(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     op, ndims = OPS[node.name], [len(shape) for shape in node.shapes[0][:2]]
     if not op.can_replace(node.eqn.params) or not op.of(node.eqn.params).pairs_axes(ndims):
         return _mixed(s, node, ins)
     axes = axes_of(node)
     a, b = (dict(zip(*of, strict=True)) for of in zip(axes.operands, ins[:2], strict=True))
     cut = [of[name] for of in (a, b) for name in axes.apart if name in of]
-    s.spoil([*cut, *itertools.chain(*ins[2:])], f"also go into {node.words}, {CUTS}")
+    s.forbid([*cut, *itertools.chain(*ins[2:])], f"also go into {node.words}, {CUTS}")
     for name in axes.summed:
         _contracted_pair(s, a[name], b[name], node.words)
     why = f"also go into {node.words}, which takes one at a time"
@@ -346,19 +347,19 @@ def _contracted(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     return [tuple(axis and axis._replace(made=None) for axis in outs)]
 
 
-# Moves, by the runs of axes that MOVES has of each
+# Moves, by the runs of axes that MOVES gives
 
 
-def _moved(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+def _moved(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     if (fill := node.eqn.params.get("fill_value")) and fill == fill:  # neither None, nor 0 or NaN, the same rotated
         return _mixed(s, node, ins)
-    s.spoil(itertools.chain(*ins[1:]), f"also go into {node.words}, {CUTS}")
+    s.forbid(itertools.chain(*ins[1:]), f"also go into {node.words}, {CUTS}")
     outs = [_in_runs(s, node, k, ins[0]) for k in range(len(node.outs))]
     whole = [v for v in outs if v is not None]
     return whole if len(whole) == len(outs) else _mixed(s, node, ins, "which groups them in other ways")
 
 
-def _in_runs(s: Streams, node: Node, k: int, v: Axes) -> Axes | None:
+def _in_runs(s: AxisClasses, node: Node, k: int, v: Axes) -> Axes | None:
     """The axes of result k of a move, run by run; None where channels would be in groups that are not theirs."""
     old, new, runs = node.shapes[0][0], node.shapes[1][k], runs_of(node, k)
     outs: list[Axis | None] = [None] * len(new)
@@ -366,7 +367,7 @@ def _in_runs(s: Streams, node: Node, k: int, v: Axes) -> Axes | None:
     for run in runs:
         axes = [v[i] for i in run.old if old[i] > 1]
         if run.is_picked or run.times > 1:
-            s.spoil(axes, f"also go into {node.words}, {CUTS}")
+            s.forbid(axes, f"also go into {node.words}, {CUTS}")
             made = s.new([new[j] for j in run.new], f"come out of {node.words}, {CUTS}")
         elif run.cut:
             made = [_part(s, node, v[run.old[0]], old[run.old[0]], run.cut)]
@@ -381,51 +382,51 @@ def _in_runs(s: Streams, node: Node, k: int, v: Axes) -> Axes | None:
     return tuple(outs)
 
 
-def _regrouped(s: Streams, node: Node, run: Run, v: Axes, sizes: Sequence[int]) -> Sequence[Axis | None] | None:
+def _regrouped(s: AxisClasses, node: Node, run: Run, v: Axes, sizes: Sequence[int]) -> Sequence[Axis | None] | None:
     """The axes of these sizes that axes become together; None where they cannot."""
     axes = [(v[i], n) for i in run.old if (n := node.shapes[0][0][i]) > 1]
     present = [axis for axis, _ in axes if axis is not None]
     if not present or not sizes:
         return [None] * len(sizes)
-    copies = lambda n: (s.channels.new(n, f"are the same in {node.words}"),)
+    copies = lambda n: (s.classes.new(n, f"are the same in {node.words}"),)
     numbers = itertools.chain(*(axis.numbers if axis else copies(n) for axis, n in axes))
-    groups, first = s.channels.grouped(tuple(numbers), sizes), present[0]
+    groups, first = s.classes.grouped(tuple(numbers), sizes), present[0]
     if groups is None or any(axis.is_squared != first.is_squared for axis in present):
         return None
     made = first.made if all(axis and axis.made == first.made for axis, _ in axes) else None
     return [Axis(group, first.is_squared, made) for group in groups]
 
 
-def _whole(s: Streams, node: Node, v: Axes, cut: Iterable[int]) -> list[Axes]:
-    """Of what takes the channels along some axes of a value apart."""
+def _whole(s: AxisClasses, node: Node, v: Axes, cut: Iterable[int]) -> list[Axes]:
+    """The axes of a result that takes the channels along some axes of a value apart."""
     cut = list(cut)
-    s.spoil([v[i] for i in cut], f"also go into {node.words}, {CUTS}")
+    s.forbid([v[i] for i in cut], f"also go into {node.words}, {CUTS}")
     made = s.new(node.shapes[1][0], f"come out of {node.words}, {CUTS}")
     return [tuple(made[i] if i in cut else axis for i, axis in enumerate(v))]
 
 
-def _part(s: Streams, node: Node, axis: Axis | None, n: int, cut: tuple[int, int, int]) -> Axis | None:
-    """What an axis of n channels is where it is cut by (start, stop, stride): blocks that are whole keep theirs."""
+def _part(s: AxisClasses, node: Node, axis: Axis | None, n: int, cut: tuple[int, int, int]) -> Axis | None:
+    """An axis of n channels, cut by (start, stop, stride): blocks that stay whole keep their classes."""
     start, stop, stride = cut
     if axis is None or cut == (0, n, 1):
         return axis
     block = math.gcd(start, stop, n) if stride == 1 else 1
-    outer, inner = s.channels.grouped(axis.numbers, (n // block, block)) or (axis.numbers, ())
-    s.channels.spoil(outer, f"also go into {node.words}, {CUTS}")
+    outer, inner = s.classes.grouped(axis.numbers, (n // block, block)) or (axis.numbers, ())
+    s.classes.forbid(outer, f"also go into {node.words}, {CUTS}")
     size = -(-(stop - start) // (abs(stride) * (block if inner else 1)))
     (made,) = s.new([size], f"come out of {node.words}, {CUTS}")
     return Axis((*(made.numbers if made else ()), *inner), axis.is_squared, axis.made) if made or inner else None
 
 
-def _padded(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+def _padded(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     (axes,) = _sum(s, node, ins)
     return _whole(s, node, axes, [i for i, config in enumerate(param(node.eqn, "padding_config")) if any(config)])
 
 
-def _joined(s: Streams, node: Node, ins: Sequence[Axes]) -> list[Axes]:
+def _joined(s: AxisClasses, node: Node, ins: Sequence[Axes]) -> list[Axes]:
     at, is_new = param(node.eqn, "dimension", "axis"), node.name == "stack"
     if not is_new:
-        s.spoil([v[at] for v in ins], f"also go into {node.words}, {CUTS}")
+        s.forbid([v[at] for v in ins], f"also go into {node.words}, {CUTS}")
     (axes,) = _sum(s, node, [(*v[:at], None, *v[at + (not is_new) :]) for v in ins])
     return _whole(s, node, axes, [at])
 
@@ -434,13 +435,13 @@ _POINTWISE = (
     *("abs", "exp", "log", "logistic", "max", "min", "pow", "rsqrt", "sign", "sqrt", "tanh"),
     *("and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or"),
 )
-OF_MOVES: dict[str, Rule] = {  # by how they move
+OF_MOVES: dict[str, Transfer] = {  # by how they move
     **dict.fromkeys(("moves", "picks"), _moved),
     "each": _each,
     "casts": _cast,
     "joins": _joined,
 }
-RULES: dict[str, Rule] = {
+TRANSFERS: dict[str, Transfer] = {
     "pad": _padded,
     "neg": _each,
     **dict.fromkeys(("add", "add_any", "sub"), _sum),
@@ -454,8 +455,8 @@ RULES: dict[str, Rule] = {
 }
 
 
-def _rule_of(name: str) -> Rule:
+def _transfer_of(name: str) -> Transfer:
     if name in OPS:
         return _contracted
     of_move = OF_MOVES.get(MOVES[name].how) if name in MOVES else None
-    return RULES.get(name) or of_move or _mixed
+    return TRANSFERS.get(name) or of_move or _mixed
