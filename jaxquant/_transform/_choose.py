@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each operand of each op gets: by which rule, and which spec, with the axes of the operand."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from .._base import _checks as checks
 from .._contract._contract import Precision
@@ -20,7 +20,8 @@ from ._backward import precisions
 from ._match import MatchedOp, Matcher, is_exact, is_wanted
 
 
-class Choice(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
     """What one operand gets.
 
     Attributes:
@@ -61,7 +62,8 @@ class Choice(NamedTuple):
         return self.spec is not None and (self.is_weight or self.point is not None or self.cache is not None)
 
 
-class Decision(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
     """What happens to one op: what its operands get, the precision of its two backward products, and their history."""
 
     op: MatchedOp
@@ -104,7 +106,7 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
     if op.kind == "closed":
         return _of_closed(op, matcher)
     if op.kind == "value":
-        return Decision(op, (_as_value(values[op.contraction.location], values),))
+        return Decision(op=op, operands=(_as_value(values[op.contraction.location], values),))
     contracted = contracted_axes(op.contraction)
     choices = [_of_operand(op, side, contracted[side], matcher, strict) for side in range(2)]
     specs = [choice.spec for choice in choices]
@@ -113,7 +115,8 @@ def _decision(op: MatchedOp, matcher: Matcher, values: Mapping[Location, Choice]
             _check_scales(choice, op.contraction.as_op().takes_blocks)
     gradient, steps = precisions(op, op.names, [choice.rule for choice in choices], specs)
     choices = [_as_cache(choice, other, op, matcher) for choice, other in zip(choices, choices[::-1], strict=True)]
-    decision = Decision(op, tuple(_as_value(choice, values) for choice in choices), gradient, steps)
+    operands = tuple(_as_value(choice, values) for choice in choices)
+    decision = Decision(op=op, operands=operands, gradient=gradient, steps=steps)
     _check_rounded_once(decision)
     return decision
 
@@ -143,7 +146,7 @@ def _as_cache(choice: Choice, other: Choice, op: MatchedOp, matcher: Matcher) ->
         if other.spec.rounding == "stochastic":
             raise ValueError(f"what meets the cache {cache!r} must round to nearest, got {other.spec}.")
     spec, shape = matcher.caches[cache].spec, matcher.caches[cache].shape
-    return choice._replace(spec=spec, rule=rule, cache=cache, is_folded=_changes(choice, spec, shape))
+    return dataclasses.replace(choice, spec=spec, rule=rule, cache=cache, is_folded=_changes(choice, spec, shape))
 
 
 def _changes(choice: Choice, spec: QuantSpec, shape: tuple[int, ...]) -> bool:
@@ -186,7 +189,7 @@ def _of_closed(op: MatchedOp, matcher: Matcher) -> Decision:
                     f"into {op.contraction.op!r}, where quantize_fn cannot replace anything. Leave it in float by a "
                     f"rule ({path!r}, None) before this one, or quantize it by fake_quant_params."
                 )
-            choices.append(Choice(name, operand))
+            choices.append(Choice(name=name, operand=operand))
             continue
         rule = op.own[side]
         if rule is not None and is_wanted(rule):
@@ -197,8 +200,8 @@ def _of_closed(op: MatchedOp, matcher: Matcher) -> Decision:
                     f"anything. Leave it in float by a rule ({first!r}, None) before this one"
                     f"{', and one for each of the others' if others else ''}, or quantize it by fake_quant_params."
                 )
-        choices.append(Choice(name, operand, rule=rule))
-    return Decision(op, tuple(choices))
+        choices.append(Choice(name=name, operand=operand, rule=rule))
+    return Decision(op=op, operands=tuple(choices))
 
 
 def _of_value(op: MatchedOp) -> Choice:
@@ -218,7 +221,7 @@ def _of_value(op: MatchedOp) -> Choice:
                 f"a value has one scale, got {rule.activation}. Give the rule PerTensor(), as activation_spec(bits) "
                 "does, or quantize the operands of the dots by rules of their own."
             )
-    return Choice(name, operand, (), rule, rule.activation)
+    return Choice(name=name, operand=operand, rule=rule, spec=rule.activation)
 
 
 def _as_value(choice: Choice, values: Mapping[Location, Choice]) -> Choice:
@@ -233,7 +236,7 @@ def _as_value(choice: Choice, values: Mapping[Location, Choice]) -> Choice:
                 f"the rule says {choice.spec}. Give both rules one spec, or drop the rule of the value or of this "
                 "operand."
             )
-    return choice._replace(point=point)
+    return dataclasses.replace(choice, point=point)
 
 
 def _of_operand(op: MatchedOp, side: int, contracted: tuple[int, ...], matcher: Matcher, strict: bool) -> Choice:
@@ -255,7 +258,8 @@ def _of_operand(op: MatchedOp, side: int, contracted: tuple[int, ...], matcher: 
                 )
             else:
                 spec = None  # integers and the like that a glob only happens to match
-    return Choice(op.names[side], operand, contracted, rule, spec, op.kind == "weight" and side == op.weight)
+    is_weight, name = op.kind == "weight" and side == op.weight, op.names[side]
+    return Choice(name=name, operand=operand, contracted=contracted, rule=rule, spec=spec, is_weight=is_weight)
 
 
 def _refuse_blocks(op: MatchedOp, rule: Rule, spec: QuantSpec) -> None:

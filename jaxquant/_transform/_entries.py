@@ -28,7 +28,8 @@ from ._choose import Choice, Decision
 from ._match import MatchedOp, Matcher, names_of, numbered
 
 
-class Entry(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
     """A parameter, or an input of ops that use it alike: what has one scale, or one for each of its groups.
 
     Attributes:
@@ -152,8 +153,8 @@ def keyed(decisions: Sequence[Decision]) -> list[Decision]:
     found = []
     for decision in decisions:
         contraction = decision.contraction
-        operands = tuple(choice._replace(keys=of(choice, decision)) for choice in decision.operands)
-        found.append(decision._replace(operands=operands))
+        operands = tuple(dataclasses.replace(choice, keys=of(choice, decision)) for choice in decision.operands)
+        found.append(dataclasses.replace(decision, operands=operands))
         if decision.op.kind == "value":
             values[contraction.location] = operands[0].keys
     return found
@@ -173,27 +174,36 @@ def entries_of(decisions: Sequence[Decision], leaves: Mapping[str, Any]) -> dict
 
 def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -> Entry:
     """The entry of an operand, or of a parameter in it, as one op uses it."""
-    (name, operand, contracted, rule, spec, is_weight, *_), contraction = decision.operands[side], decision.contraction
+    choice, contraction = decision.operands[side], decision.contraction
+    operand, rule, spec = choice.operand, choice.rule, choice.spec
     assert rule is not None
     assert spec is not None
-    if not is_weight:
+    entry = functools.partial(Entry, key=key, rule=rule, sites=(choice.name,), is_weight=choice.is_weight)
+    if not choice.is_weight:
         _check_name(key, leaves)
         kind = rule.activation.granularity if rule.activation else spec.granularity
-        return Entry(
-            key, spec, operand.shape, operand.dtype, False, rule, (name,),
+        return entry(
+            spec=spec,
+            shape=operand.shape,
+            dtype=operand.dtype,
             is_dynamic=spec.granularity.is_dynamic or kind.is_dynamic or decision.is_folded,
-            scaled_by=decision.scaled_by, location=contraction.location, stack=contraction.stack,
+            scaled_by=decision.scaled_by,
+            location=contraction.location,
+            stack=contraction.stack,
             is_seen=not contraction.in_condition,
-        )  # fmt: skip
+        )
     leaf = leaves[key]
     spec = on_parameter(spec, operand, key, leaf.shape)
-    kept = along(operand, [i for i in range(len(operand.shape)) if i not in contracted])
-    summed = frozenset(along(operand, contracted) - kept) or shared_axes(spec, leaf.shape)
-    order = _at_rest(contraction, side, spec, rule, leaf.shape)
-    return Entry(
-        key, spec, leaf.shape, leaf.dtype, True, rule, (name,), summed, order=order,
-        is_multiplied=rule.activation is not None, summed=_summed(decision, side, leaf.shape),
-    )  # fmt: skip
+    kept = along(operand, [i for i in range(len(operand.shape)) if i not in choice.contracted])
+    return entry(
+        spec=spec,
+        shape=leaf.shape,
+        dtype=leaf.dtype,
+        contracted=frozenset(along(operand, choice.contracted) - kept) or shared_axes(spec, leaf.shape),
+        order=_at_rest(contraction, side, spec, rule, leaf.shape),
+        is_multiplied=rule.activation is not None,
+        summed=_summed(decision, side, leaf.shape),
+    )
 
 
 def _check_name(key: str, paths: Collection[str]) -> None:
@@ -206,12 +216,13 @@ def _summed(decision: Decision, side: int, shape: tuple[int, ...]) -> frozenset[
 
     What is concatenated has sums of its own, and loses those of its parts.
     """
-    (_, operand, contracted, _, spec, *_), other = decision.operands[side], decision.operands[1 - side].spec
-    if spec is None or other is None or not takes_sums(spec, other) or len(operand.origin.parts) > 1:
+    choice, other = decision.operands[side], decision.operands[1 - side].spec
+    operand = choice.operand
+    if choice.spec is None or other is None or not takes_sums(choice.spec, other) or len(operand.origin.parts) > 1:
         return None
-    summed = along(operand, contracted)
-    kept = along(operand, [i for i in range(len(operand.shape)) if i not in contracted])
-    is_whole = math.prod(operand.shape[i] for i in contracted) == math.prod(shape[a] for a in summed)
+    summed = along(operand, choice.contracted)
+    kept = along(operand, [i for i in range(len(operand.shape)) if i not in choice.contracted])
+    is_whole = math.prod(operand.shape[i] for i in choice.contracted) == math.prod(shape[a] for a in summed)
     return frozenset(summed) if summed and is_whole and kept.isdisjoint(summed) else None
 
 
@@ -219,7 +230,7 @@ def _merged(old: Entry, new: Entry) -> Entry:
     """The entry of one thing that is used in two ways."""
     sites = *old.sites, *new.sites
     if not old.is_weight:
-        return old._replace(sites=sites)
+        return dataclasses.replace(old, sites=sites)
     if old.spec != new.spec:
         raise ValueError(
             f"the parameter {old.key!r} of shape {old.shape} is quantized in two ways: as {old.spec} at "
@@ -227,12 +238,15 @@ def _merged(old: Entry, new: Entry) -> Entry:
             "groups, whatever uses it. Name them by weight_spec(bits, channel_axis=...), counted on the parameter and "
             "kept by every op, or by granularity=PerTensor(); or leave one of the uses in float by a rule with None."
         )
-    # Of ops that sum along other axes a flag is for all that share a scale.
-    contracted = old.contracted if old.contracted == new.contracted else shared_axes(old.spec, old.shape)
-    order = old.order if old.order == new.order else None
-    summed = old.summed if old.summed == new.summed else None
-    is_multiplied = old.is_multiplied or new.is_multiplied
-    return old._replace(sites=sites, contracted=contracted, order=order, is_multiplied=is_multiplied, summed=summed)
+    same = lambda name: getattr(old, name) if getattr(old, name) == getattr(new, name) else None
+    return dataclasses.replace(
+        old,
+        sites=sites,
+        contracted=same("contracted") or shared_axes(old.spec, old.shape),  # a flag is for all that share a scale
+        order=same("order"),
+        summed=same("summed"),
+        is_multiplied=old.is_multiplied or new.is_multiplied,
+    )
 
 
 def _read_entry(path: str, rule: Rule, leaf: PyTree) -> Entry:
@@ -245,7 +259,16 @@ def _read_entry(path: str, rule: Rule, leaf: PyTree) -> Entry:
                 f"{spec} is per output channel of the parameter's dot, and no dot uses it. Name the axis: "
                 "weight_spec(bits, channel_axis=...), counted on the parameter."
             )
-        return Entry(path, spec, leaf.shape, leaf.dtype, True, rule, (), shared_axes(spec, leaf.shape))
+        return Entry(
+            key=path,
+            spec=spec,
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            is_weight=True,
+            rule=rule,
+            sites=(),
+            contracted=shared_axes(spec, leaf.shape),
+        )
 
 
 def reads_of(decisions: Sequence[Decision], of_walk: Mapping[str, Set[str]]) -> dict[str, set[str]]:
@@ -271,11 +294,11 @@ def with_reads(
             entries[path] = used.get(path) or _read_entry(path, rule, matcher.leaves[path])
             everywhere.append(path)
         if by and path in entries and entries[path].is_weight:  # read in float too, it lies as it always did
-            entries[path] = entries[path]._replace(reads=tuple(sorted(by)), order=None)
+            entries[path] = dataclasses.replace(entries[path], reads=tuple(sorted(by)), order=None)
     before = [name for op in ops for name in names_of(op)]
     names = dict(zip(everywhere, numbered([*before, *everywhere], matcher.leaves)[len(before) :], strict=True))
     for path, name in names.items():
-        entries[path] = entries[path]._replace(sites=(*entries[path].sites, name))
+        entries[path] = dataclasses.replace(entries[path], sites=(*entries[path].sites, name))
     return entries, names
 
 
