@@ -131,8 +131,7 @@ def _moves(eqn: JaxprEqn, before: tuple[Moved, ...] | None, runs: _Runs | None) 
         return None
     # A sharding is one of the program's mesh, which need not be there where the moves are made again.
     params = ((key, None if key == "sharding" else v) for key, v in sorted(eqn.params.items()))
-    order = [i for run in of_results[0] for i in run.old]
-    return (*before, Moved(eqn.primitive, tuple(params), any(run.cut for run in of_results[0]), order != sorted(order)))
+    return (*before, Moved(eqn.primitive, tuple(params)))
 
 
 def in_order(v: Array, moves: Sequence[Moved], of_turn: Callable[[Array], Array]) -> Array:

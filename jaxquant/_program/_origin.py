@@ -8,17 +8,10 @@ from ._jaxpr import Location
 
 
 class Moved(NamedTuple):
-    """A primitive that has put the elements of a parameter in another order, or None: a scan took the first axis.
-
-    Attributes:
-      is_cut: whether some elements are gone, or come backwards.
-      is_turned: whether axes have changed places.
-    """
+    """A primitive that has put the elements of a parameter in another order, or None: a scan took the first axis."""
 
     primitive: Any
     params: tuple[tuple[str, Any], ...] = ()
-    is_cut: bool = False
-    is_turned: bool = False
 
 
 class Origin(NamedTuple):

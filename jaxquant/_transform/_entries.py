@@ -385,15 +385,11 @@ class Entries:
             return QParams(scale.reshape(entry.groups), zero_point.reshape(entry.groups))
 
     def check_frozen(
-        self,
-        frozen: Mapping[str, QArray],
-        qparams: Mapping[str, Any] | None,
-        operands: Collection[str],
-        read: Collection[str],
+        self, frozen: Mapping[str, QArray], qparams: Mapping[str, Any] | None, operands: Collection[str]
     ) -> None:
         """A QArray under a rule must be what the rule makes of the parameter, and served as it was frozen for.
 
-        `operands` are the parameters that some op contracts, `read` those that something else computes with.
+        `operands` are the parameters that some op contracts.
         """
         for path, q in frozen.items():
             entry = self.of.get(path)

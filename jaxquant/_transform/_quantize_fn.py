@@ -459,7 +459,7 @@ class QuantizedFunction:
                 )
         of_entries, delayed = entries.checked_qparams(qparams, frozen)
         operands = {path for of in program.walk.found() for v in of.operands for path in v.origin.weights}
-        entries.check_frozen(frozen, qparams, operands, program.walk.reads)
+        entries.check_frozen(frozen, qparams, operands)
         if how.lsq_gradient:
             for name, used in of_entries.items():
                 if used is not None and name not in frozen:
