@@ -195,7 +195,7 @@ def _written(v: Array, new: Array, windows: Windows) -> Array:
 
 
 class Part(NamedTuple):
-    """What is written: how many groups it has along each axis, and whether the scales of the cache stay."""
+    """The groups of a part along each axis, and whether the scales of the cache stay when it is written."""
 
     groups: tuple[int, ...]
     keeps: bool
@@ -248,17 +248,17 @@ def _with_scales(cache: Quantized, q: Quantized, part: Part, write: Callable[[Ar
 
 
 def quantized_part(cache: Quantized, new: Array, part: Part) -> Quantized:
-    """What is written, in integers."""
+    """The part to be written, in integers."""
     return _quantized_like(cache, new, part, None)
 
 
 def part_in_float(cache: Quantized, new: Array, part: Part) -> Array:
-    """What is written, in float, with the gradient of its quantizer."""
+    """The part to be written, in float, with the gradient of its quantizer."""
     return fake_quant(new, *_quantizer(cache, new.shape, part))
 
 
 def _quantizer(cache: Quantized, shape: tuple[int, ...], part: Part) -> tuple[QuantSpec, QParams | None]:
-    """How a part is quantized: with the scales of the cache where these stay."""
+    """The spec and the qparams of a part: those of the cache where its scales stay."""
     spec = dataclasses.replace(cache.spec, granularity=granularity_of(part.groups, shape))
     if not part.keeps:
         return spec, None
@@ -291,7 +291,7 @@ def _check_whole_groups(cache: Quantized, shape: tuple[int, ...]) -> None:
 
 
 def _quantized_like(cache: Quantized, new: Array | Quantized, part: Part, key: Array | None) -> Quantized:
-    """What is written, with so many groups along its axes; with the scales of the cache where these stay."""
+    """The part to be written, quantized in these groups, with the scales of the cache where these stay."""
     spec, qparams = _quantizer(cache, new.shape, part)
     if isinstance(new, Quantized):
         if not has_grid_of(new.spec, spec) or (not part.keeps and new.groups != part.groups):

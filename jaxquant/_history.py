@@ -50,7 +50,7 @@ class GradientHistory:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("qparams", "seen"), meta_fields=("spec",))
 @dataclasses.dataclass(frozen=True)
 class DelayedQParams:
-    """What a quantized function takes of a GradientHistory, as the qparams of its entry. A pytree.
+    """The qparams of a gradient with a history, as a quantized function takes them. A pytree.
 
     Attributes:
       qparams: QParams with which the gradient is rounded; None to take them from its own values. They have no gradient.
@@ -129,7 +129,7 @@ def split_histories(qparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 def delayed_qparams(
     histories: Mapping[str, GradientHistory], *, just_in_time: bool = False
 ) -> dict[str, DelayedQParams]:
-    """What the quantized function takes of the histories in one step: a scale for each gradient, and where to count.
+    """The qparams of gradients for one step, made of their histories: a scale for each, and a place to count.
 
     The scale is of the upper end of the bin of the largest magnitude in the history, so up to an eighth larger than of
     that magnitude; 1 where there is none. What is larger than any in the history is clipped.

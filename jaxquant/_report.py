@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantizing does to a model: errors, sizes, and what each parameter and input costs the loss."""
+"""Reports on a quantized model: errors, sizes, and the cost of each parameter and input to the loss."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ from ._transform._quantize_fn import QuantizedFunction
 
 
 class ReportRow(NamedTuple):
-    """What quantizing does to one parameter, or to one input of the ops that use it.
+    """The effect of quantizing one parameter, or one input of the ops that use it.
 
     Attributes:
       entry: the path of the parameter, or the name of the first site that uses the input.
@@ -96,7 +96,7 @@ _HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `report` found: iterate over its rows, take one by its entry, or print the table; a notebook shows it.
+    """The result of `report`: iterate over its rows, take one by its entry, or print the table; a notebook shows it.
 
     Attributes:
       rows: ReportRows, in the order of their cost if there is a loss, else in the order of the program.
@@ -166,7 +166,7 @@ def report(
     mask: PyTree = None,
     **kwargs: Any,
 ) -> Report:
-    """What quantizing does to each parameter and each input of a quantized function, on one batch.
+    """The effect of quantizing each parameter and each input of a function, on one batch.
 
     The function runs in float, and each parameter and input is compared with its quantized value. With a loss, each is
     also quantized alone in an otherwise float function; the cost is measured, and predicted from the exact curvature.
@@ -307,7 +307,7 @@ def _dead(leaf: Array, qparams: QParams | None, spec: QuantSpec, contracted: fro
 
 
 class _Costs(NamedTuple):
-    """What each entry alone costs the loss."""
+    """The cost of each entry alone to the loss."""
 
     q: QuantizedFunction
     entries: Mapping[str, Entry]

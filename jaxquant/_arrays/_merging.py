@@ -20,7 +20,7 @@ T = TypeVar("T")  # a Range, or a dict of them
 
 
 def merge(*observed: Any) -> PyTree:
-    """What is observed of several batches, shards or processes: the union of ranges, the sum of histograms or Grams.
+    """The merge of observations of batches, shards or processes: the union of ranges, the sum of histograms or Grams.
 
     Associative and commutative, but for the rounding of the float sums of Grams, so that parts merge in any order. For
     ranges also idempotent, and Range(inf, -inf) is neutral. Where a bin of a histogram has 2 ** 31 values, all counts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the gradient is rounded in the backward products of an op, by its rules."""
+"""The rounding of the gradient in the backward products of an op, by its rules."""
 
 import dataclasses
 import math

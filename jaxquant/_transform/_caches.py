@@ -63,7 +63,7 @@ class Cache(NamedTuple):
             return value
 
     def returned(self, q: Quantized) -> QArray:
-        """What the function returns of the cache: of the structure that the next call takes, if it is the whole."""
+        """The cache as the function returns it: with the structure that the next call takes, if it is whole."""
         if q.shape != self.shape or q.groups != groups_shape(self.spec, self.shape):
             granularity = granularity_of(q.groups, q.shape)
             is_shared = granularity == PerTensor() != q.spec.granularity  # the one scale of a part is of a group
@@ -116,7 +116,7 @@ class CacheRules(NamedTuple):
         return [v for i, path, v in leaves if i != argnum and is_qarray(v) and self.first(path, v)]
 
     def among(self, args: tuple, kwargs: Mapping[str, Any], argnum: int) -> dict[int, Cache]:
-        """What rules match, by the number of the leaf; a QArray in the arguments counts as its arrays."""
+        """The caches that rules match, by the number of the leaf; a QArray in the arguments counts as its arrays."""
         if not self.rules:
             return {}
         found = enumerate(self.leaves(args, kwargs, argnum, lambda node: False))
@@ -132,7 +132,7 @@ class CacheRules(NamedTuple):
                 yield i, path if i == argnum else "/".join(filter(None, (name, path))), leaf
 
     def paths(self, args: tuple, kwargs: Mapping[str, Any], argnum: int) -> list[str]:
-        """Of all that a rule may match."""
+        """The paths of all leaves that a rule may match."""
         leaves = self.leaves(args, kwargs, argnum, is_qarray) if self.rules else ()
         return [path for _, path, v in leaves if checks.is_float(getattr(v, "dtype", None))]
 

@@ -49,7 +49,7 @@ def is_traced(leaf: PyTree) -> bool:
 
 
 class Call(NamedTuple):
-    """What is static of the arguments of one call."""
+    """The static part of the arguments of one call."""
 
     structure: PyTree
     leaves: tuple[Static | None, ...]  # None where an array is
@@ -62,7 +62,7 @@ class Call(NamedTuple):
 
 
 def call_of(args: tuple, kwargs: Mapping[str, Any], argnum: int, caches: CacheRules) -> tuple[Call, list[Any]]:
-    """What is static of the arguments, and the arrays; a QArray in the params, or that is a cache, counts as one."""
+    """The static part of the arguments, and their arrays; a QArray in the params, or that is a cache, counts as one."""
     if len(args) <= argnum:
         raise TypeError(
             f"`params_argnum={argnum}` must be one of the positional arguments, got {len(args)} of them. "
@@ -143,7 +143,7 @@ def may_take(f: Callable, name: str) -> bool:
 
 
 def misuse(args: tuple, kwargs: Mapping[str, Any], argnum: int, caches: CacheRules) -> str:
-    """What is wrong with the arguments of a call that has failed, where they show it; else nothing."""
+    """The mistake in the arguments of a call that has failed, in words, where they show it; else nothing."""
     others = {i: v for i, v in (*enumerate(args), *kwargs.items()) if i != argnum}
     params = args[argnum] if argnum < len(args) else None
     if found := _found(QParams, params):
@@ -204,7 +204,7 @@ def arrays_of(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_lost_changes(
     before: Mapping[str, Any], after: Mapping[str, Any], passed: Sequence[Any], returned: Sequence[Any]
 ) -> None:
-    """What the function has changed of its arguments, as modules of nnx do, is lost unless it is returned."""
+    """Raises for changes that the function made to its arguments, as modules of nnx do, and does not return."""
     kept = set(map(id, passed))
     # A pytree that makes its leaves anew whenever it is flattened has not changed.
     made = {path for path, leaf in before.items() if id(leaf) not in kept}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each operand of each op gets: by which rule, and which spec, with the axes of the operand."""
+"""The choice for each operand of each op: a rule, and a spec with the axes of the operand."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from ._match import MatchedOp, Matcher, is_exact, is_wanted
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What one operand gets.
+    """The choice for one operand.
 
     Attributes:
       name: of its site.
@@ -64,7 +64,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What happens to one op: what its operands get, the precision of its two backward products, and their history."""
+    """The choices for one op: for its operands, the precision of its two backward products, and their history."""
 
     op: MatchedOp
     operands: tuple[Choice, ...]
@@ -97,7 +97,7 @@ class Decision:
 
 
 def choose(ops: Sequence[MatchedOp], matcher: Matcher, strict: bool) -> list[Decision]:
-    """What happens to each op, without the keys of entries."""
+    """The decision about each op, without the keys of entries."""
     values = {op.contraction.location: _of_value(op) for op in ops if op.kind == "value"}
     return [_decision(op, matcher, values, strict) for op in ops]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the ops of a function, in three passes: choices for operands, entries of qparams, and the plan."""
+"""The decisions about a function, from rules and a walk: choices for operands, entries of qparams, and the plan."""
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -126,7 +126,7 @@ def _check_gradient(sites: Sequence[Site], matcher: Matcher, is_quantized: bool)
 
 
 def _custom(decisions: Iterable[Decision]) -> dict[Location, str]:
-    """How the calls with a derivative of their own around quantized ops are treated."""
+    """The treatment of calls with a derivative of their own around quantized ops."""
     custom: dict[Location, str] = {}
     for decision in decisions:
         said = [choice.rule.custom for choice in decision.operands if choice.rule and choice.spec]

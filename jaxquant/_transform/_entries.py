@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has qparams of its own: each parameter that is quantized, and each input of the ops that use one."""
+"""The entries of qparams: each parameter that is quantized, and each input of the ops that use one."""
 
 import dataclasses
 import functools
@@ -78,7 +78,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """How many values it has, in all turns of a scan."""
+        """The number of its values, in all scan iterations."""
         return math.prod((*(n for _, n in self.stack), *self.shape))
 
 
@@ -102,7 +102,7 @@ class GradientEntry(NamedTuple):
         return empty_history(self.spec, tuple(n for _, n in self.stack), self.steps)
 
     def checked(self, qparams: object) -> DelayedQParams | None:
-        """What a caller has passed for it."""
+        """The value that a caller has passed for it."""
         if qparams is None:
             return None
         if isinstance(qparams, GradientHistory):
@@ -161,7 +161,7 @@ def keyed(decisions: Sequence[Decision]) -> list[Decision]:
 
 
 def entries_of(decisions: Sequence[Decision], leaves: Mapping[str, Any]) -> dict[str, Entry]:
-    """What the quantized operands have qparams for, each entry with all that uses it."""
+    """The entries of all quantized operands, each with the sites that use it."""
     entries: dict[str, Entry] = {}
     for decision in decisions:
         for side, choice in enumerate(decision.operands):
@@ -272,7 +272,7 @@ def _read_entry(path: str, rule: Rule, leaf: PyTree) -> Entry:
 
 
 def reads_of(decisions: Sequence[Decision], of_walk: Mapping[str, Set[str]]) -> dict[str, set[str]]:
-    """What reads each parameter in float, or otherwise than as what an op contracts in integers."""
+    """The readers of each parameter, by path, but for ops that contract it in integers."""
     reads = {path: set(by) for path, by in of_walk.items()}
     for decision in decisions:
         for choice in decision.operands:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with rules for a function, in words, where telling it takes more than a look at one operand."""
+"""The errors of rules for a function that take more than a look at one operand."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def unused_rule(i: int, matcher: Matcher, ops: Sequence[MatchedOp]) -> ValueErro
 
 
 def _why_unused(rule: Rule, names: Sequence[str], matcher: Matcher, ops: Sequence[MatchedOp]) -> str:
-    """What the pattern of a rule matches instead of a site; `names` are those of the sites of its kind."""
+    """The reason why a rule matches no site, in words; `names` are those of the sites of its kind."""
     bare = dataclasses.replace(rule, min_size=0, dtype=None)
     matches = lambda name: bare.matches(name, matcher.leaves.get(name))
     parameters = list(filter(matches, matcher.leaves))

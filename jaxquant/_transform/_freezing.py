@@ -49,7 +49,7 @@ def freeze_leaf(
 
 
 class _Form(NamedTuple):
-    """How the integers of a parameter are made and lie; static. `packed` is the dtype of several in a byte."""
+    """The form in which the integers of a parameter are made and lie; static. `packed` holds several in a byte."""
 
     spec: QuantSpec
     packed: Any

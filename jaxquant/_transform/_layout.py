@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a parameter lies in the matrices that its ops contract: what a Gram is of, and what a solver changes."""
+"""The layout of a parameter in the matrices that its ops contract: a Gram is of these, and a solver changes them."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from ._choose import Choice, Decision
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a parameter of some shape lies in matrices (..., K, N), contracted along K; static and hashable.
+    """The layout of a parameter of some shape in matrices (..., K, N), contracted along K; static and hashable.
 
     Attributes:
       shape: of the parameter.

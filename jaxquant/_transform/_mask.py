@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of the inputs of a function are observed, such as the tokens that are no padding."""
+"""The rows of inputs that are observed, such as the tokens that are no padding."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -40,7 +40,7 @@ class Mask(NamedTuple):
         return self
 
     def over(self, x: Array, names: Sequence[str], entries: Collection[str]) -> Array | None:
-        """Which elements of an input count, of its shape; None if all do. Its entry is known by these names."""
+        """A mask of the shape of an input, whose entry has these names; None if all elements count."""
         if isinstance(self.of, Mapping) and self.of and set(self.of) <= set(entries):
             own = [self.of[name] for name in dict.fromkeys(names) if name in self.of]
             if not own:

@@ -49,7 +49,7 @@ class MatchedOp(NamedTuple):
         return [(path, rule) for path, rule in inside if rule.weight and not rule.optional and path not in quantized]
 
     def subjects(self, side: int) -> list[str]:
-        """What the pattern of a rule for an operand is matched with."""
+        """The names with which the pattern of a rule for an operand is matched."""
         of_weight = self.origins[self.weight or 0]
         if self.kind == "weight":
             return list(of_weight.weights)

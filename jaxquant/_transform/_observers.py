@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is observed of the inputs of a function, and how it is merged over turns, branches and devices."""
+"""Observers of the inputs of a function, whose observations merge over scan iterations, branches and devices."""
 
 import functools
 import types
@@ -32,7 +32,7 @@ from ._mask import Mask
 
 
 class Observed(NamedTuple):
-    """What is known of an operand where an op takes it.
+    """An operand at the op that takes it, as an observer is given it.
 
     Attributes:
       x: its real values.
@@ -59,7 +59,7 @@ class Observed(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Where an entry is observed.
+    """The places where an entry is observed.
 
     Attributes:
       at: the ops, with the side of the operand.
@@ -73,7 +73,7 @@ class Use(NamedTuple):
 
 
 class Observer(NamedTuple):
-    """How operands are observed.
+    """A way to observe operands.
 
     Attributes:
       of: Observed -> what is seen of it.
@@ -94,7 +94,7 @@ def has_range(entry: Entry) -> bool:
 
 
 def uses_of_inputs(decisions: Decisions, sees: Callable[[Entry], bool]) -> dict[str, Use]:
-    """Where the inputs are seen that an observer sees: where the first op takes them."""
+    """The places where an observer sees inputs: the first op that takes each."""
 
     def use(entry: Entry) -> Use:
         keys = [choice.keys for choice in decisions.of[entry.location].operands]
@@ -104,7 +104,7 @@ def uses_of_inputs(decisions: Decisions, sees: Callable[[Entry], bool]) -> dict[
 
 
 def uses_of_weights(decisions: Decisions, wanted: Collection[str] | None = None) -> dict[str, Use]:
-    """Where the inputs are seen that a weight contracts, of all weights or those wanted: at each op that takes it."""
+    """The places where the inputs of weights are seen, of all weights or those wanted: each op that takes one."""
     found: dict[str, Use] = {}
     for location, decision in decisions.of.items():
         for side, choice in () if decision.contraction.in_condition else enumerate(decision.operands):
@@ -222,7 +222,7 @@ class Observation(NamedTuple):
         )
 
     def _nothing(self, key: str, scans: Collection[Location]) -> PyTree:
-        """What is observed of an entry where nothing is seen, stacked for these scans."""
+        """The neutral observation of an entry, stacked for these scans."""
         observer, use = self.observer, self.uses[key]
         assert observer is not None
         location, side = next(iter(use.at.items()))

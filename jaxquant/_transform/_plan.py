@@ -72,7 +72,7 @@ class Site(NamedTuple):
 
     @property
     def quantized_to(self) -> str:
-        """What becomes of it, in words."""
+        """The spec that it is quantized to, in words."""
         words = in_words(self.spec, self.is_per_token) if self.spec else "-"
         scaled = f", times the scales of {self.scaled_by}" if self.scaled_by else ""
         again = f", of the real values of {self.cache}" if self.cache and self.entry else ""

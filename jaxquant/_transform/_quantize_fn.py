@@ -57,7 +57,7 @@ from ._viewing import Viewing
 
 
 class _How(NamedTuple):
-    """What a call computes; static."""
+    """The kind of a call; static."""
 
     observer: Observer | None = None  # of inputs
     is_float: bool = False

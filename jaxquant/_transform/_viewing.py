@@ -70,7 +70,7 @@ class Viewing(Evaluator):
         return v if decision.operands[0].point is not None else self._at(decision, 0, v, scope)
 
     def _at(self, decision: Decision, side: int, v: Any, scope: Scope) -> Any:
-        """What the function of the caller makes of an operand."""
+        """The result of the caller's function for an operand."""
         choice: Choice = decision.operands[side]
         info, qparams = (
             self.decisions.sites.of_ops[decision.contraction.location, side],

@@ -25,13 +25,13 @@ _RATE, _FIRST, _SECOND, _SMALL = 0.03, 0.9, 0.999, 1e-8  # of Adam
 
 
 def _share(v: Array) -> Array:
-    """How much of the way up each weight goes, in [0, 1]."""
+    """The share of the way up that each weight goes, in [0, 1]."""
     low, high = _STRETCH
     return jnp.clip(jax.nn.sigmoid(v) * (high - low) + low, 0, 1)
 
 
 def _start(share: Array) -> Array:
-    """What `_share` makes these shares of."""
+    """The variables of which `_share` makes these shares."""
     low, high = _STRETCH
     p = (share - low) / (high - low)
     return jnp.log(p / (1 - p))

@@ -29,7 +29,7 @@ Progress = Callable[[str, str | None, float, float], None]  # (path, why it is l
 
 
 class _Error(NamedTuple):
-    """What an output is off by: its mean (..., N); and sums of squares, of the error, of this mean, of the output."""
+    """The error of an output: its mean (..., N), and sums of squares of the error, of this mean, and of the output."""
 
     mean: Array
     whole: Array

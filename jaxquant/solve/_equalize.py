@@ -74,7 +74,7 @@ def _distance(ranges: tuple[Array, Array]) -> Array:
 
 @jax.jit
 def _factors(ranges: tuple[Array, Array], biases: Array | np.ndarray, most: Array) -> Array:
-    """What makes both ranges of a channel equal, and no bias larger than `most`."""
+    """The factors that make both ranges of a channel equal, and no bias larger than `most`."""
     first, second = ranges
     is_known = (first > 0) & (second > 0)
     least = biases / jnp.where(most > 0, most, 1)
@@ -90,7 +90,7 @@ def _most(leaves: list[Array], factors: list[np.ndarray], biases: Array | np.nda
 
 
 class _Biases:
-    """What else makes the channels between the weights of a pair, such as a bias, and how large a bias may become.
+    """The other parameters that make the channels between a pair, such as a bias, and how large a bias may become.
 
     A nearly dead column would be divided by next to nothing, and its bias with it, which then is the activation's
     range. No bias may be larger than the channels were, for inputs with a mean square of 1.

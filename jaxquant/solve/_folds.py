@@ -40,7 +40,7 @@ class Operands(NamedTuple):
     leaves: Mapping[str, Any]
 
     def fold(self, path: str) -> Fold | Refused:
-        """How a factor for each input of a weight can be folded."""
+        """The fold of a factor for each input of a weight, or why there is none."""
         if path not in self.of:
             return Refused("it is in the condition of a loop")
         found = fold(self.graph, self.of[path])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rounding loses of a weight, as the product of two narrow matrices."""
+"""The rounding error of a weight, as the product of two narrow matrices."""
 
 import functools
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def low_rank(
     damping: float = 0.01,
     **kwargs: Any,
 ) -> dict[str, tuple[Array, Array]]:
-    """What rounding loses of each weight, as a product a @ b to be added in float beside the integers.
+    """The rounding error of each weight, as a product a @ b to be added in float beside the integers.
 
     Of all products of this rank it is the one with which the layer's output is off least: `x @ w_rounded + (x @ a) @ b`
     is what to serve, or a start for adapters that are trained (QLoRA).

@@ -37,7 +37,7 @@ def _of_group(form: Form, products: Array) -> Array:
 
 
 class _Search(NamedTuple):
-    """How scales are compared: (w, products, grid) -> levels; (error, products) -> what each element costs; ratios."""
+    """A comparison of scales: (w, products, grid) -> levels; (error, products) -> the cost of each element; ratios."""
 
     levels: Callable[[Array, Array, Grid], Array]
     costs: Callable[[Array, Array], Array]

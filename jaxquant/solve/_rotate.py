@@ -27,7 +27,7 @@ Progress = Callable[[str, int, str | None], None]  # (path, how many channels ar
 
 
 class _Rotation:
-    """Which channels of a model are rotated, and the gains that weights take up for it."""
+    """The channels of a model that are rotated, and the gains that weights absorb for it."""
 
     def __init__(self, operands: Operands):
         found = AxisClasses(operands.graph)
@@ -53,7 +53,7 @@ class _Rotation:
         return not is_qarray(leaf) and checks.is_float(leaf.dtype)
 
     def _fold(self, gain: Gain, numbers: Numbers) -> Fold | None:
-        """How weights take up a gain of channels that could be rotated; None if they need not, or cannot."""
+        """The fold by which weights absorb a gain of channels to be rotated; None if they need not, or cannot."""
         if not self.rotated(numbers):
             return None
         found = fold_gain(self.operands.graph, gain)
@@ -93,7 +93,7 @@ class _Rotation:
         return _turned(leaf, tuple((self.classes.sizes[i], bool(self.rotated((i,)))) for i in numbers))
 
     def together(self, path: str) -> int:
-        """How many inputs of a weight are rotated together; 1 where they stay."""
+        """The number of inputs of a weight that are rotated together; 1 where they stay."""
         return math.prod(block_of(self.classes.sizes[i]) for i in self.rotated(self.inputs[path]))
 
     def why(self, path: str) -> str | None:

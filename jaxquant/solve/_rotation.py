@@ -96,7 +96,7 @@ def _axes(decision: Decision) -> list[tuple[int, ...]]:
 
 
 def _layouts(program: Program) -> dict[str, Layout]:
-    """How each weight lies in the matrices whose rows are rotated."""
+    """The layout of each weight in the matrices whose rows are rotated."""
     entries, found = program.decisions.entries.of, {}
     for decision in program.decisions.of.values():
         for side, choice in enumerate(decision.operands):

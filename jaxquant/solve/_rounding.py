@@ -60,7 +60,7 @@ def _solved(
 
 
 def over_matrices(solve: Callable[..., Any], w: Array, products: Array, grid: Grid) -> PyTree:
-    """What `solve` makes of each matrix (K, N), its second moments and its grid, one at a time."""
+    """The results of `solve` for each matrix (K, N), with its second moments and its grid, one at a time."""
     lead, fixed = w.shape[:-2], grid._replace(scale=None, zero_point=None)
     if not lead:
         return solve(w, products, grid)

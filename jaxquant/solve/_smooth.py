@@ -80,7 +80,7 @@ def _errors_before(before: _Taken, s: Array, form: Form) -> Array:
 
 
 def _of_activation(w: Array, gram: Gram, form: Form, spec: QuantSpec) -> Array:
-    """What the rounding of the inputs makes of the output, if it is uniform noise of one step."""
+    """The error of the output by rounding the inputs, if that is uniform noise of one step."""
     turns = sum(move.primitive is None for move in form.layout.moves)
     rows = jnp.maximum(gram.rows, 1)[..., None]
     sizes = jnp.sqrt(jnp.diagonal(gram.products, axis1=-2, axis2=-1) / rows)
@@ -118,7 +118,7 @@ class _Best(NamedTuple):
 
 
 class _Forms(NamedTuple):
-    """What is static of a set.
+    """The static part of a set.
 
     Attributes:
       taken: the form of each weight, and the spec of its inputs.
@@ -145,7 +145,7 @@ def _error(these: _Set, s: Array, forms: _Forms) -> Array:
 
 
 def _from_before(these: _Set, s: Array, forms: _Forms) -> Array:
-    """What the errors of the weights before make of the outputs, channel by channel, by the rows that take them."""
+    """The error of the outputs by the weights before, channel by channel, through the rows that take them."""
     total = jnp.zeros((), s.dtype)
     for before, own in zip(these.before, forms.before, strict=True):
         errors = _errors_before(before, s, own)

@@ -35,7 +35,7 @@ from .._transform._quantize_fn import QuantizedFunction
 
 
 class Form(NamedTuple):
-    """What is static of a weight: a solver compiles once for all weights of one form.
+    """The static part of a weight: a solver compiles once for all weights of one form.
 
     Attributes:
       spec: QuantSpec, to nearest.
@@ -89,7 +89,7 @@ class Weight:
 
     @property
     def turns(self) -> int:
-        """How many turns a scan takes this one in, each with scales of its own; 0 if none does."""
+        """The number of scan iterations that this one is cut into, each with scales of its own; 0 if none cuts it."""
         spec, layout, *_ = self.form
         groups = qparams_shape(spec, layout.shape)
         is_scanned = bool(layout.moves) and layout.moves[0].primitive is None
@@ -106,7 +106,7 @@ class Weight:
         return Weight(f"{self.path}[{i}]", form, leaf, gram, qparams, None if self.served is None else self.served[i])
 
     def lost(self) -> Array:
-        """What it loses, as it is quantized, by being served; rounded to nearest, if it is not served otherwise."""
+        """The loss, as it is quantized, by being served; rounded to nearest, if it is not served otherwise."""
         w = array(self.leaf)
         if self.served is None:
             return w - fake_quant(w, self.form.spec, self.qparams)
@@ -175,7 +175,7 @@ class Model(NamedTuple):
         return self._replace(weights=tuple(each))
 
     def found(self, solve: Callable[[Weight], Any], freeze: bool = False) -> dict[str, Any]:
-        """What `solve` makes of each weight, by its path; of one after the other, and of turns one by one."""
+        """The results of `solve` for each weight, by path: one weight after the other, one scan iteration at a time."""
         new = {}
         for weight in self.weights:
             path = weight.path
@@ -192,7 +192,7 @@ class Model(NamedTuple):
 
 
 def _of_numbers(solve: Callable[[Weight], Any], weight: Weight) -> PyTree:
-    """What `solve` makes of a weight, which is read here, and must be finite."""
+    """The result of `solve` for a weight, which is read here, and must be finite."""
     weight = dataclasses.replace(weight, leaf=array(weight.leaf))
     refuse_not_finite(weight.leaf)
     return solve(weight)
@@ -230,7 +230,7 @@ def changed_leaves(f: Callable[..., dict[str, Any]], leaves: Mapping[str, Any], 
 
 
 def _with_automatic_axes(solve: Callable[[Weight], Any], weight: Weight) -> PyTree:
-    """What `solve` makes of a weight; of one on a mesh with explicit axes where XLA chooses how arrays lie on it."""
+    """The result of `solve` for a weight; on a mesh with explicit axes, where XLA chooses how arrays lie on it."""
 
     def of(leaf: PyTree, *others: Any) -> PyTree:
         form = weight.form._replace(sharding=_sharding_of(leaf))
@@ -240,7 +240,7 @@ def _with_automatic_axes(solve: Callable[[Weight], Any], weight: Weight) -> PyTr
 
 
 def _in_turns(solve: Callable[[Weight], Any], weight: Weight) -> PyTree:
-    """What `solve` makes of a weight; of the turns of a scan, stacked, so that one turn is in memory at a time."""
+    """The result of `solve` for a weight; for scan iterations stacked, with one in memory at a time."""
     n, stacks = weight.turns, None
     for i in range(n):
         part = _in_turns(solve, weight.turn(i))
