@@ -470,7 +470,7 @@ def floors():
         inside = {room: " ".join(p.stem for p in of if p.stem != room) for room, of in files.items()}
         contents = {room: textwrap.wrap(text, max(36, len(text) // 2 + 8))
                     for room, text in inside.items() if floor(room) == level}  # fmt: skip
-        widths = [3 + max(len(room), *(0.75 * len(line) for line in lines), 0) for room, lines in contents.items()]
+        widths = [3 + max(len(room), *(0.6 * len(line) for line in lines), 0) for room, lines in contents.items()]
         left = -sum(widths) / 2
         for (room, lines), width in zip(contents.items(), widths, strict=True):
             color, middle = COLORS[1 if lines else 0], left + width / 2

@@ -131,7 +131,7 @@ def bias_correct(
     it is. The weights stay as they are. A bias is a parameter that is added to the output of a weight, or subtracted,
     with one element for each of its channels, whether other values are added before it or not: of a dense layer, of
     the heads of an attention, of a convolution, or the mean of a batch norm behind one. A bias that several weights
-    share takes up the errors of all, if their outputs are summed.
+    share absorbs the errors of all, if their outputs are summed.
 
     Args:
       params: the parameters of the function, in float.

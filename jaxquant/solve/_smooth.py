@@ -291,7 +291,7 @@ def smooth(
         them that are divided, also on their grid; and, where the rule quantizes the inputs to integers, of uniform
         rounding noise in these, whose range is taken as 4 times the root mean square of the largest channel.
       unfolded: static. "leave" leaves weights as they are for whose inputs no parameter can make up; "error" raises.
-        `solve.with_gains` gives such inputs a product that takes up the factor, and stays in the program.
+        `solve.with_gains` gives such inputs a product that absorbs the factor, and stays in the program.
       progress: (path, alpha, before, after) -> None, called for each weight with the predicted squared error of its
         output, and of the others that take the same inputs, relative to the output. Alpha is None where it stays as it
         is: because nothing can be folded, or no alpha is better.

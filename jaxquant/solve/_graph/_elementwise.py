@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gains that are a function of a parameter, element by element: 1 + g, exp(g), softplus(g). They take up factors, too.
+"""Gains that are a function of a parameter, element by element: 1 + g, exp(g), softplus(g). They absorb factors, too.
 
 The parameter becomes f^-1 of what the gain must be, so that factors pass such a function as if it were not there.
 """

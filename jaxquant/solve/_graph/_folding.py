@@ -21,7 +21,7 @@ Demands = Sequence[tuple[int, Factors]]  # values, and the factors that they mus
 
 
 class Fold(NamedTuple):
-    """Parameters that take up a factor for each channel of an operand; static.
+    """Parameters that absorb a factor for each channel of an operand; static.
 
     The factors of the turns of scans are numbered turn by turn, so that they are `size` = prod(turns) * channels.
 
@@ -314,7 +314,7 @@ def _distances(graph: Graph) -> dict[int, int]:
 
 
 def fold(graph: Graph, operand: Operand) -> Fold | Refused:
-    """How parameters can take up a factor for each channel that an operand contracts; static."""
+    """The fold of a factor for each channel that an operand contracts, or why there is none; static."""
     node = next((node for node in graph.nodes if node.at == operand.at and node.name in OPS), None)
     if node is None:
         return Refused("it is inside a cond, a while loop or a shard_map")
@@ -324,7 +324,7 @@ def fold(graph: Graph, operand: Operand) -> Fold | Refused:
 
 
 def fold_gain(graph: Graph, gain: Gain) -> Fold | Refused:
-    """How weights can be multiplied by a gain, which becomes ones; static.
+    """The fold of a gain, which becomes ones, into the weights that take it, or why there is none; static.
 
     The factors of the fold are the elements of the parameter.
     """
