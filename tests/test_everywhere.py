@@ -36,6 +36,7 @@ from jaxquant import (
     quantize_params,
     weight_spec,
 )
+from jaxquant._transform._quantizing import Quantizing
 
 W, A = weight_spec(8), activation_spec(8)
 RULES = [Rule("*", W, A)]
@@ -465,3 +466,22 @@ def test_a_shard_of_a_parameter_has_its_range():
         whole = quantize_fn(lambda p, x: x @ p["w"], rules)
         np.testing.assert_allclose(q(params, X, qparams=s), whole(params, X, qparams=s), rtol=1e-5, atol=1e-5)
         assert jax.tree.map(jnp.shape, s) == jax.tree.map(jnp.shape, whole.init_qparams(params, X))
+
+
+def test_all_reads_that_only_the_evaluation_sees_are_found_at_once(monkeypatch):
+    """Branches give parameters, and something reads them in float: the function is evaluated twice, not once a read."""
+    given, parameter = [], Quantizing.parameter
+
+    def noted(self, path, *of):
+        given.append(path)
+        return parameter(self, path, *of)
+
+    def f(p, x):
+        for a, b in ("ab", "cd"):
+            w = lax.cond(x.sum() > 0, lambda a=a: p[a], lambda b=b: p[b])
+            x = x @ w + x @ p[a] + x @ p[b] + jnp.sin(w).sum()
+        return x
+
+    monkeypatch.setattr(Quantizing, "parameter", noted)
+    jax.eval_shape(quantize_fn(f, RULES), dict.fromkeys("abcd", jax.ShapeDtypeStruct((8, 8), jnp.float32)), X)
+    assert sorted(given) == [*"aabbccdd"]

@@ -23,7 +23,14 @@ from ._source import Program
 
 
 class Evaluator(abc.ABC):
-    """A way to evaluate a function: by default in float, with the real values of what comes in integers."""
+    """A way to evaluate a function: by default in float, with the real values of what comes in integers.
+
+    Attributes:
+      lacking: the reads of parameters in float, in one evaluation, that had no value to be given.
+    """
+
+    def __init__(self):
+        self.lacking: list[ReadInFloat] = []
 
     def parameter(self, path: str, value: PyTree, qparams: QParams | None, is_read: bool) -> PyTree:
         """A parameter on its way to its ops; `is_read` where something may read it in float."""
@@ -57,10 +64,10 @@ def in_float(value: PyTree) -> PyTree:
 
 
 class ReadInFloat(ValueError):
-    """Something reads parameters in float of which the walk does not know; they can be given if there are any."""
+    """Something reads parameters in float of which the walk does not know."""
 
-    def __init__(self, paths: Sequence[str], by: str | None, can_be_given: bool):
-        self.paths, self.can_be_given = paths, can_be_given
+    def __init__(self, paths: Sequence[str], by: str | None):
+        self.paths = paths
         super().__init__(
             f"At {' and '.join(map(repr, paths))}: the parameter is also read in float, by {by!r}, which its integers "
             "cannot give. Let every use see the quantized value, in training too, by Rule(..., everywhere=True)."
@@ -81,23 +88,24 @@ def evaluated(
     is_weight = lambda name: name in entries and entries[name].is_weight
     inputs = {name: v for name, v in qparams.items() if v is not None and not is_weight(name)}
     read = {path for path, entry in entries.items() if entry.reads and not entry.rule.everywhere}
-    # A parameter that is read in float where the walk does not follow it, such as one that a cond chooses, needs its
-    # values there. Only the evaluation can tell that this happens: what the walk follows no further may never be read,
-    # and values that are carried for nothing would change the loops of other programs.
+    # Parameters that are read in float where the walk does not follow them, such as those that a cond chooses, need
+    # their values there. Only the evaluation can tell that this happens: what the walk follows no further may never be
+    # read, and values that are carried for nothing would change the loops of other programs. So it is made once more.
     while True:
+        how.lacking.clear()
         scope = Scope(inputs, _key_of_inputs(program, key), {}, {})
         args = [
             v if path is None else how.parameter(path, v, qparams.get(path), path in read)
             for path, v in zip(program.paths, arrays, strict=True)
         ]
         args = [how.cache(of, v) if of else v for of, v in zip(program.caches, args, strict=True)]
-        try:
-            outs = map(how.result, run.program(program.jaxpr, program.consts, args, (), scope))
-            return run.floats(list(outs), "the result of the function"), scope.observed
-        except ReadInFloat as error:
-            if not error.can_be_given or read.issuperset(error.paths):
-                raise
-            read.update(error.paths)
+        outs = map(how.result, run.program(program.jaxpr, program.consts, args, (), scope))
+        outs = run.floats(list(outs), "the result of the function")
+        if not how.lacking:
+            return outs, scope.observed
+        if error := next((error for error in how.lacking if read.issuperset(error.paths)), None):
+            raise error
+        read.update(path for error in how.lacking for path in error.paths)
 
 
 def _key_of_inputs(program: Program, key: Array | None) -> Array | None:

@@ -17,6 +17,7 @@ class Observing(Evaluator):
     """The function in float, whose operands are observed."""
 
     def __init__(self, observation: Observation):
+        super().__init__()
         self.observation = observation
 
     def op(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Array:

@@ -430,7 +430,7 @@ class QuantizedFunction:
         observation = Observation.of(decisions, how.observer, mask and mask.checked(decisions.entries.of))
         evaluator = (
             Observing(observation) if how.is_float
-            else Quantizing(decisions, observation, self._execution, key, caches, decisions.taken_once())
+            else Quantizing(decisions, observation, self._execution, key, caches)
         )  # fmt: skip
         outs, observed = evaluated(evaluator, program, arrays, static, observation, key)
         return program.leaves(outs), Static.of(program.structure), Static.known_by_identity(decisions), observed

@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +49,6 @@ from ._evaluate import Evaluator, ReadInFloat
 from ._observers import Observation
 
 
-@dataclasses.dataclass(frozen=True)
 class Quantizing(Evaluator):
     """The function quantized, whose operands may be observed.
 
@@ -62,12 +61,13 @@ class Quantizing(Evaluator):
       once: the keys of what one op alone quantizes.
     """
 
-    decisions: Decisions
-    observation: Observation
-    execution: str
-    key: Array | None
-    caches: Mapping[str, Cache]
-    once: Set[str]
+    def __init__(
+        self, decisions: Decisions, observation: Observation, execution: str, key: Array | None,
+        caches: Mapping[str, Cache],
+    ):  # fmt: skip
+        super().__init__()
+        self.decisions, self.observation, self.execution = decisions, observation, execution
+        self.key, self.caches, self.once = key, caches, decisions.taken_once()
 
     # Parameters
 
@@ -123,7 +123,11 @@ class Quantizing(Evaluator):
             return value_of(parameter)
         if as_read is not None:
             return as_read
-        raise ReadInFloat(parameter.paths, by, real is not None)
+        lacking = ReadInFloat(parameter.paths, by)
+        if real is None:
+            raise lacking
+        self.lacking.append(lacking)
+        return value_of(parameter)
 
     # Ops
 

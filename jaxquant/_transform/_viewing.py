@@ -36,6 +36,7 @@ class Viewing(Evaluator):
     """
 
     def __init__(self, decisions: Decisions, site: Callable[[Site, Any], Any], of_op: Callable[..., Array] | None):
+        super().__init__()
         self.decisions, self.site, self.of_op = decisions, site, of_op
 
     def parameter(self, path: str, value: PyTree, qparams: QParams | None, is_read: bool) -> PyTree:
