@@ -34,8 +34,8 @@ from jaxquant._platform._primitive import FORMS
 from jaxquant._spec._formats import FLOATS, Float
 from jaxquant._spec._granularity import Granularity
 from jaxquant._spec._scale_formats import SCALE_FORMATS, Rounded
+from jaxquant.solve._model import model_of
 from jaxquant.solve._rounding import rounded
-from jaxquant.solve._weights import model_of
 from jaxquant.typing import Gram
 
 X = normal(0, 6, 16)

@@ -34,8 +34,8 @@ from jaxquant import (
 )
 from jaxquant.solve._adaround import Learned
 from jaxquant.solve._gptq import InOrderOfRows
+from jaxquant.solve._model import model_of
 from jaxquant.solve._rounding import _solved
-from jaxquant.solve._weights import model_of
 from jaxquant.typing import Gram
 
 F = np.float32

@@ -21,7 +21,7 @@ from lanes import by_default, cases
 
 from jaxquant import Rule, activation_spec, quantize_fn, solve, weight_spec
 from jaxquant.solve import _folds, _low_rank, _smooth
-from jaxquant.solve._weights import model_of
+from jaxquant.solve._model import model_of
 
 F = np.float32
 WIDTH, HIDDEN, LAYERS, SYMBOLS = 32, 64, 2, 16

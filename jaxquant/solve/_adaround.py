@@ -15,8 +15,8 @@ from .._base import _checks as checks
 from .._base import _numerics as num
 from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
+from ._model import model_of
 from ._rounding import Progress, rounded
-from ._weights import model_of
 
 # As published: sigmoids stretched beyond [0, 1] and clipped; after a fifth of the steps a pull to 0 or 1 that sharpens.
 _STRETCH, _PULL, _WARM_UP = (-0.1, 1.1), (20.0, 2.0), 0.2

@@ -23,7 +23,9 @@ from ._folds import narrowed
 from ._graph._biases import Contracted, NoBiasError, biases
 from ._graph._factors import Factors
 from ._graph._graph import Graph
-from ._weights import Form, Model, Weight, array, changed_leaves, model_of, shapes_of
+from ._matrices import Form, array
+from ._mesh import changed_leaves
+from ._model import Model, Weight, model_of, shapes_of
 
 Progress = Callable[[str, str | None, float, float], None]  # (path, why it is left, error before, error after)
 

@@ -17,7 +17,9 @@ from .._paths import with_leaves, with_paths
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, alike, folded, in_words, is_whole, largest, of_channels, operands_of
 from ._graph._folding import Fold, Refused
-from ._weights import array, changed_leaves, checked_function, shapes_of
+from ._matrices import array
+from ._mesh import changed_leaves
+from ._model import checked_function, shapes_of
 
 Progress = Callable[[str, float, float], None]  # (path, ratio of ranges before, after)
 

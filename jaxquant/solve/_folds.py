@@ -21,7 +21,7 @@ from .._paths import is_qarray, named_in_errors, with_paths
 from .._transform._source import Program
 from ._graph._folding import Fold, Operand, Refused, fold
 from ._graph._graph import Graph
-from ._weights import array
+from ._matrices import array
 
 Reduce = Callable[..., Array]  # such as jax.ops.segment_max
 

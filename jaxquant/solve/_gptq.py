@@ -15,8 +15,9 @@ from .._arrays._grid import Grid
 from .._base import _checks as checks
 from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
+from ._matrices import checked_damping, damped, nearest, of_each
+from ._model import model_of
 from ._rounding import Progress, rounded
-from ._weights import checked_damping, damped, model_of, nearest, of_each
 
 _BLOCK = 128  # rows whose errors are made up for one by one; those before them in one product of matrices
 

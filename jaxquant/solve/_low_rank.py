@@ -13,7 +13,8 @@ from .._arrays._gram import Gram, matmul
 from .._base import _checks as checks
 from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
-from ._weights import Form, Weight, check_solved, checked_damping, damped, model_of
+from ._matrices import Form, checked_damping, damped
+from ._model import Weight, check_solved, model_of
 
 
 @functools.partial(jax.jit, static_argnames=("form", "rank"))

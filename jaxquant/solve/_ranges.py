@@ -20,8 +20,9 @@ from .._base._groups import broadcast_groups, reduce_groups
 from .._spec._spec import qparams_shape
 from .._transform._quantize_fn import QuantizedFunction
 from ._gptq import InOrderOfRows
+from ._matrices import Form, array, grid_in_matrices, nearest
+from ._model import model_of
 from ._rounding import over_matrices
-from ._weights import Form, array, grid_in_matrices, model_of, nearest
 
 # Scales to try, as fractions of the scale of min-max, which stays where no other is better.
 _RATIOS = np.concatenate([[1.0], np.geomspace(1.1, 0.2, 48)]).astype(np.float32)

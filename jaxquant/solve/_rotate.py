@@ -21,7 +21,9 @@ from ._folds import Operands, folded, narrowed, of_channels, operands_of
 from ._graph._classes import AxisClasses, Numbers
 from ._graph._folding import Fold, Gain, Refused, fold_gain
 from ._hadamard import block_of, hadamard
-from ._weights import array, changed_leaves, checked_function, shapes_of
+from ._matrices import array
+from ._mesh import changed_leaves
+from ._model import checked_function, shapes_of
 
 Progress = Callable[[str, int, str | None], None]  # (path, how many channels are rotated together, why not)
 

@@ -18,7 +18,8 @@ from .._arrays._qparams import QParams
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._base._checks import PyTree
-from ._weights import Form, Model, Weight, array, check_solved, grid_in_matrices, nearest
+from ._matrices import Form, array, grid_in_matrices, nearest
+from ._model import Model, Weight, check_solved
 
 Progress = Callable[[str, float, float], None]  # (path, error before, error after)
 

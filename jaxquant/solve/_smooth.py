@@ -21,7 +21,9 @@ from .._spec._spec import QuantSpec
 from .._transform._quantize_fn import QuantizedFunction
 from ._folds import Operands, folded, in_words, is_whole, largest, of_channels, operands_of
 from ._graph._folding import Fold, Refused
-from ._weights import Form, Model, Weight, array, changed_leaves, grid_in_matrices, model_of, nearest, shapes_of
+from ._matrices import Form, array, grid_in_matrices, nearest
+from ._mesh import changed_leaves
+from ._model import Model, Weight, model_of, shapes_of
 
 _ALPHAS = tuple(i / 10 for i in range(11))
 _SPREAD = 4.0  # root mean squares of a channel that its range is taken to reach, on both sides

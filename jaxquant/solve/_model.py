@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights that solvers change, one at a time, as the matrices that ops contract."""
+"""The model that a solver is called with: its weights with grids and moments, checked, and solved one by one."""
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,61 +10,25 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.sharding import AxisType
-from jax.typing import DTypeLike
+from jax import Array
 
 from .._arrays._affine import fake_quant
 from .._arrays._gram import Gram, squared_errors
-from .._arrays._grid import Grid, frame_of, grid_of
 from .._arrays._qarray import real_values
 from .._arrays._qparams import QParams
 from .._arrays._tally import to_nearest
 from .._base import _checks as checks
-from .._base import _numerics as num
 from .._base._checks import PyTree
 from .._params import refuse_lost_scales, refuse_not_finite
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from .._spec._granularity import granularity_of
-from .._spec._spec import QuantSpec, qparams_shape
+from .._spec._spec import qparams_shape
 from .._transform._entries import Entries
 from .._transform._freezing import freeze_leaf
 from .._transform._layout import Layout
 from .._transform._quantize_fn import QuantizedFunction
-
-
-class Form(NamedTuple):
-    """The static part of a weight: a solver compiles once for all weights of one form.
-
-    Attributes:
-      spec: QuantSpec, to nearest.
-      layout: how the weight lies in matrices.
-      sharding: how it lies on a mesh, if it is on several devices.
-    """
-
-    spec: QuantSpec
-    layout: Layout
-    sharding: jax.NamedSharding | None = None
-
-    def matrices(self, v: Array) -> Array:
-        """The matrices (..., K, N) of an array of the weight's shape, split along N where the weight is split."""
-        return self.by_columns(self.layout.matrices(v))
-
-    def by_columns(self, v: Array) -> Array:
-        """Matrices (..., K, N), split along N where the weight is split."""
-        if self.sharding is None:
-            return v
-        # Columns are solved each by itself; rows on other devices would be gathered for each.
-        axes = [axis for of in self.sharding.spec if of for axis in ((of,) if isinstance(of, str) else of)]
-        if v.shape[-1] % math.prod(self.sharding.mesh.shape[axis] for axis in axes):
-            return v
-        columns = jax.P(*[None] * (v.ndim - 1), tuple(axes))
-        return lax.with_sharding_constraint(v, jax.NamedSharding(self.sharding.mesh, columns))
-
-    def parameter(self, matrices: Array) -> Array:
-        """The array of the weight's shape, and with its sharding, that has these matrices."""
-        v = self.layout.parameter(matrices)
-        return v if self.sharding is None else lax.with_sharding_constraint(v, self.sharding)
+from ._matrices import Form, array
+from ._mesh import room_for, sharding_of, with_automatic_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +65,7 @@ class Weight:
         shape = layout.shape[1:]
         spec = dataclasses.replace(spec, granularity=granularity_of(qparams_shape(spec, layout.shape)[1:], shape))
         layout = Layout(shape, layout.moves[1:], layout.matrix)
-        form = Form(spec, layout, _sharding_of(leaf))
+        form = Form(spec, layout, sharding_of(leaf))
         return Weight(f"{self.path}[{i}]", form, leaf, gram, qparams, None if self.served is None else self.served[i])
 
     def lost(self) -> Array:
@@ -198,42 +161,11 @@ def _of_numbers(solve: Callable[[Weight], Any], weight: Weight) -> PyTree:
     return solve(weight)
 
 
-def with_automatic_axes(f: Callable[..., Any], leaves: PyTree, *others: Any) -> PyTree:
-    """`f(leaves, *others)`; where leaves are on a mesh with explicit axes, as if XLA chose how arrays lie on it.
-
-    What comes out lies as a leaf of its shape, or is whole, such as scales.
-    """
-    mesh = next(filter(None, map(_explicit_mesh, jax.tree.leaves(leaves))), None)
-    if mesh is None:
-        return f(leaves, *others)
-    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-
-    def on(mesh: jax.sharding.Mesh, v: Any) -> PyTree:
-        sharding = getattr(v, "sharding", None)
-        spec = sharding.spec if isinstance(sharding, jax.NamedSharding) else jax.P()
-        return jax.device_put(v, jax.NamedSharding(mesh, spec)) if isinstance(v, Array) else v
-
-    there = jax.tree.map(functools.partial(on, automatic), (leaves, *others))
-    with jax.set_mesh(automatic):
-        found = f(*there)
-    of_shape = {jnp.shape(leaf): leaf.sharding for leaf in jax.tree.leaves(leaves) if _explicit_mesh(leaf)}
-    whole = jax.NamedSharding(mesh, jax.P())
-    return jax.tree.map(lambda v: jax.device_put(v, of_shape.get(jnp.shape(v), whole)), found)
-
-
-def changed_leaves(f: Callable[..., dict[str, Any]], leaves: Mapping[str, Any], *others: Any) -> dict[str, Any]:
-    """The leaves with those that `f(leaves, *others)` gives, each on a mesh as before; with automatic axes in f."""
-    changed = lambda leaves, *others: {k: v for k, v in f(leaves, *others).items() if v is not leaves[k]}
-    new = with_automatic_axes(changed, dict(leaves), *others)
-    as_before = lambda v, old: jax.device_put(v, old.sharding) if _explicit_mesh(old) else v
-    return {**leaves, **{path: as_before(v, leaves[path]) for path, v in new.items()}}
-
-
 def _with_automatic_axes(solve: Callable[[Weight], Any], weight: Weight) -> PyTree:
     """The result of `solve` for a weight; on a mesh with explicit axes, where XLA chooses how arrays lie on it."""
 
     def of(leaf: PyTree, *others: Any) -> PyTree:
-        form = weight.form._replace(sharding=_sharding_of(leaf))
+        form = weight.form._replace(sharding=sharding_of(leaf))
         return _in_turns(solve, Weight(weight.path, form, leaf, *others))
 
     return with_automatic_axes(of, weight.leaf, weight.gram, weight.qparams, weight.served)
@@ -244,17 +176,9 @@ def _in_turns(solve: Callable[[Weight], Any], weight: Weight) -> PyTree:
     n, stacks = weight.turns, None
     for i in range(n):
         part = _in_turns(solve, weight.turn(i))
-        stacks = jax.tree.map(lambda v: _stack(v, n), part) if stacks is None else stacks
+        stacks = jax.tree.map(lambda v: room_for(v, n), part) if stacks is None else stacks
         stacks = _put(stacks, part, i)
     return solve(weight) if stacks is None else stacks
-
-
-def _stack(v: Array, n: int) -> Array:
-    """Room for n arrays, on the devices of the first; where it is traced, XLA chooses."""
-    sharding = None if isinstance(v, jax.core.Tracer) else v.sharding
-    is_named = isinstance(sharding, jax.NamedSharding)
-    device = jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec)) if is_named else None
-    return jnp.zeros((n, *v.shape), v.dtype, device=device)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -297,7 +221,7 @@ def model_of(
             _check_gram(grams[path], layout)
             own = qparams.get(path) if isinstance(qparams, Mapping) else None
             refuse_lost_scales({path: own})
-        form = Form(to_nearest(entry.spec), layout, _sharding_of(leaves[path]))
+        form = Form(to_nearest(entry.spec), layout, sharding_of(leaves[path]))
         weights.append(Weight(path, form, leaves[path], grams[path], entries.checked(path, own)))
     return Model(params, entries, tuple(weights), qparams)
 
@@ -310,21 +234,6 @@ def shapes_of(params: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 
     return with_leaves(params, [of(leaf) for _, leaf in with_paths(params)])
-
-
-def _sharding_of(leaf: PyTree) -> jax.NamedSharding | None:
-    """The sharding of a leaf on a mesh with automatic axes; None on one device, and where it is traced."""
-    sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
-    if not isinstance(sharding, jax.NamedSharding) or sharding.is_fully_replicated:
-        return None
-    return sharding if set(sharding.mesh.axis_types) == {AxisType.Auto} else None
-
-
-def _explicit_mesh(leaf: PyTree) -> jax.sharding.Mesh | None:
-    """The mesh of a leaf that is on one with explicit axes; None elsewhere, and where it is traced."""
-    sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
-    mesh = sharding.mesh if isinstance(sharding, jax.NamedSharding) else None
-    return mesh if isinstance(mesh, jax.sharding.Mesh) and AxisType.Explicit in mesh.axis_types else None
 
 
 def _check_gram(gram: Gram, layout: Layout) -> None:
@@ -359,44 +268,6 @@ def _check_gram(gram: Gram, layout: Layout) -> None:
 @jax.jit
 def _is_finite(products: Array, sums: Array) -> Array:
     return jnp.isfinite(products).all() & jnp.isfinite(sums).all()
-
-
-def array(leaf: PyTree) -> Array:
-    """A leaf as an array; one that is read from a file is read here."""
-    return checks.float_array("params", leaf if isinstance(leaf, Array) else np.asarray(leaf))
-
-
-def grid_in_matrices(form: Form, qparams: QParams, dtype: DTypeLike) -> Grid:
-    """The grid that a weight is rounded to, with a scale for each element of its matrices (..., K, N)."""
-    shape, grid = form.layout.shape, grid_of(qparams, frame_of(form.spec)).effective()
-    grid = grid.over(jnp.zeros(shape, dtype))
-    return of_each(lambda v: form.matrices(jnp.broadcast_to(v, shape)), grid)
-
-
-def of_each(f: Callable[[Array], Array], grid: Grid) -> Grid:
-    """The grid with a function of what it has for each element."""
-    zero_point = None if grid.zero_point is None else f(grid.zero_point)
-    return grid._replace(scale=f(grid.scale), zero_point=zero_point)
-
-
-def checked_damping(damping: float) -> float:
-    """A number >= 0."""
-    damping = checks.static_float("damping", damping, "one call for each")
-    if not 0 <= damping < np.inf:
-        raise ValueError(f"`damping` must be finite and >= 0, got {damping}. 0.01 is 1 % of the mean of the diagonal.")
-    return damping
-
-
-def damped(products: Array, damping: float) -> Array:
-    """Second moments (..., K, K) with a multiple of the mean of their diagonal added to it."""
-    mean = jnp.trace(products, axis1=-2, axis2=-1) / products.shape[-1]
-    added = damping * jnp.where(mean > 0, mean, 1)
-    return products + added[..., None, None] * jnp.broadcast_to(jnp.eye(products.shape[-1]), products.shape)
-
-
-def nearest(w: Array, grid: Grid) -> Array:
-    """The level next to each value."""
-    return num.clip(grid.level(w), grid.qmin, grid.qmax)
 
 
 def check_solved(result: Array, weight: Weight) -> None:
