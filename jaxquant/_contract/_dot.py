@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from .._arrays._quantized import Quantized, permutation
 from .._arrays._straight_through import quantize_straight_through
 from .._base import _checks as checks
 from .._base import _numerics as num
-from .._base._axes import Axes, arranged, blocks_of, dot_axes, dot_numbers, dot_output, in_output, int_pairs
+from .._base._axes import Axes, arranged, dot_axes, dot_numbers, dot_output, in_output, int_pairs
 from .._base._groups import broadcast_groups
 from .._base._sharding import is_explicit, replicated, shard_like, vary_together
 from .._platform._cpu import computed_once
@@ -27,9 +27,10 @@ from .._spec._granularity import granularity_of
 from .._spec._spec import QuantSpec, checked_spec
 from ._contract import ContractionOp, checked_either, contract, contraction, is_weight_only, scaled, without_zeros
 from ._digits import in_digits, sum_of_digits
+from ._dot_gradient import Factors, integer_factor, scaled_by
 from ._lowering import Lowering, check_int32, checked_execution, chosen
 from ._native import asks_native, is_of_floats, native_dot
-from ._operands import QuantizedOperand, Rounding, plain, rounded
+from ._operands import QuantizedOperand, Rounding, rounded
 from ._weight_only import by_columns
 
 
@@ -127,7 +128,7 @@ class Dot(ContractionOp):
             return dot.operand_gradient(side, g, q, shape, rounding)
         groups = dict(zip(other, q.groups, strict=True))
         folded = any(groups[n] not in (0, 1) for n in summed)
-        of = _scaled_by(g, output, q, other, len(batch)) if folded else _Factors(g, output, other, q.shape, [])
+        of = scaled_by(g, output, q, other, len(batch)) if folded else Factors(g, output, other, q.shape, [])
         g, of_g, of_q, in_blocks = of.x, of.of_x, of.of_q, of.shape
         lead = of_g[: len(batch) + len(of.split)]
         # In the order of the result, which is not transposed: it is as large as the weight.
@@ -137,7 +138,7 @@ class Dot(ContractionOp):
             at = tuple(map(of_g.index, summed))
             spec = dataclasses.replace(precision, granularity=precision.granularity.of_op(at, g.shape))
             low, largest = rounded(g, spec, None if is_of_floats(self.execution, spec) else at, rounding)
-            pair = in_order(low, _factor(q, folded, in_blocks))
+            pair = in_order(low, integer_factor(q, folded, in_blocks))
             a, b = (_whole_along(v, axes) for v, axes in zip(pair, dot.contracted, strict=True))
             y = dot.exact(a, b)
         else:
@@ -248,57 +249,6 @@ def _whole_along(q: Quantized, axes: Sequence[int]) -> Quantized:
     return jax.tree.map(lambda v: replicated(v, axes), q) if is_explicit(q.values) else q
 
 
-class _Factors(NamedTuple):
-    """The factors of a contraction, one of them in integers, whose scales may be in the other one.
-
-    Attributes:
-      x: the factor with the scales.
-      of_x, of_q: the names of the axes of both.
-      shape: of the integers.
-      split: the axes of the integers that are in blocks now, with one that counts them, which is of the batch.
-    """
-
-    x: Array
-    of_x: Sequence[str]
-    of_q: Sequence[str]
-    shape: Sequence[int]
-    split: Sequence[str]
-
-    def in_blocks(self, names: Sequence[str]) -> list[str]:
-        return [part for n in names for part in ((blocks_of(n), n) if n in self.split else (n,))]
-
-
-def _scaled_by(x: Array, of_x: Sequence[str], q: Quantized, of_q: Sequence[str], at: int) -> _Factors:
-    """A factor `x` of a contraction with `q`, whose scales are multiplied into it, and the integers without them.
-
-    Where a scale changes along an axis that `q` alone has, there is a factor for each of its blocks; the axis that
-    counts these stands among the axes of x from `at` on.
-    """
-    groups, lengths = (dict(zip(of_q, sizes, strict=True)) for sizes in (q.groups, q.shape))
-    alone = [n for n in of_q if n not in of_x]
-    of = _Factors(x, of_x, of_q, q.shape, [n for n in alone if groups[n] not in (0, 1)])
-    of_x = [*of_x[:at], *map(blocks_of, of.split), *of_x[at:]]
-    sizes = tuple(groups[n] if n in alone else lengths[n] for n in of_q)
-    each = jnp.broadcast_to(broadcast_groups(q.step, sizes), sizes)
-    each = arranged(each, [blocks_of(n) if n in of.split else n for n in of_q], of_x)
-    x = lax.expand_dims(x, range(at, at + len(of.split))) * each.astype(x.dtype)
-    for n in of.split:
-        lengths |= {blocks_of(n): groups[n], n: lengths[n] // groups[n]}
-    of_q = of.in_blocks(of_q)
-    return of._replace(x=x, of_x=of_x, of_q=of_q, shape=[lengths[n] for n in of_q])
-
-
-def _factor(q: Quantized, folded: bool, shape: Sequence[int]) -> Quantized:
-    """The integers of q in this shape, with its scales, or without where these are folded into the other factor."""
-    if not folded:
-        return plain(q, lax.reshape(q.values, shape), q.step, q.zero_point)
-    values = q.values
-    if not q.spec.symmetric:  # a zero point for each of what is summed is no factor of the sum
-        wide = dataclasses.replace(q.spec, bits=q.spec.bits + 1, signed=True, symmetric=True)
-        q, values = dataclasses.replace(q, spec=wide), centred(q, jnp.int16)
-    return plain(q, lax.reshape(values, shape))
-
-
 def _as_stored(
     q: Quantized, contracted: tuple[int, ...], batch: tuple[int, ...]
 ) -> tuple[Quantized, tuple[int, ...], tuple[int, ...]]:
@@ -401,10 +351,10 @@ def quantized_dot(x: Array, q: QArray | Quantized, side: int, spec: QuantSpec, d
     granularity = spec.granularity.of_op(inner, x.shape) if spec.granularity.is_of_op else spec.granularity
     groups = granularity.scale_shape(x.shape, spec)
     x = num.upcast(x, num.compute_dtype(dtype))
-    of = _Factors(x, of_x, of_q, q.shape, [])
+    of = Factors(x, of_x, of_q, q.shape, [])
     if any(g == lengths[n] > 1 for g, n in zip(q.groups, of_q, strict=True) if n in summed):
-        of = _scaled_by(x, of_x, q, of_q, 0)
-        x, q, blocks = of.x, _factor(q, True, of.shape), of.x.shape[: len(of.split)]
+        of = scaled_by(x, of_x, q, of_q, 0)
+        x, q, blocks = of.x, integer_factor(q, True, of.shape), of.x.shape[: len(of.split)]
         # The factor for each block of the integers is quantized on its own.
         granularity = granularity_of((*blocks, *[1] * (len(of_x) - len(groups)), *groups), x.shape)
     names = *in_order(of.of_x, of.of_q), summed, [*of.of_x[: len(of.split)], *batch]

@@ -30,7 +30,7 @@ from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
 from .._program._jaxpr import POINT
 from .._spec._rule import Rules, checked_rules, pattern_in_words
 from ._caches import CacheRules
-from ._call import OWN_ARGUMENTS, Call, Static, call_of, may_take, misuse, with_own
+from ._call import OWN_ARGUMENTS, Call, Static, call_of, may_take, with_own
 from ._choose import is_stochastic
 from ._decide import Decisions
 from ._entries import Entries, Entry
@@ -38,6 +38,7 @@ from ._evaluate import evaluated
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges
 from ._layout import Layout
 from ._mask import Mask
+from ._misuse import misuse
 from ._observers import (
     HISTOGRAMS,
     RANGES,

@@ -13,9 +13,10 @@ from .._program._jaxpr import traced
 from .._program._walk import Walk
 from .._spec._rule import Rule
 from ._caches import Cache, CacheRules, site_of
-from ._call import Call, Static, arrays_of, is_traced, noted, origins_of, refuse_lost_changes
+from ._call import Call, Static, arrays_of, is_traced, origins_of, refuse_lost_changes
 from ._decide import Decisions, decide
 from ._match import Matcher
+from ._misuse import noted
 
 
 class Program(NamedTuple):
