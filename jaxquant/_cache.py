@@ -161,7 +161,7 @@ def update_slice(
 def _updated(cache: QArray, new: Array | QArray, starts: dict[int, Any], key: Array | None) -> QArray:
     q, written = as_cache(cache), as_cache(new) if isinstance(new, QArray) else new
     windows = {axis: (start, new.shape[axis]) for axis, start in starts.items()}
-    q = _with_window(q, written, windows, part_of(q, new.shape), key)
+    q = Write.of(q, new.shape).at(windows, written, key)
     scales = {"scale": q.scale.reshape(cache.scale.shape), "zero_point": q.zero_point.reshape(cache.scale.shape)}
     return changed(cache, stored=q.stored, **scales, sums=None, summed=None)
 
@@ -169,20 +169,6 @@ def _updated(cache: QArray, new: Array | QArray, starts: dict[int, Any], key: Ar
 def as_cache(q: QArray) -> Quantized:
     """An array that is written in parts: with its zero points, be they 0, which are written in place as all else."""
     return dataclasses.replace(inside(q), zero_point=of_rank(q.zero_point, q.ndim))
-
-
-def _with_window(
-    cache: Quantized, new: Array | Quantized, windows: Windows, part: "Part", key: Array | None = None
-) -> Quantized:
-    """A cache with new values where the windows are."""
-    q = _quantized_like(cache, new, part, key)
-    if not part.keeps:
-        places = windows_of_groups(cache.groups, cache.shape, windows)
-        cache = _with_scales(cache, q, part, lambda v, new: _written(v, new, places))
-    there = permutation(cache.order, cache.ndim)
-    values = transposed(q.values, there).astype(cache.stored.dtype)
-    as_stored = {there.index(axis): window for axis, window in windows.items()}
-    return dataclasses.replace(cache, stored=_written(cache.stored, values, as_stored), sums=None, summed=None)
 
 
 def _written(v: Array, new: Array, windows: Windows) -> Array:
@@ -194,76 +180,98 @@ def _written(v: Array, new: Array, windows: Windows) -> Array:
     return lax.bitcast_convert_type(with_part(in_bytes(v), in_bytes(new), windows), v.dtype)
 
 
-class Part(NamedTuple):
-    """The groups of a part along each axis, and whether the scales of the cache stay when it is written."""
+class Write(NamedTuple):
+    """A write of new values into a cache.
 
+    Attributes:
+      cache: that is written.
+      shape: of the new values.
+      groups: of these, along each axis.
+      keeps: whether the scales of the cache stay.
+    """
+
+    cache: Quantized
+    shape: tuple[int, ...]
     groups: tuple[int, ...]
     keeps: bool
 
+    @classmethod
+    def of(cls, cache: Quantized, shape: tuple[int, ...]) -> "Write":
+        """The write of a part, or of what is put beside the cache; raises where groups are not whole in it."""
+        if cache.spec.has_tensor_scale:
+            raise ValueError(
+                f"`cache` must have scales of its groups alone, got {cache.spec}, whose scale of the tensor is of all "
+                "groups, also of those that are not written. Use mxfp4_spec(axis), or float32 scales."
+            )
+        keeps = _keeps_scales(cache, shape)
+        if not keeps:
+            _check_whole_groups(cache, shape)
+        each = zip(cache.groups, shape, cache.shape, strict=True)
+        groups = (size if g == n else g * size // max(n, 1) if g > 1 else g for g, size, n in each)
+        return cls(cache, shape, tuple(groups), keeps)
 
-def part_of(cache: Quantized, shape: tuple[int, ...]) -> Part:
-    """A part of this shape, or what is put beside the cache; raises where groups are not whole in it."""
-    if cache.spec.has_tensor_scale:
-        raise ValueError(
-            f"`cache` must have scales of its groups alone, got {cache.spec}, whose scale of the tensor is of all "
-            "groups, also of those that are not written. Use mxfp4_spec(axis), or float32 scales."
-        )
-    keeps = _keeps_scales(cache, shape)
-    if not keeps:
-        _check_whole_groups(cache, shape)
-    each = zip(cache.groups, shape, cache.shape, strict=True)
-    return Part(tuple(size if g == n else g * size // max(n, 1) if g > 1 else g for g, size, n in each), keeps)
+    @classmethod
+    def of_many(cls, cache: Quantized, shape: tuple[int, ...], axes: Sequence[int | None]) -> "Write":
+        """The write of many parts in one array, whose axes run along these of the cache; None for what counts parts."""
+        sizes = {axis: size for axis, size in zip(axes, shape, strict=True) if axis is not None}
+        one = cls.of(cache, tuple(sizes.get(axis, 1) for axis in range(cache.ndim)))
+        counts = (1,) * len(shape) if one.keeps else shape
+        groups = (n if axis is None else one.groups[axis] for axis, n in zip(axes, counts, strict=True))
+        return cls(cache, shape, tuple(groups), one.keeps)
 
+    def at(self, windows: Windows, new: Array | Quantized, key: Array | None = None) -> Quantized:
+        """The cache with new values where the windows are."""
+        q, places = self.quantized(new, key), windows_of_groups(self.cache.groups, self.cache.shape, windows)
+        cache = self._with_scales(q, lambda v, new: _written(v, new, places))
+        there = permutation(cache.order, cache.ndim)
+        values = transposed(q.values, there).astype(cache.stored.dtype)
+        as_stored = {there.index(axis): window for axis, window in windows.items()}
+        return dataclasses.replace(cache, stored=_written(cache.stored, values, as_stored), sums=None, summed=None)
 
-def parts_of(cache: Quantized, shape: tuple[int, ...], axes: Sequence[int | None]) -> Part:
-    """Many parts in one array of this shape, whose axes run along these of the cache; None for what counts parts."""
-    sizes = {axis: size for axis, size in zip(axes, shape, strict=True) if axis is not None}
-    of_one = tuple(sizes.get(axis, 1) for axis in range(cache.ndim))
-    groups, keeps = part_of(cache, of_one)
-    counts = (1,) * len(shape) if keeps else shape
-    return Part(tuple(n if axis is None else groups[axis] for axis, n in zip(axes, counts, strict=True)), keeps)
+    def from_index(self, index: Sequence[Any], new: Array | Quantized) -> Quantized:
+        """The cache with new values from a traced index on."""
+        return self.at(_windows("index", self.cache.shape, self.cache.groups, index, self.shape), new)
 
+    def by(self, write: Callable[[Array, Array], Array], new: Array | Quantized) -> Quantized:
+        """The cache with many parts written anew, as `write(array, new)` does for values and for scales."""
+        q = self.quantized(new)
+        cache = self._with_scales(q, write)
+        values = cache.stored if cache.order is None else cache.values
+        values = write(values, q.values.astype(values.dtype))
+        return dataclasses.replace(cache, stored=values, order=None, sums=None, summed=None)
 
-def update_part(cache: Quantized, new: Array | Quantized, index: Sequence[Any], part: Part) -> Quantized:
-    """A cache with a part of it written anew from a traced index on."""
-    return _with_window(cache, new, _windows("index", cache.shape, cache.groups, index, new.shape), part)
+    def _with_scales(self, q: Quantized, write: Callable[[Array, Array], Array]) -> Quantized:
+        """The cache with the scales of the new values, unless its own stay."""
+        if self.keeps:
+            return self.cache
+        cache, of = self.cache, lambda v, new: write(v, lax.reshape(new, self.groups))
+        return dataclasses.replace(cache, scale=of(cache.scale, q.scale), zero_point=of(cache.zero_point, q.zero_point))
 
+    def quantized(self, new: Array | Quantized, key: Array | None = None) -> Quantized:
+        """The new values in integers, with the scales of the cache where these stay."""
+        spec, qparams = self._quantizer()
+        if isinstance(new, Quantized):
+            if not has_grid_of(new.spec, spec) or (not self.keeps and new.groups != self.groups):
+                raise ValueError(
+                    f"`new` must be of the spec of the cache, {self.cache.spec}, with a scale for each of "
+                    f"{self.groups} groups along its axes, got {new.spec} with {new.groups}. Pass it in float, and it "
+                    "is quantized here."
+                )
+            if not self.keeps:
+                return new
+            new, spec = new.real(jnp.float32), dataclasses.replace(spec, rounding="half_even")
+        return as_cache(quantize(new, spec, qparams, key=key))
 
-def update_parts(
-    cache: Quantized, new: Array | Quantized, part: Part, write: Callable[[Array, Array], Array]
-) -> Quantized:
-    """A cache with many parts of it written anew, as `write(array, new)` does for values and for scales."""
-    q = _quantized_like(cache, new, part, None)
-    if not part.keeps:
-        cache = _with_scales(cache, q, part, write)
-    values = cache.stored if cache.order is None else cache.values
-    values = write(values, q.values.astype(values.dtype))
-    return dataclasses.replace(cache, stored=values, order=None, sums=None, summed=None)
+    def in_float(self, new: Array) -> Array:
+        """The new values in float, with the gradient of their quantizer."""
+        return fake_quant(new, *self._quantizer())
 
-
-def _with_scales(cache: Quantized, q: Quantized, part: Part, write: Callable[[Array, Array], Array]) -> Quantized:
-    """The cache with the scales of what is written."""
-    of = lambda v, new: write(v, lax.reshape(new, part.groups))
-    return dataclasses.replace(cache, scale=of(cache.scale, q.scale), zero_point=of(cache.zero_point, q.zero_point))
-
-
-def quantized_part(cache: Quantized, new: Array, part: Part) -> Quantized:
-    """The part to be written, in integers."""
-    return _quantized_like(cache, new, part, None)
-
-
-def part_in_float(cache: Quantized, new: Array, part: Part) -> Array:
-    """The part to be written, in float, with the gradient of its quantizer."""
-    return fake_quant(new, *_quantizer(cache, new.shape, part))
-
-
-def _quantizer(cache: Quantized, shape: tuple[int, ...], part: Part) -> tuple[QuantSpec, QParams | None]:
-    """The spec and the qparams of a part: those of the cache where its scales stay."""
-    spec = dataclasses.replace(cache.spec, granularity=granularity_of(part.groups, shape))
-    if not part.keeps:
-        return spec, None
-    own = lambda v: v.astype(jnp.float32).reshape(qparams_shape(spec, shape))
-    return spec, QParams(own(cache.scale), own(cache.zero_point))
+    def _quantizer(self) -> tuple[QuantSpec, QParams | None]:
+        spec = dataclasses.replace(self.cache.spec, granularity=granularity_of(self.groups, self.shape))
+        if not self.keeps:
+            return spec, None
+        own = lambda v: v.astype(jnp.float32).reshape(qparams_shape(spec, self.shape))
+        return spec, QParams(own(self.cache.scale), own(self.cache.zero_point))
 
 
 def _keeps_scales(cache: Quantized, shape: tuple[int, ...]) -> bool:
@@ -288,21 +296,6 @@ def _check_whole_groups(cache: Quantized, shape: tuple[int, ...]) -> None:
                 f"`new` must not cut the blocks of {n // g} that share a scale along axis {axis} of `cache`, shape "
                 f"{cache.shape}, got shape {shape}. Write whole blocks, or give the spec smaller ones."
             )
-
-
-def _quantized_like(cache: Quantized, new: Array | Quantized, part: Part, key: Array | None) -> Quantized:
-    """The part to be written, quantized in these groups, with the scales of the cache where these stay."""
-    spec, qparams = _quantizer(cache, new.shape, part)
-    if isinstance(new, Quantized):
-        if not has_grid_of(new.spec, spec) or (not part.keeps and new.groups != part.groups):
-            raise ValueError(
-                f"`new` must be of the spec of the cache, {cache.spec}, with a scale for each of {part.groups} groups "
-                f"along its axes, got {new.spec} with {new.groups}. Pass it in float, and it is quantized here."
-            )
-        if not part.keeps:
-            return new
-        new, spec = new.real(jnp.float32), dataclasses.replace(spec, rounding="half_even")
-    return as_cache(quantize(new, spec, qparams, key=key))
 
 
 def _windows(

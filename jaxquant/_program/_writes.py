@@ -3,14 +3,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import JaxprEqn
 
 from .._arrays._quantized import Quantized
-from .._cache import Part, part_in_float, part_of, parts_of, quantized_part, update_part, update_parts
+from .._cache import Write
 from ._jaxpr import avals, param
 from ._origin import Origin
 from ._param import QuantizedParam, dequantized
@@ -33,12 +33,8 @@ def updated(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
     shape, sizes = (v.shape for v in avals(eqn.invars)[:2])
     # Clamped before: to the primitive a negative is no index from the end.
     at = tuple(jnp.clip(start, 0, n - size) for start, n, size in zip(starts, shape, sizes, strict=True))
-
-    def write(q: Quantized, new: Any, part: Part) -> Quantized:
-        return update_part(q, new, at, part)
-
     in_float = lambda v, new: eqn.primitive.bind(v, new, *starts)
-    return [_written(cache, new, part_of, Write(write, in_float))]
+    return [_written(cache, new, Write.of, lambda write, new: write.from_index(at, new), in_float)]
 
 
 def scattered(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
@@ -49,47 +45,38 @@ def scattered(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
     windows = dict(zip(numbers.update_window_dims, [i for i in range(ndim) if i not in gone], strict=True))
     axes = [windows.get(i) for i in range(len(avals(eqn.invars)[2].shape))]
     in_float = lambda v, new: eqn.primitive.bind(v, indices, new, **eqn.params)
-
-    def write(q: Quantized, new: Any, part: Part) -> Quantized:
-        return update_parts(q, new, part, in_float)
-
-    return [_written(cache, new, lambda q, shape: parts_of(q, shape, axes), Write(write, in_float))]
+    write_of = lambda q, shape: Write.of_many(q, shape, axes)
+    return [_written(cache, new, write_of, lambda write, new: write.by(in_float, new), in_float)]
 
 
 def as_part(cache: QuantizedParam, new: Array) -> QuantizedParam:
     """Quantizes an array to be joined to a part of a cache, as what is written to it."""
-    return _written(cache, new, part_of, Write(quantized_part, lambda _, new: new))
-
-
-class Write(NamedTuple):
-    """Functions that write a part: (cache, part, how it is quantized) in integers, and (cache, part) in float."""
-
-    in_integers: Callable[[Quantized, Any, Part], Quantized]
-    in_float: Callable[[Array, Array], Array]
+    return _written(cache, new, Write.of, Write.quantized, lambda _, new: new)
 
 
 def _written(
-    cache: QuantizedParam, new: Any, part_of: Callable[[Quantized, tuple[int, ...]], Part], write: Write
-) -> QuantizedParam:
+    cache: QuantizedParam, new: Any, write_of: Callable[[Quantized, tuple[int, ...]], Write],
+    in_integers: Callable[[Write, Any], Quantized], in_float: Callable[[Array, Array], Array],
+) -> QuantizedParam:  # fmt: skip
     """A cache with a part written anew, in float too where it is differentiated."""
     q, real, is_part = cache.quantized, cache.real, isinstance(new, QuantizedParam)
     try:
-        part = part_of(q, new.shape)
-        written = write.in_integers(q, new.quantized if is_part else new, part)
+        write = write_of(q, new.shape)
+        written = in_integers(write, new.quantized if is_part else new)
         if real is not None:
-            _check_scales(q, part)
+            _check_scales(write)
             of_part = lambda: dequantized(new) if new.real is None else new.real
-            real = write.in_float(real, of_part() if is_part else part_in_float(q, new, part))
+            real = in_float(real, of_part() if is_part else write.in_float(new))
     except (TypeError, ValueError) as error:
         raise type(error)(f"At {cache.paths[0]!r}, where the function writes to the cache: {error}") from error
     return dataclasses.replace(cache, quantized=written, real=real)
 
 
-def _check_scales(cache: Quantized, part: Part) -> None:
+def _check_scales(write: Write) -> None:
     """Raises for scales that would stay as an empty cache, which came in float, has them."""
-    if part.keeps:
+    if write.keeps:
         raise ValueError(
-            f"a cache that comes in float must have scales that are written with its parts, got {cache.spec}, whose "
-            "scales stay. Name the axes of what is written in its granularity, or pass jaxquant.cache.zeros(shape, "
-            "spec, qparams) with the scales that stay."
+            "a cache that comes in float must have scales that are written with its parts, got "
+            f"{write.cache.spec}, whose scales stay. Name the axes of what is written in its granularity, or pass "
+            "jaxquant.cache.zeros(shape, spec, qparams) with the scales that stay."
         )
