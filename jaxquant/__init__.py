@@ -49,6 +49,6 @@ from ._spec._recipes import nvfp4_spec as nvfp4_spec
 from ._spec._recipes import weight_spec as weight_spec
 from ._spec._rule import Rule as Rule
 from ._spec._spec import QuantSpec as QuantSpec
-from ._transform._quantize_fn import quant_point as quant_point
+from ._transform._quant_point import quant_point as quant_point
 from ._transform._quantize_fn import quantize_fn as quantize_fn
 from ._version import __version__ as __version__

@@ -26,8 +26,9 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "_contract": "_operands _contract _lowering _digits _native _conv_gradient _conv _weight_only _dot_gradient"
     " _dot _ragged _ops",
     "_program": "_jaxpr _origin _param _writes _moves _walk _evaluate _calls",
-    "_transform": "_plan _axes _caches _match _backward _errors _choose _layout _entries _sites _decide _call"
-    " _misuse _freezing _mask _compiled _observers _source _evaluate _quantizing _observing _viewing _quantize_fn",
+    "_transform": "_quant_point _plan _axes _caches _match _backward _errors _choose _layout _entries _sites"
+    " _decide _call _misuse _freezing _mask _compiled _observers _source _evaluate _quantizing _observing _viewing"
+    " _quantize_fn",
     "_report": "",
     "cache": "",
     "delayed": "",
