@@ -22,7 +22,7 @@ from ._base import _checks as checks
 from ._base import _numerics as num
 from ._base._checks import PyTree
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
-from ._spec._rule import Rule, Rules, checked_rules, pattern_in_words, shadowed
+from ._spec._rule import Rule, Rules, checked_rules, first_rule, pattern_in_words, shadowed
 from ._spec._scale_formats import TINY
 from ._spec._spec import QuantSpec, qparams_shape
 
@@ -47,12 +47,12 @@ def _leaves(params: PyTree, rules: object) -> list[_Leaf]:
                 "know. Drop it, or use quantize_fn(f, rules)."
             )
     found = list(with_paths(params))
-    matching = [[i for i, rule in enumerate(rules) if rule.matches(*pair)] for pair in found]
+    leaves = [_Leaf(*pair, first_rule(rules, *pair)) for pair in found]
     for i, rule in enumerate(rules):
-        first = {path: rules[of[0]] for (path, _), of in zip(found, matching, strict=True) if i in of}
-        if not rule.optional and not any(of[:1] == [i] for of in matching):
-            raise ValueError(_unused(i, rule, first, [path for path, _ in found]))
-    leaves = [_Leaf(*pair, rules[of[0]] if of else None) for pair, of in zip(found, matching, strict=True)]
+        is_again = any(rule is earlier for earlier in rules[:i])
+        if not rule.optional and (is_again or not any(leaf.rule is rule for leaf in leaves)):
+            taken = next((leaf for leaf in leaves if leaf.rule and rule.matches(leaf.path, leaf.value)), None)
+            raise ValueError(_unused(i, rule, taken, [path for path, _ in found]))
     paths = set()
     for leaf in leaves:
         if leaf.spec:
@@ -62,9 +62,10 @@ def _leaves(params: PyTree, rules: object) -> list[_Leaf]:
     return leaves
 
 
-def _unused(i: int, rule: Rule, first: dict[str, Rule], paths: list[str]) -> str:
-    if first:
-        return shadowed(i, rule, *next(iter(first.items())))
+def _unused(i: int, rule: Rule, taken: _Leaf | None, paths: list[str]) -> str:
+    """The error for rule number i, which no leaf has; `taken` is one that it matches."""
+    if taken and taken.rule:
+        return shadowed(i, rule, taken.path, taken.rule)
     return (
         f"`rules[{i}]`, {rule.pattern!r}, matches no parameter, of {len(paths)}. The nearest paths: "
         f"{checks.nearest(pattern_in_words(rule.pattern), paths)}. Fix the pattern ('**/' also matches zero segments), "

@@ -427,6 +427,11 @@ def test_a_shadowed_rule_names_the_one_that_takes_its_sites(narrow, spec):
     refused(ValueError, texts, plan, ("stem", None), ("**", W8), (narrow, spec))
 
 
+def test_a_rule_that_stands_twice_is_shadowed_by_itself():
+    rule = Rule("v", W8)
+    refused(ValueError, ["`rules[1]`", "'v'", "is shadowed"], plan, rule, rule, f=mlp, params=MLP)
+
+
 def test_a_rule_shadows_only_rules_of_its_kind():
     assert chosen(Rule("**", W8, A8), Rule("**", activation=A8, kind="act_act")) == of_kind("weight", "act_act")
     rules = [Rule(pattern, activation=A8, kind="act_act") for pattern in ("**", "probs")]

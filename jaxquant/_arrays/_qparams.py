@@ -59,11 +59,7 @@ class Log2QParams(OfSpec):
     """
 
 
-def _register(kind: type[OfSpec]) -> None:
-    with_keys = lambda v: ([(GetAttrKey(name), array) for name, array in v._asdict().items()], v.spec)
-    of = lambda spec, arrays: kind(**dict(zip(kind._fields, arrays, strict=True)), spec=spec)
-    jax.tree_util.register_pytree_with_keys(kind, with_keys, of)
-
-
+_with_keys = lambda v: ([(GetAttrKey(name), array) for name, array in v._asdict().items()], v.spec)
 for _kind in (QParams, Log2QParams):
-    _register(_kind)
+    _of_arrays = lambda spec, arrays, kind=_kind: kind(*arrays, spec=spec)
+    jax.tree_util.register_pytree_with_keys(_kind, _with_keys, _of_arrays)

@@ -4,7 +4,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -262,6 +262,11 @@ def pattern_in_words(pattern: object) -> str:
     if isinstance(pattern, str):
         return pattern
     return getattr(pattern, "pattern", None) or getattr(pattern, "__name__", type(pattern).__name__)
+
+
+def first_rule(rules: Iterable[Rule], path: str, leaf: Any) -> Rule | None:
+    """The first rule that matches a leaf at a path."""
+    return next((rule for rule in rules if rule.matches(path, leaf)), None)
 
 
 def shadowed(i: int, rule: Rule, name: str, earlier: Rule) -> str:

@@ -17,7 +17,7 @@ from .._base._checks import PyTree
 from .._cache import packed
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._spec._granularity import PerChannel, PerTensor, granularity_of
-from .._spec._rule import Rule
+from .._spec._rule import Rule, first_rule
 from .._spec._spec import QuantSpec
 from ._axes import groups_shape
 from ._plan import Site
@@ -138,6 +138,4 @@ class CacheRules(NamedTuple):
 
     def first(self, path: str, leaf: PyTree) -> Rule | None:
         """The rule for a leaf, which is a floating array or integers for one."""
-        if not checks.is_float(getattr(leaf, "dtype", None)):
-            return None
-        return next((rule for rule in self.rules if rule.matches(path, leaf)), None)
+        return first_rule(self.rules, path, leaf) if checks.is_float(getattr(leaf, "dtype", None)) else None

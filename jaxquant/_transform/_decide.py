@@ -84,7 +84,8 @@ def _check_all_used(deciding: Iterable[Rule], matches: Matches, matcher: Matcher
     """Raises for a rule that decides nothing, unless it is optional."""
     used = set(map(id, (*deciding, *(cache.rule for cache in matcher.caches.values()))))
     for i, rule in enumerate(matcher.rules):
-        if id(rule) not in used and not rule.optional:
+        is_again = any(rule is earlier for earlier in matcher.rules[:i])
+        if (is_again or id(rule) not in used) and not rule.optional:
             raise errors.unused_rule(i, matcher, matches.found)
 
 

@@ -12,7 +12,7 @@ from .._base._checks import is_float
 from .._program._jaxpr import NAME
 from .._program._origin import Origin, computed
 from .._program._walk import Contraction, Operand
-from .._spec._rule import Rule
+from .._spec._rule import Rule, first_rule
 from ._caches import Cache
 
 
@@ -209,7 +209,7 @@ class Matcher(NamedTuple):
         """The first rule of kind "weight" that matches a parameter, of those for a contraction, or for any."""
         of_kind = (rule for rule in self.rules if rule.kind == "weight")
         candidates = (rule for rule in of_kind if contraction is None or is_for(rule, contraction))
-        return next((rule for rule in candidates if rule.matches(path, self.leaves[path])), None)
+        return first_rule(candidates, path, self.leaves[path])
 
     def _of_parameter(self, op: MatchedOp, side: int) -> Rule | None:
         """The rule for the parameter that an operand is, or for the first one in it."""

@@ -108,7 +108,7 @@ def largest(leaves: Mapping[str, Any], found: Fold, paths: list[str], sign: int)
 @functools.partial(jax.jit, static_argnames=("sign", "count"))
 def _largest(leaves: list[Array], factors: list[Array], sign: int, count: int) -> Array:
     def of(leaf: Array, factors: Array) -> Array:
-        # First on each device of its own part: graph, a parameter would be gathered.
+        # First on each device of its own part: flat, a parameter would be gathered.
         each = jnp.abs(leaf).max(alike(factors), keepdims=True, initial=0)
         return of_channels(jax.ops.segment_max, each, factors, sign, count).astype(jnp.float32)
 
