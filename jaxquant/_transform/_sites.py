@@ -30,9 +30,9 @@ def sites_of(
     decisions: Sequence[Decision], entries: Mapping[str, Entry], everywhere: Mapping[str, str],
     states: Mapping[str, str], frozen: Set[str],
 ) -> Sites:  # fmt: skip
-    """The sites of ops, and those of reads, whose names `everywhere` has by path.
+    """The sites of ops, and of reads, whose names `everywhere` has by path.
 
-    `states` are those of entries; `frozen` the parameters that are integers already.
+    `states` has "static", "dynamic" or "frozen" for each entry; `frozen` are the parameters that came in integers.
     """
     of_ops = {
         (decision.contraction.location, side): _site(decision, choice, entries, states, frozen)

@@ -23,7 +23,7 @@ class NoFactorsError(Exception):
 
 
 class Unmet(NamedTuple):
-    """An operand that must have factors, for those of the other one to cancel."""
+    """An operand that must have factors, so that the factors of the other operand cancel."""
 
     operand: int
     factors: Factors

@@ -308,7 +308,7 @@ class Sides(NamedTuple):
     channels: tuple[tuple[int, ...], tuple[int, ...]]
 
     def opposite(self, side: int, v: Factors) -> Factors:
-        """The factors of the other operand that cancel those of this one."""
+        """The factors of the other operand that cancel the factors of this one."""
         return lean(self.gather(1 - side, -self.spread(side, v)))
 
 
