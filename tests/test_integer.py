@@ -30,6 +30,7 @@ from jaxquant import (
     quantize,
     weight_spec,
 )
+from jaxquant._arrays._qarray import inside
 from jaxquant._arrays._straight_through import quantize_straight_through
 from jaxquant._contract._contract import contract
 from jaxquant._contract._dot import Dot
@@ -612,8 +613,8 @@ def test_training_through_integers():
 
     def loss(x, w, integers):
         x_real, w_real = fake_quant(x, spec), fake_quant(w, weight_spec(8, -1))
-        of_x = QuantizedOperand(x_real, quantize(x, spec))
-        of_w = QuantizedOperand(w_real, quantize(w, weight_spec(8, -1)))
+        of_x = QuantizedOperand(x_real, inside(quantize(x, spec)))
+        of_w = QuantizedOperand(w_real, inside(quantize(w, weight_spec(8, -1))))
         y = contract(op, of_x, of_w) if integers else x_real @ w_real
         return jnp.sum(y * y)
 
