@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values whose gradient is passed straight through what made other values of them: for contractions in integers."""
 
+import functools
 from typing import Any
 
 import jax
@@ -27,17 +28,25 @@ def _straight_through(x, trained, frame, noise):
 _straight_through.defvjp(lambda *args: (_straight_through(*args), args), fake_quant_bwd)
 
 
+@functools.partial(jax.jit, static_argnames="spec")
+def fitted(x: Array, spec: QuantSpec) -> QParams:
+    """The range of a whole, as qparams for its parts, which have no gradient."""
+    x_min, x_max, _ = range_of(lax.stop_gradient(x), spec)
+    return grid_of_range(x_min, x_max, frame_of(spec, is_fitted=True)).trained
+
+
 def straight_through(
-    x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Array | None, qparams: QParams | None = None
-) -> tuple[Any, Quantized, Array | None]:
-    """Quantizes one operand of a contraction.
+    x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Array | None, qparams: QParams | None = None,
+    is_fitted: bool = False,
+) -> tuple[Any, Quantized, Array | None]:  # fmt: skip
+    """Quantizes one operand of a contraction; `is_fitted` where the qparams are the range of what x is a part of.
 
     Returns:
       x itself, with the gradients of `fake_quant(x, spec, qparams)`; its integers; and flags to add to the scale of the
       result, of size 1 along the contracted axes: NaN where the values along these hold a NaN or an infinity, else 0.
       None for `contracted=None`: for products of floats, which have NaN themselves.
     """
-    frame, noise = frame_of(spec, is_fitted=qparams is None), noise_for(x, spec, key)
+    frame, noise = frame_of(spec, is_fitted=is_fitted or qparams is None), noise_for(x, spec, key)
     values = lax.stop_gradient(x)
     if contracted is None:
         values = finite_or(values, np.nan)
@@ -58,7 +67,8 @@ def straight_through(
         if effective.scale is grid.scale:  # the gradient reads what is kept of the integers, and not its like
             grid = grid._replace(scale=q.scale, zero_point=q.zero_point)
     else:
-        grid = as_trained(grid_of(qparams, frame))
+        grid = grid_of(qparams, frame)
+        grid = grid if is_fitted else as_trained(grid)
         effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
         flags = None if contracted is None else nan_where(values, contracted)
         q = quantized_of(computed_apart(levels_of, values, effective, noise), effective, x.dtype)
@@ -66,7 +76,7 @@ def straight_through(
     return real, q, flags
 
 
-quantize_straight_through = jax.jit(straight_through, static_argnames=("spec", "contracted"))
+quantize_straight_through = jax.jit(straight_through, static_argnames=("spec", "contracted", "is_fitted"))
 
 
 @jax.custom_vjp

@@ -34,7 +34,7 @@ from ._jaxpr import (
     while_programs,
 )
 from ._origin import JOINED, Moved, Origin, alike, computed, either
-from ._param import QuantizedParam, put_together, sharded, stacked
+from ._param import QuantizedParam, Unquantized, put_together, quantized_now, sharded, stacked
 from ._walk import Place, Walk
 
 
@@ -80,7 +80,7 @@ def _walk_hijax(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> S
 
 
 def _evaluate_custom(replace: Replacements, step: Step) -> Sequence[Any]:
-    eqn, ins, location, scope = step
+    eqn, ins, location, scope = step = step._replace(ins=list(map(quantized_now, step.ins)))
     if location not in replace.custom:
         return _untouched(replace, step)
     if replace.custom[location] == "inline":
@@ -120,7 +120,7 @@ def _evaluate_custom(replace: Replacements, step: Step) -> Sequence[Any]:
 def _untouched(replace: Replacements, step: Step) -> Sequence[Any]:
     """A call with a custom derivative in which nothing is replaced, such as an identity that parameters pass."""
     eqn, ins = step.eqn, step.ins
-    outs = _evaluate_call(replace, step)
+    outs = list(map(quantized_now, _evaluate_call(replace, step)))
     if not any(isinstance(v, QuantizedParam) for v in outs):
         return evaluated(eqn, replace.floats(ins, kind(eqn)), programs(eqn)[0][0])
     has_read = any(isinstance(v, QuantizedParam) and v.as_read is not None for v in ins)
@@ -196,6 +196,11 @@ class _Carry:
         return [v.ordered() if isinstance(v, QuantizedParam) else v for v in rest]  # all turns alike
 
 
+def _in_loop(v: Any) -> Any:
+    """A constant of a loop, quantized before it; a stack stays, of which the loop may take a layer at a time."""
+    return v if isinstance(v, Unquantized) and v.layers else quantized_now(v)
+
+
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Sequence[Origin]:
     consts, carry, xs = scan_parts(eqn, _inside(ins, place))
     within, here = place.inside(0), (place.location, param(eqn, "length"))
@@ -224,7 +229,8 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
     eqn, ins, location, scope = step
     consts, carry, xs = scan_parts(eqn, ins)
     length, n = param(eqn, "length"), len(carry)
-    xs = [stacked(x, length) if isinstance(x, QuantizedParam) else x for x in xs]
+    consts, carry = list(map(_in_loop, consts)), list(map(quantized_now, carry))
+    xs = [stacked(x, length) if isinstance(x, QuantizedParam | Unquantized) else x for x in xs]
     carry = _Carry(replace, step, 0, len(consts), carry)
     inner = replace.inner(eqn, 0, location, [*carry.with_integers, *replace.with_integers[location][n:]])
     inputs = replace.inputs
@@ -238,6 +244,7 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
 
     def body(state, turn):
         (changing, seen), (xs, of_turn, own) = state, turn
+        xs = [x.layer() if isinstance(x, Unquantized) else x for x in xs]
         outs, observed = inner({**shared, **of_turn}, own, *consts, *carry.whole(changing), *xs)
         seen = {key: v.merged(observed.pop(key)) for key, v in seen.items()}
         ys = [v.ordered() if isinstance(v, QuantizedParam) else v for v in outs[n:]]
@@ -263,8 +270,8 @@ def _walk_while(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> S
 
 def _evaluate_while(replace: Replacements, step: Step) -> Sequence[Any]:
     eqn, ins, location, scope = step
-    condition_consts, consts, carry = while_parts(eqn, ins)
-    i, k = while_programs(eqn)
+    condition_consts, consts, carry = (list(map(_in_loop, of)) for of in while_parts(eqn, ins))
+    carry, (i, k) = list(map(quantized_now, carry)), while_programs(eqn)
     carry = _Carry(replace, step, k, len(consts), carry)
     condition, inner = replace.inner(eqn, i, location), replace.inner(eqn, k, location, carry.with_integers)
     qparams = replace.inputs.within(scope.qparams, location)
@@ -298,6 +305,7 @@ def _walk_cond(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Se
 
 def _evaluate_cond(replace: Replacements, step: Step) -> Sequence[Any]:
     eqn, ins, location, scope = step
+    ins = list(map(quantized_now, ins))
     with_integers, nothing = replace.with_integers[location], replace.inputs.seen(location, ins)
     inner = [replace.inner(eqn, k, location, with_integers) for k in range(len(programs(eqn)))]
 
@@ -340,7 +348,7 @@ def _evaluate_shard_map(replace: Replacements, step: Step) -> Sequence[Any]:
     inner = replace.inner(eqn, 0, location, replace.with_integers[location])
     qparams = inputs.within(scope.qparams, location)
     taken = [
-        sharded(v, aval.shape, spec, mesh) if isinstance(v, QuantizedParam) else (v, spec)
+        sharded(v, aval.shape, spec, mesh) if isinstance(v, QuantizedParam | Unquantized) else (v, spec)
         for v, aval, spec in zip(ins, avals(eqn.invars), of("in_specs"), strict=True)
     ]
     whole = lambda values: jax.tree.map(lambda _: P(), values)

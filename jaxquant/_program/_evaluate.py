@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program evaluated with some contractions replaced."""
 
+import collections
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._base._sharding import vary_together
 from ._jaxpr import Call, Location, evaluated, kind, programs
-from ._moves import MOVES
-from ._param import QuantizedParam, from_integers, quantized_now
+from ._moves import MOVES, takes_unquantized, unquantized
+from ._param import QuantizedParam, Unquantized, from_integers, quantized_now
 
 
 class Scope(NamedTuple):
@@ -103,16 +104,25 @@ class Replacements:
         """The results of a program."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         value = lambda v: v.val if isinstance(v, Literal) else env[v]
+        uses = collections.Counter(
+            v for of in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for v in of if not isinstance(v, Literal)
+        )
         for i, eqn in enumerate(jaxpr.eqns):
-            here, ins = (*location, i), [value(v) for v in eqn.invars]
-            ins = ins if here in self.contractions else list(map(quantized_now, ins))
-            has_parameter, move = any(isinstance(v, QuantizedParam) for v in ins), MOVES.get(eqn.primitive.name)
+            here, move = (*location, i), MOVES.get(eqn.primitive.name)
+            for v in eqn.invars:
+                if isinstance(value(v), Unquantized) and not self._takes(eqn, here, value(v), uses[v] == 1):
+                    env[v] = env[v].quantized()  # for all that use it
+            ins = [value(v) for v in eqn.invars]
+            has_parameter = any(isinstance(v, QuantizedParam | Unquantized) for v in ins)
             if here in self.contractions:
                 with eqn.ctx.manager:  # such as another mesh
                     outs = [self.contractions[here](eqn, ins, scope)]
             elif here in self.around or (has_parameter and kind(eqn) in self.calls):
                 with jax.named_scope(str(eqn.source_info.name_stack)):  # which is part of the names inside
                     outs = self.calls[kind(eqn)].evaluate(self, Step(eqn, ins, here, scope))
+            elif isinstance(ins and ins[0], Unquantized):
+                with eqn.ctx.manager:
+                    outs = unquantized(eqn, ins)
             elif has_parameter and move and move.takes(eqn, ins):
                 with eqn.ctx.manager:
                     outs = move.parameters(eqn, ins)
@@ -122,7 +132,15 @@ class Replacements:
             else:
                 outs = evaluated(eqn, self.floats(ins, kind(eqn)), jaxpr)
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [quantized_now(value(v)) for v in jaxpr.outvars]
+        return [value(v) for v in jaxpr.outvars]
+
+    def _takes(self, eqn: JaxprEqn, here: Location, v: Unquantized, is_alone: bool) -> bool:
+        """Whether an equation, perhaps the only one that uses a value, takes it before it is quantized."""
+        if here in self.contractions:
+            return is_alone
+        if kind(eqn) in self.calls:
+            return is_alone or bool(v.layers)
+        return takes_unquantized(eqn, v) and (is_alone or bool(v.layers))
 
     def floats(self, values: Sequence[Any], by: str) -> list[Any]:
         """The values with parameters as their real ones, for what computes with them."""
@@ -138,7 +156,7 @@ class Replacements:
 
         def f(qparams: Mapping[str, Any], key: Array | None, *args: Any) -> tuple[list[Any], dict[str, Any]]:
             scope = Scope(qparams, key, {}, {})
-            outs = self.program(jaxpr, consts, args, (*location, k), scope)
+            outs = list(map(quantized_now, self.program(jaxpr, consts, args, (*location, k), scope)))
             outs = [v if h else self.floats([v], kind(eqn))[0] for v, h in zip(outs, with_integers, strict=True)]
             return outs, scope.observed
 

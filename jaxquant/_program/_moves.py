@@ -24,7 +24,7 @@ from .._base._sharding import replicated, vary_together
 from .._spec._granularity import PerTensor
 from ._jaxpr import avals, order_read, param
 from ._origin import JOINED, PICKED, Moved, Origin, along_any, computed
-from ._param import QuantizedParam, dequantized
+from ._param import QuantizedParam, Unquantized, dequantized
 from ._writes import as_part, is_written, scattered, updated, written_origin
 
 
@@ -144,6 +144,38 @@ def in_order(v: Array, moves: Sequence[Moved], of_turn: Callable[[Array], Array]
             return jax.vmap(lambda turn, rest=moves[i + 1 :]: in_order(turn, rest, of_turn))(v)
         v = move.primitive.bind(v, **dict(move.params))
     return of_turn(v)
+
+
+def takes_unquantized(eqn: JaxprEqn, v: Unquantized) -> bool:
+    """Whether what a primitive makes of a value is quantized as the value is: a cast, or layers of a stack."""
+    move = MOVES.get(eqn.primitive.name)
+    if move is None or move.how == "casts":
+        return move is not None and jnp.issubdtype(avals(eqn.outvars)[0].dtype, jnp.floating)
+    return _layers(eqn, v) is not None
+
+
+def unquantized(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Unquantized]:
+    """The results of such a primitive."""
+    v, *rest = ins
+    move, found = MOVES[eqn.primitive.name], _layers(eqn, v)
+    if found is None:
+        return [v.cast(eqn.primitive, eqn.params)]
+    taken, axes = found
+    return v.apart(taken).moves(lambda parameter: move.parameters(eqn, [parameter, *rest]), axes)
+
+
+def _layers(eqn: JaxprEqn, v: Unquantized) -> tuple[set[int], list[list[int]]] | None:
+    """The axes along which a move takes layers of a stack, and for each result the axes that its axes run along."""
+    move = MOVES[eqn.primitive.name]
+    if move.how not in ("moves", "picks") or move.runs is None:
+        return None
+    results = move.runs(eqn)
+    runs = [run for runs in results for run in runs]
+    is_one = all(len(run.old) == 1 and len(run.new) <= 1 and run.times == 1 for run in runs)
+    axes = [[run.old[0] for run in runs if run.new] for runs in results] if is_one else []
+    taken = {run.old[0] for run in runs if run.cut or run.is_picked or not run.new} if is_one else set[int]()
+    in_order = all(of == sorted(of) for of in axes) and not any(run.cut and run.cut[2] < 0 for run in runs)
+    return (taken, axes) if taken and in_order and v.is_stack(taken) else None
 
 
 def _moved(groups: _OfGroups | None, eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:

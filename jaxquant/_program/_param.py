@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from .._arrays._qparams import QParams
 from .._arrays._quantized import Quantized, moved
-from .._arrays._straight_through import quantize_straight_through
+from .._arrays._straight_through import fitted, quantize_straight_through
 from .._base import _groups as grouping
-from .._spec._granularity import PerTensor
-from .._spec._spec import QuantSpec
+from .._spec._granularity import PerTensor, granularity_of
+from .._spec._spec import QuantSpec, qparams_shape
 
 _Cast = tuple[Any, tuple[tuple[str, Any], ...]]  # a primitive and its parameters
 
@@ -82,47 +82,108 @@ class QuantizedParam:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("value", "qparams"), meta_fields=("spec", "contracted", "path")
+    jax.tree_util.register_dataclass,
+    data_fields=("value", "qparams"),
+    meta_fields=("spec", "contracted", "is_fitted", "casts", "path", "layers"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unquantized:
-    """An operand that one op alone quantizes, in one function with the op: an input, or a parameter taken as it is.
+    """An operand that is quantized where it is used: an input, or a parameter, perhaps of one of several layers.
 
     Attributes:
-      value: in float.
-      qparams, spec, contracted: of its quantizer.
-      path: of a parameter; empty in a compiled function, which several layers share.
+      value: in float, before any cast.
+      qparams, spec, contracted, is_fitted: of its quantizer.
+      casts: what casts it has been through.
+      path: of a parameter; empty in a compiled function, which several sites share.
+      layers: axes of a parameter along which it is a stack: no op has them.
     """
 
     value: Array
     qparams: QParams | None
     spec: QuantSpec
     contracted: tuple[int, ...] | None
+    is_fitted: bool = False
+    casts: tuple[_Cast, ...] = ()
     path: str = ""
+    layers: frozenset[int] = frozenset()
 
     def quantized(self, how: Callable[..., Any] = quantize_straight_through) -> QuantizedParam:
-        real, q, nan_flags = how(self.value, self.spec, self.contracted, None, self.qparams)
-        return QuantizedParam(q, real, None, nan_flags, (self.path,))
+        real, q, nan_flags = how(self.value, self.spec, self.contracted, None, self.qparams, self.is_fitted)
+        parameter = QuantizedParam(q, real, None, nan_flags, (self.path,), self.casts)
+        return parameter.map_floats(parameter.cast)
+
+    def is_stack(self, axes: Collection[int]) -> bool:
+        """Whether it can be taken apart along these axes: a part has the scales that it has in the stack."""
+        is_shared = self.spec.scales.has_tensor_scale or not set(axes).isdisjoint(self.contracted or ())
+        return self.layers.issuperset(axes) and not is_shared
+
+    def apart(self, axes: Collection[int]) -> "Unquantized":
+        """The same, with a scale for each element along some axes of layers, which may be the scale of them all."""
+        shape, qparams, is_fitted = self.value.shape, self.qparams, self.is_fitted
+        groups = qparams_shape(self.spec, shape) or (1,) * len(shape)
+        if qparams is None and any(groups[i] != shape[i] for i in axes):
+            qparams, is_fitted = fitted(self.value, self.spec), True
+        if qparams is None:
+            return self
+
+        def of_each(v: Array) -> Array:
+            v = grouping.of_rank(v, len(shape))
+            return functools.reduce(lambda v, axis: grouping.apart(v, axis, shape[axis]), axes, v)
+
+        qparams = QParams(*(None if v is None else of_each(v) for v in qparams))
+        spec = dataclasses.replace(self.spec, granularity=granularity_of(qparams.scale.shape, shape))
+        return dataclasses.replace(self, qparams=qparams, spec=spec, is_fitted=is_fitted)
+
+    def cast(self, primitive: Any, params: Any) -> "Unquantized":
+        return dataclasses.replace(self, casts=(*self.casts, (primitive, tuple(params.items()))))
+
+    def moves(
+        self, f: Callable[[QuantizedParam], Sequence[QuantizedParam]], axes: Sequence[Sequence[int]]
+    ) -> list["Unquantized"]:
+        """The parts that `f` makes of it, which is apart: which of its axes each axis of a part runs along."""
+        scale, zero_point = self.qparams or (None, None)
+        whole, shape = Quantized(None, scale, zero_point, self.spec, self.value.dtype), self.value.shape
+        parts = f(QuantizedParam(whole, self.value, None, None, (self.path,)))
+        return [
+            self._part(part.real, self.qparams and QParams(part.quantized.scale, part.quantized.zero_point), own, shape)
+            for part, own in zip(parts, axes, strict=True)
+        ]
+
+    def layer(self) -> "Unquantized":
+        """An element of the first axis, of whose arrays a scan has taken it already."""
+        return self._part(self.value, self.qparams, range(1, self.value.ndim + 1), (1, *self.value.shape))
+
+    def _part(self, value: Any, qparams: QParams | None, axes: Sequence[int], whole: tuple[int, ...]) -> "Unquantized":
+        groups = qparams_shape(self.spec, whole) or (1,) * len(whole)
+        own = [n if groups[i] == whole[i] else groups[i] for i, n in zip(axes, value.shape, strict=True)]
+        spec = dataclasses.replace(self.spec, granularity=granularity_of(tuple(own), value.shape))
+        places = lambda of: (j for j, i in enumerate(axes) if i in of)
+        contracted = None if self.contracted is None else tuple(places(self.contracted))
+        layers = frozenset(places(self.layers))
+        return dataclasses.replace(self, value=value, qparams=qparams, spec=spec, contracted=contracted, layers=layers)
 
 
 def quantized_now(v: Any) -> Any:
-    """A value, quantized if it is a parameter that is still to be: something else than its op takes it."""
+    """A value, quantized if it is a parameter that is still to be."""
     return v.quantized() if isinstance(v, Unquantized) else v
 
 
-def stacked(parameter: QuantizedParam, n: int) -> QuantizedParam:
+def stacked(parameter: Any, n: int) -> Any:
     """The parameter to be scanned along its first axis, of length `n`: with values for each element of that."""
+    if isinstance(parameter, Unquantized):
+        return parameter.apart([0]) if parameter.is_stack([0]) else stacked(parameter.quantized(), n)
     order = parameter.quantized.order
     if order and len(order) == parameter.quantized.ndim:
         parameter = parameter.ordered()
     return parameter.move(lambda v: v, lambda v: grouping.apart(v, 0, n))
 
 
-def sharded(
-    parameter: QuantizedParam, shape: tuple[int, ...], spec: P, mesh: Any
-) -> tuple[QuantizedParam, QuantizedParam]:
+def sharded(parameter: Any, shape: tuple[int, ...], spec: P, mesh: Any) -> tuple[Any, Any]:
     """The parameter to be taken apart by shard_map as its values are; and how, which is a pytree of specs like it."""
     spec = P(*spec, *[None] * (len(shape) - len(spec)))
+    if isinstance(parameter, Unquantized):
+        split = [i for i, names in enumerate(spec) if names is not None]
+        parameter = parameter.apart(split) if parameter.is_stack(split) else parameter.quantized()
 
     def parts(axis: int) -> int:
         names = spec[axis]
@@ -135,8 +196,9 @@ def sharded(
         return v
 
     of_groups = lambda v: P(*(s if n > 1 else None for n, s in zip(v.shape, spec, strict=True)))
-    fitted = parameter.ordered().move(lambda v: v, fitting)
-    return fitted, jax.tree.map(lambda v: spec if v.shape == shape else of_groups(v), fitted)
+    if isinstance(parameter, QuantizedParam):
+        parameter = parameter.ordered().move(lambda v: v, fitting)
+    return parameter, jax.tree.map(lambda v: spec if v.shape == shape else of_groups(v), parameter)
 
 
 def put_together(parts: QuantizedParam, cache: QuantizedParam) -> QuantizedParam:

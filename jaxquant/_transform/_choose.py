@@ -50,13 +50,6 @@ class Choice:
     is_folded: bool = False
 
     @property
-    def is_taken_whole(self) -> bool:
-        """Whether its op can quantize the operand, which comes as it was made and is rounded without noise."""
-        is_moved = self.is_weight and (self.operand.origin.moves != () or len(self.keys) > 1)
-        in_place = self.point is None and self.cache is None and not is_moved
-        return in_place and self.spec is not None and self.spec.rounding != "stochastic"
-
-    @property
     def arrives_quantized(self) -> bool:
         """Whether the op gets it with its integers, and does not make them."""
         return self.spec is not None and (self.is_weight or self.point is not None or self.cache is not None)

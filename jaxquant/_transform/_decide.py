@@ -34,13 +34,10 @@ class Decisions(NamedTuple):
     sites: Sites
 
     def taken_once(self) -> frozenset[str]:
-        """The keys of what one op alone quantizes: an input, or a parameter that it takes as it is."""
+        """The keys of inputs that one op alone quantizes."""
         choices = [choice for of in self.of.values() for choice in of.operands]
         times = collections.Counter(key for choice in choices for key in choice.keys)
-        return frozenset(
-            key for choice in choices for key in choice.keys
-            if times[key] == 1 and choice.is_taken_whole and not self.entries.of[key].reads
-        )  # fmt: skip
+        return frozenset(key for key, n in times.items() if n == 1)
 
 
 def decide(

@@ -40,6 +40,7 @@ class Entry:
       rule: that chose it.
       sites: the names of those that use it.
       contracted: of a parameter, the axes along which all of its ops sum.
+      layers: of a parameter, the axes that no op has: along these it is a stack.
       reads: of a parameter, what else reads it, in float.
       order: of a parameter's last axes in memory, once it is frozen, as in QArray; None where it is read in float.
       is_multiplied: of a parameter, whether a product of integers reads it.
@@ -61,6 +62,7 @@ class Entry:
     rule: Rule
     sites: tuple[str, ...]
     contracted: frozenset[int] = frozenset()
+    layers: frozenset[int] = frozenset()
     reads: tuple[str, ...] = ()
     order: tuple[int, ...] | None = None
     is_multiplied: bool = False
@@ -200,6 +202,7 @@ def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -
         shape=leaf.shape,
         dtype=leaf.dtype,
         contracted=frozenset(along(operand, choice.contracted) - kept) or shared_axes(spec, leaf.shape),
+        layers=frozenset(range(len(leaf.shape))).difference(*operand.origin.axes),
         order=_at_rest(contraction, side, spec, rule, leaf.shape),
         is_multiplied=rule.activation is not None,
         summed=_summed(decision, side, leaf.shape),
@@ -243,6 +246,7 @@ def _merged(old: Entry, new: Entry) -> Entry:
         old,
         sites=sites,
         contracted=same("contracted") or shared_axes(old.spec, old.shape),  # a flag is for all that share a scale
+        layers=old.layers & new.layers,
         order=same("order"),
         summed=same("summed"),
         is_multiplied=old.is_multiplied or new.is_multiplied,

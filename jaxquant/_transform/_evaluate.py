@@ -15,7 +15,7 @@ from .._paths import is_qarray
 from .._program._calls import CALLS
 from .._program._evaluate import Replacements, Scope
 from .._program._jaxpr import NAME, JaxprEqn
-from .._program._param import QuantizedParam
+from .._program._param import QuantizedParam, quantized_now
 from ._caches import Cache
 from ._choose import Decision, is_stochastic
 from ._observers import Observation
@@ -99,7 +99,7 @@ def evaluated(
             for path, v in zip(program.paths, arrays, strict=True)
         ]
         args = [how.cache(of, v) if of else v for of, v in zip(program.caches, args, strict=True)]
-        outs = map(how.result, run.program(program.jaxpr, program.consts, args, (), scope))
+        outs = map(how.result, map(quantized_now, run.program(program.jaxpr, program.consts, args, (), scope)))
         outs = run.floats(list(outs), "the result of the function")
         if not how.lacking:
             return outs, scope.observed

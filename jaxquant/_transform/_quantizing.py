@@ -78,8 +78,8 @@ class Quantizing(Evaluator):
         if entry is None:
             return value
         contracted = self._flagged(entry.spec, tuple(sorted(entry.contracted)))
-        if path in self.once and not is_read:
-            return Unquantized(value, qparams, entry.spec, contracted, path)
+        if not is_read and entry.spec.rounding != "stochastic":
+            return Unquantized(value, qparams, entry.spec, contracted, path=path, layers=entry.layers)
         with named_in_errors(path, rule=entry.rule):
             key = self._key(entry.spec, self.key, path)
             real, q, flags = quantize_straight_through(value, entry.spec, contracted, key, qparams)
@@ -132,7 +132,7 @@ class Quantizing(Evaluator):
     # Ops
 
     def op(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Array:
-        nameless = lambda v: dataclasses.replace(v, path="") if isinstance(v, Unquantized) else v
+        nameless = lambda v: dataclasses.replace(v, path="", layers=frozenset()) if isinstance(v, Unquantized) else v
         ins = list(map(nameless if self._is_one(decision, eqn, ins) else quantized_now, ins))
         values = list(ins)
         for side, choice in enumerate(decision.operands):
@@ -221,7 +221,7 @@ class Quantizing(Evaluator):
                 return scope.memo[known_by][1]
             qparams = scope.qparams.get(choice.keys[0])
             contracted = self._flagged(choice.spec, choice.contracted)
-            if is_one and choice.keys[0] in self.once:
+            if is_one and choice.keys[0] in self.once and choice.spec.rounding != "stochastic":
                 return Unquantized(v, qparams, choice.spec, contracted)
             result = quantize_straight_through(v, choice.spec, contracted, key, qparams)
             scope.memo[known_by] = v, result  # the value too: no other then gets its id
