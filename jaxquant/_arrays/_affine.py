@@ -78,10 +78,10 @@ def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None) -> tuple[Arr
     counts = below | above | inside  # not NaN
     dscale = total(jnp.where(counts, wide * steps, 0))
     dzero = None if grid.zero_point is None else -total(jnp.where(below | above, wide, 0))
-    return _passed(g, inside), QParams(dscale, dzero)
+    return passed(g, inside), QParams(dscale, dzero)
 
 
-def _passed(g: Array, inside: Array) -> Array:
+def passed(g: Array, inside: Array) -> Array:
     return num.select(inside, loaded(g), 0)
 
 
@@ -102,7 +102,7 @@ def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None) -> 
         grid = grid.effective().over(x)
         level = grid.level(x, noise)
         inside = lax.bitwise_and(lax.ge(level, grid.qmin), lax.le(level, grid.qmax))
-    return _passed(shard_like(g, inside), inside)
+    return passed(shard_like(g, inside), inside)
 
 
 def fake_quant_bwd(residuals, g):

@@ -19,12 +19,12 @@ from .._platform._cpu import transposed
 from .._spec._spec import QuantSpec
 from ._grid import Grid
 
-_OF_GROUPS = "scale", "zero_point", "tensor_scale"
+OF_GROUPS = "scale", "zero_point", "tensor_scale"
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("stored", *_OF_GROUPS, "sums"),
+    data_fields=("stored", *OF_GROUPS, "sums"),
     meta_fields=("spec", "dtype", "order", "summed"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class Quantized:
 
         They have sums where what is summed is still whole.
         """
-        of = {name: getattr(self, name) for name in _OF_GROUPS} | {"sums": self.own_sums}
+        of = {name: getattr(self, name) for name in OF_GROUPS} | {"sums": self.own_sums}
         each = {"stored": moved(of_values, self.stored, n)}
         each |= {name: moved(of_groups, v, n) for name, v in of.items()}
         results = (dict(zip(each, arrays, strict=True)) for arrays in zip(*each.values(), strict=True))

@@ -1,22 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values whose gradient is passed straight through what made other values of them: for contractions in integers."""
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from .._base._sharding import vary_together
+from .._base import _numerics as num
+from .._base._groups import broadcast_groups
+from .._base._sharding import shard_like, vary_together
 from .._platform._cpu import computed_apart, nan_where
 from .._spec._spec import QuantSpec
-from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, quantized_of
+from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, passed, quantized_of
 from ._grid import frame_of, grid_of
 from ._qparams import QParams
-from ._quantized import Quantized
-from ._range import finite_or, grid_of_range, range_of
+from ._quantized import OF_GROUPS, Quantized
+from ._range import LARGEST, finite_or, grid_of_range, range_of
+
+# The names of what a site keeps for its backward pass, for policies of jax.checkpoint.
+CODES, SCALES = "jaxquant_codes", "jaxquant_scales"
+
+
+class Fitted(NamedTuple):
+    """The scale and the zero point of the range of what values are a part of, which have no gradient."""
+
+    scale: Array
+    zero_point: Array | None
 
 
 @jax.custom_vjp
@@ -28,25 +43,81 @@ def _straight_through(x, trained, frame, noise):
 _straight_through.defvjp(lambda *args: (_straight_through(*args), args), fake_quant_bwd)
 
 
+@jax.jit
+def _gradient_of_codes(g: Array, q: Quantized, nan_flags: Array | None) -> Array:
+    """The gradient of a signed symmetric grid from the integers, of which some are clipped where a range ends.
+
+    At NaN and infinities, which flags tell, and beyond half the largest float the level is the last one; there it
+    counts as clipped in all that has such flags, or such a range.
+    """
+    frame = frame_of(q.spec, is_fitted=True)
+    bound = num.select(q.scale < grid_of_range(None, jnp.asarray(LARGEST), frame).scale, np.float32(np.inf), frame.qmax)
+    bound = broadcast_groups(bound, q.shape)
+    if nan_flags is not None:
+        bound = lax.min(*jnp.broadcast_arrays(bound, num.select(nan_flags == 0, np.float32(np.inf), frame.qmax)))
+    level = lax.abs(q.values.astype(jnp.float32))
+    return passed(shard_like(g, level), lax.lt(level, jnp.broadcast_to(bound, level.shape)))
+
+
+@jax.custom_vjp
+def _straight_through_codes(x, q, nan_flags):
+    """The same, with the gradient as the integers tell it, so that `x` need not be kept."""
+    return x
+
+
+_straight_through_codes.defvjp(
+    lambda x, *kept: (_straight_through_codes(x, *kept), kept),
+    lambda kept, g: (shard_like(_gradient_of_codes(g, *kept), g), None, None),
+)
+
+
+def _is_told_by_codes(spec: QuantSpec) -> bool:
+    """Whether integers tell where the gradient of `fake_quant` passes, of a range of the values at hand."""
+    is_narrow = bool(spec.format) and spec.bits < 8
+    is_plain = spec.symmetric and spec.signed and spec.rounding != "stochastic"
+    return is_plain and spec.scales.is_exact and not is_narrow
+
+
+def _with_names(q: Quantized) -> Quantized:
+    """Quantized values to be kept."""
+    scales = {field: _to_keep(getattr(q, field), SCALES) for field in OF_GROUPS}
+    return dataclasses.replace(q, stored=_to_keep(q.stored, CODES), **scales)
+
+
+def _to_keep(v: Array | None, name: str) -> Array | None:
+    """An array with a name; floats of 8 bits by their bits.
+
+    JAX rounds the floats that a checkpoint keeps by `reduce_precision`, for which the largest exponent is infinity.
+    """
+    if v is None or v.dtype.itemsize > 1 or jnp.issubdtype(v.dtype, jnp.integer):
+        return v if v is None else checkpoint_name(v, name)
+    bits = checkpoint_name(lax.bitcast_convert_type(v, jnp.uint8), name)
+    return lax.bitcast_convert_type(bits, v.dtype)
+
+
 @functools.partial(jax.jit, static_argnames="spec")
-def fitted(x: Array, spec: QuantSpec) -> QParams:
-    """The range of a whole, as qparams for its parts, which have no gradient."""
+def fitted(x: Array, spec: QuantSpec) -> Fitted:
+    """The numbers for the parts of `x`."""
     x_min, x_max, _ = range_of(lax.stop_gradient(x), spec)
-    return grid_of_range(x_min, x_max, frame_of(spec, is_fitted=True)).trained
+    return Fitted(*grid_of_range(x_min, x_max, frame_of(spec, is_fitted=True)).trained)
 
 
 def straight_through(
-    x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Array | None, qparams: QParams | None = None,
-    is_fitted: bool = False,
+    x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Array | None,
+    qparams: QParams | Fitted | None = None, keeps_codes: bool = False,
 ) -> tuple[Any, Quantized, Array | None]:  # fmt: skip
-    """Quantizes one operand of a contraction; `is_fitted` where the qparams are the range of what x is a part of.
+    """Quantizes one operand of a contraction.
+
+    Args:
+      x, spec, contracted, key, qparams: of the quantizer.
+      keeps_codes: whether the integers are for the backward pass to keep, in place of x.
 
     Returns:
       x itself, with the gradients of `fake_quant(x, spec, qparams)`; its integers; and flags to add to the scale of the
       result, of size 1 along the contracted axes: NaN where the values along these hold a NaN or an infinity, else 0.
       None for `contracted=None`: for products of floats, which have NaN themselves.
     """
-    frame, noise = frame_of(spec, is_fitted=is_fitted or qparams is None), noise_for(x, spec, key)
+    frame, noise = frame_of(spec, is_fitted=not isinstance(qparams, QParams)), noise_for(x, spec, key)
     values = lax.stop_gradient(x)
     if contracted is None:
         values = finite_or(values, np.nan)
@@ -54,7 +125,7 @@ def straight_through(
     # The integers stand alone on a CPU: else it would compute anew for them what the values are made of, the scaled
     # product before them, and from them what the backward pass reads.
     if qparams is None:
-        x_min, x_max, flags = range_of(values, spec, contracted=contracted)
+        x_min, x_max, flags = (_to_keep(v, SCALES) for v in range_of(values, spec, contracted=contracted))
 
         def fitted(values, x_min, x_max, noise):
             grid = grid_of_range(x_min, x_max, frame)
@@ -67,16 +138,18 @@ def straight_through(
         if effective.scale is grid.scale:  # the gradient reads what is kept of the integers, and not its like
             grid = grid._replace(scale=q.scale, zero_point=q.zero_point)
     else:
-        grid = grid_of(qparams, frame)
-        grid = grid if is_fitted else as_trained(grid)
+        grid = grid_of(QParams(qparams.scale, qparams.zero_point), frame)
+        grid = grid if frame.is_fitted else as_trained(grid)
         effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
-        flags = None if contracted is None else nan_where(values, contracted)
+        flags = None if contracted is None else _to_keep(nan_where(values, contracted), SCALES)
         q = quantized_of(computed_apart(levels_of, values, effective, noise), effective, x.dtype)
-    real = _straight_through(*vary_together(x, grid.trained, frame, noise))
-    return real, q, flags
+    if keeps_codes and qparams is None and _is_told_by_codes(spec):
+        q = _with_names(q)
+        return _straight_through_codes(*vary_together(x, q, flags)), q, flags
+    return _straight_through(*vary_together(x, grid.trained, frame, noise)), q, flags
 
 
-quantize_straight_through = jax.jit(straight_through, static_argnames=("spec", "contracted", "is_fitted"))
+quantize_straight_through = jax.jit(straight_through, static_argnames=("spec", "contracted", "keeps_codes"))
 
 
 @jax.custom_vjp

@@ -360,7 +360,7 @@ def quantized_dot(x: Array, q: QArray | Quantized, side: int, spec: QuantSpec, d
     names = *in_order(of.of_x, of.of_q), summed, [*of.of_x[: len(of.split)], *batch]
     contracted, batched = dot_numbers(*names)
     spec, q = dataclasses.replace(spec, granularity=granularity), dataclasses.replace(q, dtype=jnp.dtype(jnp.float32))
-    own = QuantizedOperand(*quantize_straight_through(x, spec, contracted[side], None))
+    own = QuantizedOperand(*quantize_straight_through(x, spec, contracted[side], None, keeps_codes=True))
     other = QuantizedOperand(q.real(q.dtype), q)
     y = contract(dataclasses.replace(dot, contracted=contracted, batch=batched), *in_order(own, other))
     y = lax.reshape(arranged(y, dot_output(*names), of.in_blocks(output)), [lengths[n] for n in output])

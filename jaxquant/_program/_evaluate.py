@@ -109,8 +109,8 @@ class Replacements:
         )
         for i, eqn in enumerate(jaxpr.eqns):
             here, move = (*location, i), MOVES.get(eqn.primitive.name)
-            for v in eqn.invars:
-                if isinstance(value(v), Unquantized) and not self._takes(eqn, here, value(v), uses[v] == 1):
+            for v in (v for v in eqn.invars if not isinstance(v, Literal)):
+                if isinstance(env[v], Unquantized) and not self._takes(eqn, here, env[v], uses[v] == 1):
                     env[v] = env[v].quantized()  # for all that use it
             ins = [value(v) for v in eqn.invars]
             has_parameter = any(isinstance(v, QuantizedParam | Unquantized) for v in ins)
@@ -140,7 +140,7 @@ class Replacements:
             return is_alone
         if kind(eqn) in self.calls:
             return is_alone or bool(v.layers)
-        return takes_unquantized(eqn, v) and (is_alone or bool(v.layers))
+        return takes_unquantized(eqn, v, is_alone)
 
     def floats(self, values: Sequence[Any], by: str) -> list[Any]:
         """The values with parameters as their real ones, for what computes with them."""

@@ -32,6 +32,30 @@ class Call(NamedTuple):
     is_through: bool = False
 
 
+class Typed(NamedTuple):
+    """The type of a variable, in its place."""
+
+    aval: Any
+
+
+class Equation(NamedTuple):
+    """An equation without its variables, equal to those that do the same."""
+
+    primitive: Any
+    items: tuple[tuple[str, Any], ...]
+    invars: tuple[Typed, ...]
+    outvars: tuple[Typed, ...]
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> "Equation":
+        types = (tuple(map(Typed, avals(of))) for of in (eqn.invars, eqn.outvars))
+        return cls(eqn.primitive, tuple(eqn.params.items()), *types)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return dict(self.items)
+
+
 def traced(f: Callable, args: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
     """The program of a function of a list of arrays, and its constants."""
     return opened(jax.make_jaxpr(f)(args))

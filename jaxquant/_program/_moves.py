@@ -22,9 +22,9 @@ from .._base import _checks as checks
 from .._base import _groups as grouping
 from .._base._sharding import replicated, vary_together
 from .._spec._granularity import PerTensor
-from ._jaxpr import avals, order_read, param
+from ._jaxpr import Equation, avals, order_read, param
 from ._origin import JOINED, PICKED, Moved, Origin, along_any, computed
-from ._param import QuantizedParam, Unquantized, dequantized
+from ._param import Pending, QuantizedParam, Unquantized, dequantized
 from ._writes import as_part, is_written, scattered, updated, written_origin
 
 
@@ -146,22 +146,25 @@ def in_order(v: Array, moves: Sequence[Moved], of_turn: Callable[[Array], Array]
     return of_turn(v)
 
 
-def takes_unquantized(eqn: JaxprEqn, v: Unquantized) -> bool:
-    """Whether what a primitive makes of a value is quantized as the value is: a cast, or layers of a stack."""
+def takes_unquantized(eqn: JaxprEqn, v: Unquantized, is_alone: bool) -> bool:
+    """Whether a primitive, perhaps the only one, moves a value that is still to be quantized, or casts it."""
     move = MOVES.get(eqn.primitive.name)
     if move is None or move.how == "casts":
-        return move is not None and jnp.issubdtype(avals(eqn.outvars)[0].dtype, jnp.floating)
-    return _layers(eqn, v) is not None
+        return move is not None and is_alone and jnp.issubdtype(avals(eqn.outvars)[0].dtype, jnp.floating)
+    if _layers(eqn, v) is not None:
+        return True
+    is_plain = move.how == "moves" and move.runs is not None and len(eqn.outvars) == 1
+    return is_alone and is_plain and eqn.params.get("sharding") is None
 
 
 def unquantized(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Unquantized]:
-    """The results of such a primitive."""
+    """The results of such a primitive, which are still to be quantized."""
     v, *rest = ins
     move, found = MOVES[eqn.primitive.name], _layers(eqn, v)
     if found is None:
-        return [v.cast(eqn.primitive, eqn.params)]
+        return [v.then(Pending(Equation.of(eqn), move.parameters, move.how == "casts"))]
     taken, axes = found
-    return v.apart(taken).moves(lambda parameter: move.parameters(eqn, [parameter, *rest]), axes)
+    return v.apart(taken).parts(lambda parameter: move.parameters(eqn, [parameter, *rest]), axes)
 
 
 def _layers(eqn: JaxprEqn, v: Unquantized) -> tuple[set[int], list[list[int]]] | None:

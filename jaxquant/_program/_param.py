@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from .._arrays._qparams import QParams
 from .._arrays._quantized import Quantized, moved
-from .._arrays._straight_through import fitted, quantize_straight_through
+from .._arrays._straight_through import Fitted, fitted, quantize_straight_through
 from .._base import _groups as grouping
 from .._spec._granularity import PerTensor, granularity_of
 from .._spec._spec import QuantSpec, qparams_shape
+from ._jaxpr import Equation
 
 _Cast = tuple[Any, tuple[tuple[str, Any], ...]]  # a primitive and its parameters
 
@@ -81,48 +82,59 @@ class QuantizedParam:
         return x
 
 
+class Pending(NamedTuple):
+    """A move or a cast of a parameter that is still to be quantized: it follows the quantizer. Static."""
+
+    eqn: Equation
+    of: Callable[[Any, Sequence[QuantizedParam]], list[QuantizedParam]]
+    is_cast: bool
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("value", "qparams"),
-    meta_fields=("spec", "contracted", "is_fitted", "casts", "path", "layers"),
+    meta_fields=("spec", "contracted", "keeps_codes", "moves", "path", "layers"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unquantized:
     """An operand that is quantized where it is used: an input, or a parameter, perhaps of one of several layers.
 
     Attributes:
-      value: in float, before any cast.
-      qparams, spec, contracted, is_fitted: of its quantizer.
-      casts: what casts it has been through.
+      value: in float, before any cast and move.
+      qparams, spec, contracted, keeps_codes: of its quantizer.
+      moves: what casts and moves it has been through, which follow its quantizer.
       path: of a parameter; empty in a compiled function, which several sites share.
       layers: axes of a parameter along which it is a stack: no op has them.
     """
 
     value: Array
-    qparams: QParams | None
+    qparams: QParams | Fitted | None
     spec: QuantSpec
     contracted: tuple[int, ...] | None
-    is_fitted: bool = False
-    casts: tuple[_Cast, ...] = ()
+    keeps_codes: bool = False
+    moves: tuple[Pending, ...] = ()
     path: str = ""
     layers: frozenset[int] = frozenset()
 
     def quantized(self, how: Callable[..., Any] = quantize_straight_through) -> QuantizedParam:
-        real, q, nan_flags = how(self.value, self.spec, self.contracted, None, self.qparams, self.is_fitted)
-        parameter = QuantizedParam(q, real, None, nan_flags, (self.path,), self.casts)
-        return parameter.map_floats(parameter.cast)
+        real, q, nan_flags = how(self.value, self.spec, self.contracted, None, self.qparams, self.keeps_codes)
+        parameter = QuantizedParam(q, real, None, nan_flags, (self.path,))
+        return functools.reduce(lambda v, move: move.of(move.eqn, [v])[0], self.moves, parameter)
 
     def is_stack(self, axes: Collection[int]) -> bool:
         """Whether it can be taken apart along these axes: a part has the scales that it has in the stack."""
         is_shared = self.spec.scales.has_tensor_scale or not set(axes).isdisjoint(self.contracted or ())
-        return self.layers.issuperset(axes) and not is_shared
+        return self.layers.issuperset(axes) and all(move.is_cast for move in self.moves) and not is_shared
+
+    def then(self, move: Pending) -> "Unquantized":
+        return dataclasses.replace(self, moves=(*self.moves, move))
 
     def apart(self, axes: Collection[int]) -> "Unquantized":
         """The same, with a scale for each element along some axes of layers, which may be the scale of them all."""
-        shape, qparams, is_fitted = self.value.shape, self.qparams, self.is_fitted
+        shape, qparams = self.value.shape, self.qparams
         groups = qparams_shape(self.spec, shape) or (1,) * len(shape)
         if qparams is None and any(groups[i] != shape[i] for i in axes):
-            qparams, is_fitted = fitted(self.value, self.spec), True
+            qparams = fitted(self.value, self.spec)
         if qparams is None:
             return self
 
@@ -130,30 +142,32 @@ class Unquantized:
             v = grouping.of_rank(v, len(shape))
             return functools.reduce(lambda v, axis: grouping.apart(v, axis, shape[axis]), axes, v)
 
-        qparams = QParams(*(None if v is None else of_each(v) for v in qparams))
+        qparams = jax.tree.map(of_each, qparams)
         spec = dataclasses.replace(self.spec, granularity=granularity_of(qparams.scale.shape, shape))
-        return dataclasses.replace(self, qparams=qparams, spec=spec, is_fitted=is_fitted)
+        return dataclasses.replace(self, qparams=qparams, spec=spec)
 
-    def cast(self, primitive: Any, params: Any) -> "Unquantized":
-        return dataclasses.replace(self, casts=(*self.casts, (primitive, tuple(params.items()))))
-
-    def moves(
+    def parts(
         self, f: Callable[[QuantizedParam], Sequence[QuantizedParam]], axes: Sequence[Sequence[int]]
     ) -> list["Unquantized"]:
         """The parts that `f` makes of it, which is apart: which of its axes each axis of a part runs along."""
         scale, zero_point = self.qparams or (None, None)
         whole, shape = Quantized(None, scale, zero_point, self.spec, self.value.dtype), self.value.shape
         parts = f(QuantizedParam(whole, self.value, None, None, (self.path,)))
-        return [
-            self._part(part.real, self.qparams and QParams(part.quantized.scale, part.quantized.zero_point), own, shape)
-            for part, own in zip(parts, axes, strict=True)
-        ]
+
+        def of(part: QuantizedParam, axes: Sequence[int]) -> "Unquantized":
+            own = part.quantized.scale, part.quantized.zero_point
+            qparams = self.qparams and self.qparams._replace(scale=own[0], zero_point=own[1])
+            return self._part(part.real, qparams, axes, shape)
+
+        return list(map(of, parts, axes))
 
     def layer(self) -> "Unquantized":
         """An element of the first axis, of whose arrays a scan has taken it already."""
         return self._part(self.value, self.qparams, range(1, self.value.ndim + 1), (1, *self.value.shape))
 
-    def _part(self, value: Any, qparams: QParams | None, axes: Sequence[int], whole: tuple[int, ...]) -> "Unquantized":
+    def _part(
+        self, value: Any, qparams: QParams | Fitted | None, axes: Sequence[int], whole: tuple[int, ...]
+    ) -> "Unquantized":
         groups = qparams_shape(self.spec, whole) or (1,) * len(whole)
         own = [n if groups[i] == whole[i] else groups[i] for i, n in zip(axes, value.shape, strict=True)]
         spec = dataclasses.replace(self.spec, granularity=granularity_of(tuple(own), value.shape))

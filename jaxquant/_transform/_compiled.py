@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled functions of sites: an op with the quantizers of its own, traced and differentiated once for a shape."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from jax import Array, lax
 from .._arrays._affine import fake_quant
 from .._arrays._qparams import QParams
 from .._arrays._quantized import Quantized
-from .._arrays._straight_through import straight_through, with_gradient_of
+from .._arrays._straight_through import CODES, SCALES, straight_through, with_gradient_of
 from .._contract._contract import ContractionOp, contract
 from .._contract._dot import Dot, quantized_dot
 from .._contract._operands import QuantizedOperand
@@ -58,17 +59,29 @@ def of_value(value: QuantizedParam, contracted: tuple[int, ...]) -> tuple[Array,
     return value.real, value.quantized, nan_where(lax.stop_gradient(value.real), contracted)
 
 
+# A site keeps its operands, integers of inputs and scales; what else a backward pass reads is computed again.
+_kept = functools.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(CODES, SCALES), prevent_cse=False
+)
+
+
 @functools.partial(jax.jit, static_argnums=0)
+@functools.partial(_kept, static_argnums=(0,))
 def site_in_integers(
     op: ContractionOp, a: QuantizedOperand | Unquantized, b: QuantizedOperand | Unquantized, key: Array | None,
     more: tuple[Array, ...], delayed: Delayed,
 ) -> Array:  # fmt: skip
     """`contract`, with the quantizers of operands that are its own."""
-    own = lambda v: QuantizedOperand(*of_weight(v.quantized(straight_through)))
+
+    def own(v: Unquantized) -> QuantizedOperand:
+        real, q, flags = of_weight(v.quantized(straight_through))
+        return QuantizedOperand(real, dataclasses.replace(q, dtype=real.dtype), flags)
+
     return contract(op, *(own(v) if isinstance(v, Unquantized) else v for v in (a, b)), key, more, delayed)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(_kept, static_argnums=(0, 1, 2))
 def site_in_float(f: FloatOp, op: ContractionOp, in_tiles: int | None, *operands: Any) -> Array:
     """An op in float, of the values of parameters; one of them may be converted tile by tile."""
     operands = tuple(v.quantized(straight_through) if isinstance(v, Unquantized) else v for v in operands)

@@ -249,5 +249,5 @@ class Observation(NamedTuple):
 def _real(v: Any) -> Any:
     """The real values of an operand."""
     if not isinstance(v, QuantizedParam):
-        return v.value if isinstance(v, Unquantized) else v
+        return v.quantized().real if isinstance(v, Unquantized) else v
     return value_of(v) if v.is_cache else v.real

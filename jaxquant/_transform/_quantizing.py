@@ -222,8 +222,8 @@ class Quantizing(Evaluator):
             qparams = scope.qparams.get(choice.keys[0])
             contracted = self._flagged(choice.spec, choice.contracted)
             if is_one and choice.keys[0] in self.once and choice.spec.rounding != "stochastic":
-                return Unquantized(v, qparams, choice.spec, contracted)
-            result = quantize_straight_through(v, choice.spec, contracted, key, qparams)
+                return Unquantized(v, qparams, choice.spec, contracted, keeps_codes=True)
+            result = quantize_straight_through(v, choice.spec, contracted, key, qparams, keeps_codes=True)
             scope.memo[known_by] = v, result  # the value too: no other then gets its id
             return result
 
@@ -262,7 +262,7 @@ class Quantizing(Evaluator):
         with named_in_errors(choice.name, rule=choice.rule):
             key = self._key(choice.spec, scope.key, (decision.contraction.location, 0))
             qparams = scope.qparams.get(choice.keys[0])
-            real, q, _ = quantize_straight_through(v, choice.spec, tuple(range(v.ndim)), key, qparams)
+            real, q, _ = quantize_straight_through(v, choice.spec, tuple(range(v.ndim)), key, qparams, keeps_codes=True)
         return dataclasses.replace(_parameter(choice.keys[0], q, choice.spec, real), is_value=True)
 
     # Stochastic rounding
