@@ -86,7 +86,7 @@ def passed(g: Array, inside: Array) -> Array:
 
 
 @jax.jit
-def _gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None) -> Array:
+def gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None) -> Array:
     """The gradient to x, where the qparams are fitted to x itself."""
     spec = grid.frame.spec
     x = num.upcast(x, num.compute_dtype(x.dtype))
@@ -110,7 +110,7 @@ def fake_quant_bwd(residuals, g):
     x, trained, frame, noise = residuals
     grid = grid_of(trained, frame)
     if frame.is_fitted:
-        return shard_like(_gradient_of_fitted(g, x, grid, noise), x), None, None, None
+        return shard_like(gradient_of_fitted(g, x, grid, noise), x), None, None, None
     dx, dtrained = _gradients(g, x, grid, noise)
     return shard_like(dx, x), jax.tree.map(shard_like, dtrained, trained), None, None
 

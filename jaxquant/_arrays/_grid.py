@@ -74,6 +74,8 @@ class Grid(NamedTuple):
 
         The scale is not tiny, the zero point on the grid, and scales are rounded to what holds them.
         """
+        if self.tensor_scale is not None:
+            return self
         grid, spec = self if self.frame.is_fitted else self._limited(), self.frame.spec
         scale, tensor_scale = spec.scales.rounded(grid.scale, grid.qmax, spec.scale_rule)
         return grid._replace(scale=scale, tensor_scale=tensor_scale)

@@ -17,8 +17,8 @@ from .._base._groups import broadcast_groups
 from .._base._sharding import shard_like, vary_together
 from .._platform._cpu import computed_apart, nan_where
 from .._spec._spec import QuantSpec
-from ._affine import as_trained, fake_quant_bwd, levels_of, noise_for, passed, quantized_of
-from ._grid import frame_of, grid_of
+from ._affine import as_trained, fake_quant_bwd, gradient_of_fitted, levels_of, noise_for, passed, quantized_of
+from ._grid import Frame, Grid, frame_of, grid_of
 from ._qparams import QParams
 from ._quantized import OF_GROUPS, Quantized
 from ._range import LARGEST, finite_or, grid_of_range, range_of
@@ -28,10 +28,13 @@ CODES, SCALES = "jaxquant_codes", "jaxquant_scales"
 
 
 class Fitted(NamedTuple):
-    """The scale and the zero point of the range of what values are a part of, which have no gradient."""
+    """The scales of values, fitted to a stack that they are a part of, and of it all; they have no gradient."""
 
     scale: Array
-    zero_point: Array | None
+    tensor_scale: Array
+
+    def grid(self, frame: Frame) -> Grid:
+        return Grid(self.scale, None, frame, self.tensor_scale)
 
 
 @jax.custom_vjp
@@ -40,7 +43,14 @@ def _straight_through(x, trained, frame, noise):
     return x
 
 
-_straight_through.defvjp(lambda *args: (_straight_through(*args), args), fake_quant_bwd)
+def _straight_through_bwd(kept, g):
+    x, trained, frame, noise = kept
+    if not isinstance(trained, Fitted):
+        return fake_quant_bwd(kept, g)
+    return shard_like(gradient_of_fitted(g, x, trained.grid(frame), noise), x), None, None, None
+
+
+_straight_through.defvjp(lambda *args: (_straight_through(*args), args), _straight_through_bwd)
 
 
 @jax.jit
@@ -97,9 +107,11 @@ def _to_keep(v: Array | None, name: str) -> Array | None:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def fitted(x: Array, spec: QuantSpec) -> Fitted:
-    """The numbers for the parts of `x`."""
+    """The scales of the parts of a stack, of a format that has one for the tensor, too."""
     x_min, x_max, _ = range_of(lax.stop_gradient(x), spec)
-    return Fitted(*grid_of_range(x_min, x_max, frame_of(spec, is_fitted=True)).trained)
+    grid = grid_of_range(x_min, x_max, frame_of(spec, is_fitted=True)).effective()
+    assert grid.tensor_scale is not None
+    return Fitted(grid.scale, grid.tensor_scale)
 
 
 def straight_through(
@@ -137,16 +149,17 @@ def straight_through(
         q = quantized_of(integers, effective, x.dtype)
         if effective.scale is grid.scale:  # the gradient reads what is kept of the integers, and not its like
             grid = grid._replace(scale=q.scale, zero_point=q.zero_point)
+        trained = grid.trained
     else:
-        grid = grid_of(QParams(qparams.scale, qparams.zero_point), frame)
-        grid = grid if frame.is_fitted else as_trained(grid)
-        effective = grid_of(lax.stop_gradient(grid.trained), frame).effective()
+        trained = qparams if isinstance(qparams, Fitted) else as_trained(grid_of(qparams, frame)).trained
+        fixed = lax.stop_gradient(trained)
+        effective = fixed.grid(frame) if isinstance(fixed, Fitted) else grid_of(fixed, frame).effective()
         flags = None if contracted is None else _to_keep(nan_where(values, contracted), SCALES)
         q = quantized_of(computed_apart(levels_of, values, effective, noise), effective, x.dtype)
     if keeps_codes and qparams is None and _is_told_by_codes(spec):
         q = _with_names(q)
         return _straight_through_codes(*vary_together(x, q, flags)), q, flags
-    return _straight_through(*vary_together(x, grid.trained, frame, noise)), q, flags
+    return _straight_through(*vary_together(x, trained, frame, noise)), q, flags
 
 
 quantize_straight_through = jax.jit(straight_through, static_argnames=("spec", "contracted", "keeps_codes"))

@@ -174,11 +174,13 @@ def _layers(eqn: JaxprEqn, v: Unquantized) -> tuple[set[int], list[list[int]]] |
         return None
     results = move.runs(eqn)
     runs = [run for runs in results for run in runs]
-    is_one = all(len(run.old) == 1 and len(run.new) <= 1 and run.times == 1 for run in runs)
-    axes = [[run.old[0] for run in runs if run.new] for runs in results] if is_one else []
-    taken = {run.old[0] for run in runs if run.cut or run.is_picked or not run.new} if is_one else set[int]()
-    in_order = all(of == sorted(of) for of in axes) and not any(run.cut and run.cut[2] < 0 for run in runs)
-    return (taken, axes) if taken and in_order and v.is_stack(taken) else None
+    is_whole = lambda run: len(run.old) == len(run.new) == 1 and not run.cut and not run.is_picked
+    taken = {i for run in runs if not is_whole(run) for i in run.old}
+    if not taken or not v.is_stack(taken) or any(not run.old or run.times > 1 for run in runs):
+        return None
+    axes = [[run.old[0] for run in sorted(runs, key=lambda run: run.new) for _ in run.new] for runs in results]
+    is_in_order = all(of == sorted(of) for of in axes) and not any(run.cut and run.cut[2] < 0 for run in runs)
+    return (taken, axes) if is_in_order else None
 
 
 def _moved(groups: _OfGroups | None, eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:

@@ -123,40 +123,38 @@ class Unquantized:
 
     def is_stack(self, axes: Collection[int]) -> bool:
         """Whether it can be taken apart along these axes: a part has the scales that it has in the stack."""
-        is_shared = self.spec.scales.has_tensor_scale or not set(axes).isdisjoint(self.contracted or ())
-        return self.layers.issuperset(axes) and all(move.is_cast for move in self.moves) and not is_shared
+        if not self.layers.issuperset(axes) or not all(move.is_cast for move in self.moves):
+            return False
+        is_trained = isinstance(self.qparams, QParams) and self.spec.scales.has_tensor_scale
+        return not is_trained and set(axes).isdisjoint(self.contracted or ())
 
     def then(self, move: Pending) -> "Unquantized":
         return dataclasses.replace(self, moves=(*self.moves, move))
 
     def apart(self, axes: Collection[int]) -> "Unquantized":
-        """The same, with a scale for each element along some axes of layers, which may be the scale of them all."""
+        """The same, with an own scale for each element along some axes of layers, beside one of the tensor."""
         shape, qparams = self.value.shape, self.qparams
-        groups = qparams_shape(self.spec, shape) or (1,) * len(shape)
-        if qparams is None and any(groups[i] != shape[i] for i in axes):
-            qparams = fitted(self.value, self.spec)
-        if qparams is None:
+        if qparams is None and not self.spec.scales.has_tensor_scale:
             return self
+        qparams = fitted(self.value, self.spec) if qparams is None else qparams
 
         def of_each(v: Array) -> Array:
             v = grouping.of_rank(v, len(shape))
             return functools.reduce(lambda v, axis: grouping.apart(v, axis, shape[axis]), axes, v)
 
-        qparams = jax.tree.map(of_each, qparams)
-        spec = dataclasses.replace(self.spec, granularity=granularity_of(qparams.scale.shape, shape))
-        return dataclasses.replace(self, qparams=qparams, spec=spec)
+        return dataclasses.replace(self, qparams=jax.tree.map(of_each, qparams))
 
     def parts(
         self, f: Callable[[QuantizedParam], Sequence[QuantizedParam]], axes: Sequence[Sequence[int]]
     ) -> list["Unquantized"]:
         """The parts that `f` makes of it, which is apart: which of its axes each axis of a part runs along."""
-        scale, zero_point = self.qparams or (None, None)
-        whole, shape = Quantized(None, scale, zero_point, self.spec, self.value.dtype), self.value.shape
+        own = {} if self.qparams is None else self.qparams._asdict()
+        scales = dict.fromkeys(("scale", "zero_point")) | own
+        whole, shape = Quantized(None, spec=self.spec, dtype=self.value.dtype, **scales), self.value.shape
         parts = f(QuantizedParam(whole, self.value, None, None, (self.path,)))
 
         def of(part: QuantizedParam, axes: Sequence[int]) -> "Unquantized":
-            own = part.quantized.scale, part.quantized.zero_point
-            qparams = self.qparams and self.qparams._replace(scale=own[0], zero_point=own[1])
+            qparams = self.qparams and self.qparams._replace(**{name: getattr(part.quantized, name) for name in own})
             return self._part(part.real, qparams, axes, shape)
 
         return list(map(of, parts, axes))

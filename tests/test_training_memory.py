@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step keeps of quantized sites, counted in jaxprs, and stacks of weights, quantized in their loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_same_bits
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxquant as jq
+from jaxquant import (
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    PerToken,
+    QuantSpec,
+    Rule,
+    activation_spec,
+    quantize_fn,
+    weight_spec,
+)
+
+LAYERS, ROWS, WIDTH, HIDDEN = 4, 8, 32, 64
+POLICIES = jax.checkpoint_policies
+NAMES = POLICIES.save_only_these_names("jaxquant_codes", "jaxquant_scales")
+
+
+def normal(seed, *shape):
+    return (np.random.default_rng(seed).normal(size=shape) / 4).astype(np.float32)
+
+
+PARAMS = {"up": normal(0, LAYERS, WIDTH, HIDDEN), "down": normal(1, LAYERS, HIDDEN, WIDTH)}
+X = normal(2, ROWS, WIDTH)
+
+
+def layer(x, p):
+    return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+def body(x, p):
+    return layer(x, p), None
+
+
+def scanned(wrap=lambda f: f, **how):
+    return lambda p, x: lax.scan(wrap(body), x, p, **how)[0]
+
+
+def by_index(i, p):
+    return jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, i, keepdims=False), p)
+
+
+def unrolled(p, x):
+    for i in range(LAYERS):
+        x = jax.checkpoint(layer)(x, jax.tree.map(lambda v: v[i], p))  # noqa: B023
+    return x
+
+
+def nested(p, x):
+    pairs = jax.tree.map(lambda v: v.reshape(2, LAYERS // 2, *v.shape[1:]), p)
+    return lax.scan(lambda x, p: lax.scan(body, x, p), x, pairs)[0]
+
+
+def cast(p, x):
+    p = jax.tree.map(lambda v: v.astype(jnp.bfloat16), p)
+    return scanned()(p, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def transposed(p, x):
+    one = lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"].T.reshape(WIDTH, 2, -1).reshape(WIDTH, HIDDEN).T, None)
+    return lax.scan(one, x, p)[0]
+
+
+def pipelined(p, x):
+    """Each device has a layer, and passes on what it makes."""
+    mesh = Mesh(np.array(jax.devices()[:LAYERS]), "stage")
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P("stage"))
+    def run(p, x):
+        x = lax.pcast(x, "stage", to="varying") if hasattr(lax, "pcast") else lax.pvary(x, "stage")
+        own = jax.tree.map(lambda v: v[0], p)
+        for _ in range(LAYERS):
+            x = lax.ppermute(layer(x, own), "stage", [(i, (i + 1) % LAYERS) for i in range(LAYERS)])
+        return x[None]
+
+    return run(p, x)[0]
+
+
+FORMS = {
+    "scan": scanned(),
+    "unrolled scan": scanned(unroll=2),
+    "remat": scanned(jax.checkpoint),
+    "map of layers": lambda p, x: lax.map(lambda p: layer(x, p), p).sum(0),
+    "nested scans": nested,
+    "fori_loop": lambda p, x: lax.fori_loop(0, LAYERS, lambda i, x: layer(x, by_index(i, p)), x),
+    "checkpoints": unrolled,
+    "cast": cast,
+    "transposed": transposed,
+    "pipeline": pipelined,
+}
+WEIGHTS = {
+    "per channel": weight_spec(8),
+    "per tensor": QuantSpec(granularity=PerTensor()),
+    "blocks": weight_spec(4, block_size=4),
+    "affine": QuantSpec(symmetric=False, granularity=PerChannel(-1)),
+    "float8": jq.float8_spec(granularity=PerChannel(None)),
+    "mxfp4": jq.mxfp4_spec(-2),
+    "nvfp4": jq.nvfp4_spec(-2),
+}
+BLOCKS = {"blocks", "mxfp4", "nvfp4"}  # along what is contracted
+
+
+def value_and_gradients(f, has_gradient=True):
+    def run(p, x):
+        y, pull = jax.vjp(f, p, x) if has_gradient else (f(p, x), None)
+        return y, pull and pull(jnp.cos(y))
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stack_has_the_bits_that_it_has_as_a_whole(form):
+    """Weight-only, those of the float function of what `fake_quant` makes of stacks; in integers, of frozen stacks."""
+    f, of = FORMS[form], functools.partial(value_and_gradients, has_gradient=form != "fori_loop")
+    got, want = {}, {}
+    for name, spec in WEIGHTS.items():
+        q = quantize_fn(f, [Rule("*", spec)])
+        specs = {k: v.spec for k, v in jax.eval_shape(q.freeze, PARAMS, X).items()}
+        of_stacks = lambda p, x, specs=specs: f({k: jq.fake_quant(v, specs[k]) for k, v in p.items()}, x)
+        got[name], want[name] = of(q), of(of_stacks)
+        if name not in BLOCKS:
+            q = quantize_fn(f, [Rule("*", spec, QuantSpec())])
+            got[f"{name}, int8"] = q
+            want[f"{name}, int8"] = lambda p, x, q=q: q(q.freeze(p, x), x)
+    run = jax.jit(lambda p, x: [{name: f(p, x) for name, f in of.items()} for of in (got, want)])
+    got, want = run(PARAMS, X)
+    jax.tree_util.tree_map_with_path(lambda path, a, b: assert_same_bits(a, b, str(path)), got, want)
+
+
+def inside(eqn):
+    """The programs in an equation."""
+    values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+    return [program for v in values if hasattr(program := getattr(v, "jaxpr", v), "eqns")]
+
+
+def equations(program):
+    """The equations of a program and of those in it that are no loops."""
+    for eqn in program.eqns:
+        yield eqn
+        for inner in inside(eqn) if eqn.primitive.name not in ("scan", "while") else ():
+            yield from equations(inner)
+
+
+def read(program, used, kept):
+    """Which arguments of a program its used results need; notes the results of scans that are stacked and needed.
+
+    Unlike that of JAX it enters calls with a derivative of their own: a backward pass is not differentiated again.
+    """
+    needed = {v for v, is_used in zip(program.outvars, used, strict=True) if is_used and not hasattr(v, "val")}
+    for eqn in reversed(program.eqns):
+        outs = [v in needed for v in eqn.outvars]
+        if not any(outs):
+            continue
+        ins = [True] * len(eqn.invars)
+        if eqn.primitive.name == "scan":
+            (body,) = inside(eqn)
+            before, n = eqn.params["num_consts"], eqn.params["num_carry"]
+            carried = outs[:n]
+            while (ins := read(body, [*carried, *outs[n:]], []))[before : before + n] != carried:
+                carried = [a or b for a, b in zip(carried, ins[before : before + n], strict=True)]
+            kept += [v.aval for v, is_used in zip(eqn.outvars[n:], outs[n:], strict=True) if is_used]
+        elif len(inside(eqn)) == 1 and len(inside(eqn)[0].invars) == len(eqn.invars):
+            ins = read(inside(eqn)[0], outs, kept)
+        needed |= {v for v, is_read in zip(eqn.invars, ins, strict=True) if is_read and not hasattr(v, "val")}
+    return [v in needed for v in program.invars]
+
+
+def kept(f, dtype, params=PARAMS, x=X, **kwargs):
+    """What one layer of a scan keeps: bytes of values for a row, by dtype; and arrays of a weight's size, too many."""
+    like = lambda v: jax.ShapeDtypeStruct(v.shape, dtype)
+    loss = lambda p, x: f(p, x, **kwargs).astype(jnp.float32).sum()
+    program = jax.make_jaxpr(jax.grad(loss))(jax.tree.map(like, params), like(x)).jaxpr
+    found = []
+    read(program, [True] * len(program.outvars), found)
+    weights = {v.shape: v.size for v in params.values()}
+    of_weights = [v for v in found if v.size in weights.values()]  # their gradients
+    values = [v for v in found if v.size >= LAYERS * x.size and v not in of_weights]
+    nbytes = lambda kind: sum(v.size * v.dtype.itemsize for v in values if (v.dtype.itemsize == 1) == kind)
+    return nbytes(False) // (LAYERS * len(x)), nbytes(True) // (LAYERS * len(x)), len(of_weights) - len(params)
+
+
+W8 = weight_spec(8)
+TOKENS = QuantSpec(granularity=PerToken())
+DYNAMIC = {
+    "W8A8": Rule("*", W8, QuantSpec()),
+    "per token": Rule("*", W8, TOKENS),
+    "W4A4": Rule("*", weight_spec(4), QuantSpec(bits=4)),
+    "groups": Rule("*", weight_spec(8, block_size=16), QuantSpec(granularity=PerBlock(None, 16))),
+    "gradients in int8": Rule("*", W8, TOKENS, gradient=QuantSpec()),
+    "gradients in bfloat16": Rule("*", W8, QuantSpec(), gradient="bfloat16"),
+    "float8": Rule("*", jq.float8_spec(granularity=PerChannel(None)), jq.float8_spec()),
+}
+IN_FLOAT = {
+    "affine": Rule("*", W8, activation_spec(8)),
+    "weight-only": Rule("*", weight_spec(4)),
+    "weight-only in blocks": Rule("*", weight_spec(4, block_size=16)),
+    "MX": Rule("*", jq.mxfp8_spec(-2), jq.mxfp8_spec(-1)),
+}
+DTYPES = "bfloat16", "float32"
+
+
+@pytest.mark.parametrize("rule", DYNAMIC | IN_FLOAT)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_site_keeps_integers_of_inputs_and_nothing_of_weights(dtype, rule):
+    """Beside what the float layer keeps for the tanh; affine and static, its inputs themselves."""
+    of_float, size = kept(scanned(), dtype)[0], jnp.dtype(dtype).itemsize
+    assert of_float == size * (WIDTH + 2 * HIDDEN)
+    q = quantize_fn(scanned(), [(DYNAMIC | IN_FLOAT)[rule]])
+    in_codes = of_float - size * WIDTH, WIDTH + HIDDEN, 0
+    assert kept(q, dtype) == (in_codes if rule in DYNAMIC else (of_float, 0, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_static_site_keeps_its_inputs_alone(dtype):
+    q = quantize_fn(scanned(), [IN_FLOAT["affine"]])
+    qparams = jax.eval_shape(q.init_qparams, PARAMS, X)
+    trained = jax.tree.map(lambda v: np.ones(v.shape, np.float32), qparams)
+    assert kept(q, dtype, qparams=trained) == kept(scanned(), dtype)
+
+
+def convolved(p, x):
+    conv = lambda x, w: lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    return lax.scan(lambda x, p: (x + conv(x, p["w"]), None), x, p)[0]
+
+
+def experts(p, x):
+    sizes = np.array([ROWS // 2, ROWS // 2], np.int32)
+    return lax.scan(lambda x, p: (x + lax.ragged_dot(x, p["w"], sizes), None), x, p)[0]
+
+
+OTHERS = {
+    "convolution": (convolved, {"w": normal(3, LAYERS, 3, WIDTH, WIDTH)}, normal(4, ROWS, 5, WIDTH)),
+    "ragged dot": (experts, {"w": normal(5, LAYERS, 2, WIDTH, WIDTH)}, X),
+    "transposed": (transposed, PARAMS, X),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_ops_keep_no_more(name):
+    f, params, x = OTHERS[name]
+    of_float, *_ = kept(f, "bfloat16", params, x)
+    for rule in ("W8A8", "weight-only"):
+        values, codes, too_many = kept(quantize_fn(f, [(DYNAMIC | IN_FLOAT)[rule]]), "bfloat16", params, x)
+        assert too_many == 0
+        assert codes <= of_float // 2 if rule == "W8A8" else (values, codes) == (of_float, 0)
+
+
+@pytest.mark.parametrize("form", ["scan", "remat", "nested scans", "cast", "map of layers"])
+def test_no_array_of_the_size_of_a_stack_is_made_outside_of_the_loop(form):
+    """But the gradient, and what the program itself makes of the stack."""
+    made = {}
+    for name, f in {"float": FORMS[form], "quantized": quantize_fn(FORMS[form], [DYNAMIC["W8A8"]])}.items():
+        program = jax.make_jaxpr(jax.grad(lambda p, x, f=f: f(p, x).sum()))(PARAMS, X).jaxpr
+        loops = ("scan", "jit", "pjit")
+        outs = (v.aval for e in equations(program) if e.primitive.name not in loops for v in e.outvars)
+        made[name] = sum(v.size == PARAMS["up"].size for v in outs)
+    assert made["quantized"] <= made["float"]
