@@ -96,14 +96,16 @@ _PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
 class Program:
     """A compiled program: `lowered`, its StableHLO before XLA's optimizations, `optimized`, its HLO after them.
 
-    The path that runs is the entry, with the body of a loop once and of a condition the branch that is taken where it
-    is true: in jaxquant that of finite values.
+    The path that runs is the entry, with the body of a loop and of a condition the branch that is taken where it is
+    true: in jaxquant that of finite values.
     """
 
     def __init__(self, lowered: jax.stages.Lowered):
         self.lowered = lowered.as_text()
         compiled = lowered.compile()
         self.optimized, self._costs = compiled.as_text() or "", compiled.cost_analysis()
+        memory: Any = compiled.memory_analysis()
+        self.memory: int = memory.temp_size_in_bytes  # beside arguments and results
         self.computations, self.entry, lines = {}, "", {}
         for text in self.optimized.splitlines():
             if begins := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", text):
@@ -121,14 +123,18 @@ class Program:
 
     @property
     def cycles(self) -> float:
-        """XLA's estimate of the cycles of a TPU on the path that runs; NaN if it has none for an instruction."""
-        found = [n for line in self._path(self.entry) for n in re.findall(r'"estimated_cycles":"(\d+)"', line.text)]
-        return math.nan if _NO_ESTIMATE in found else sum(map(int, found))
+        """XLA's estimate of the cycles of a TPU on the path that runs; NaN if it has none for an instruction.
+
+        What is in a loop counts as often as it runs, where XLA knows that.
+        """
+        estimate = re.compile(r'"estimated_cycles":"(\d+)"')
+        found = [(turns, n) for turns, line in self._path(self.entry) for n in estimate.findall(line.text)]
+        return math.nan if _NO_ESTIMATE in [n for _, n in found] else sum(turns * int(n) for turns, n in found)
 
     @property
     def kernels(self) -> int:
-        """The kernels that a GPU is given on the path that runs, copies included."""
-        return sum(line.op not in _NO_KERNEL for line in self._path(self.entry))
+        """The kernels that a GPU is given on the path that runs, copies included; those of a loop once."""
+        return sum(line.op not in _NO_KERNEL for _, line in self._path(self.entry))
 
     @property
     def conditionals(self) -> int:
@@ -160,17 +166,27 @@ class Program:
         """How many times the StableHLO holds ops, without `stablehlo.`."""
         return sum(len(re.findall(rf"\bstablehlo\.{op}\b", self.lowered)) for op in ops)
 
-    def _path(self, name: str) -> list[Line]:
+    def _path(self, name: str, turns: int = 1) -> list[tuple[int, Line]]:
+        """The instructions that run, and how often."""
         path = []
         for line in self.computations[name].values():
             if line.op == "conditional":
                 branches = line.named("branch_computations") or line.named("true_computation")
-                path += self._path(branches[-1])
+                path += self._path(branches[-1], turns)
             elif line.op in ("while", "call"):
-                path += self._path(line.named("body", "to_apply")[0])
+                path += self._path(line.named("body", "to_apply")[0], turns * self._turns(line))
             else:
-                path.append(line)
+                path.append((turns, line))
         return path
+
+    def _turns(self, line: Line) -> int:
+        """How often a loop runs: what XLA says, or the constant that its counter, from 0, is compared with; else 1."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text):
+            return int(known[1])
+        lines = [v.text for name in line.named("condition") for v in self.computations[name].values()]
+        less = next((text for text in lines if "direction=LT" in text), "")
+        bounds = re.findall(r"(%?[\w.\-]+) = s32\[\]\S* constant\((\d+)\)", "\n".join(lines))
+        return next((int(n) for name, n in bounds if f"{name})" in less), 1)
 
 
 def _operands(line: Line) -> list[str]:

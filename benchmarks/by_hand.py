@@ -118,3 +118,34 @@ def _backward(kind: str, residuals: tuple, g: Array) -> tuple[Array, Array]:
 
 
 _trained.defvjp(_forward, _backward)
+
+
+# ---- Training that keeps the integers of an input, or itself where its range is given, and of a weight nothing.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def remembered(x: Array, w: Array, given: float | None) -> Array:
+    """`x @ w` in int8: a scale for each token, or one that is given; scales of the gradient's products multiply g."""
+    return _remembered(x, w, given)[0]
+
+
+def _remembered(x: Array, w: Array, given: float | None) -> tuple[Array, tuple]:
+    grid = symmetric(x.astype(jnp.float32), -1) if given is None else (jnp.float32(given), None)
+    of_w, of_x = symmetric(w.astype(jnp.float32), 0), codes(x.astype(jnp.float32), grid)
+    y = jnp.matmul(of_x, codes(w.astype(jnp.float32), of_w), preferred_element_type=jnp.int32)
+    return (y.astype(jnp.float32) * (grid[0] * of_w[0])).astype(x.dtype), (of_x if given is None else x, grid[0], w)
+
+
+def _remembered_backward(given: float | None, kept: tuple, g: Array) -> tuple[Array, Array]:
+    of_x, scale, w = kept
+    of_w = symmetric(w.astype(jnp.float32), 0)
+    inside = None
+    if given is not None:
+        inside = jnp.abs(of_x.astype(jnp.float32)) < scale * 127.5
+        of_x = codes(of_x.astype(jnp.float32), (scale, None))
+    to_x = (g * of_w[0].reshape(-1).astype(g.dtype)) @ codes(w.astype(jnp.float32), of_w).T.astype(g.dtype)
+    to_w = jnp.einsum("...k,...n->kn", of_x.astype(g.dtype), g * scale.astype(g.dtype))
+    return to_x if inside is None else jnp.where(inside, to_x, 0), to_w.astype(w.dtype)
+
+
+remembered.defvjp(_remembered, _remembered_backward)

@@ -422,6 +422,98 @@ def sharded_rows(rounds: int, *cases: tuple[str, Model, int, bool]) -> Iterator[
                 yield f"{label}: {kind}", *cells, told(got.collectives)
 
 
+# ---- What a language model's step takes in memory: layers under `lax.scan` and `jax.checkpoint`.
+
+REMAT = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "by name": jax.checkpoint_policies.save_only_these_names("jaxquant_codes", "jaxquant_scales"),
+}
+LAYERS, WIDTH, HIDDEN, HEADS, VOCABULARY, TOKENS = 12, 1024, 2816, 8, 8192, (8, 512)
+IN_TOKENS = QuantSpec(granularity=PerToken())
+GRADIENTS = {
+    "int8 per token": Rule("*", weight_spec(8), IN_TOKENS),
+    "int8, static": SYMMETRIC,
+    "int8 per token, gradient int8": Rule("*", weight_spec(8), IN_TOKENS, gradient=QuantSpec()),
+    "weight-only, 4 bits": Rule("*", weight_spec(4)),
+}
+# Memory and cycles on a v5e to the float program of the same policy.
+MEMORY_GOALS = {
+    "none": ((0.98, 1.21), (1.03, 1.15), (0.98, 1.21), (1.03, 1.08)),
+    "full": ((1.17, 1.25), (1.09, 1.12), (1.13, 1.31), (1.03, 1.11)),
+    "dots": ((1.0, 1.3), (1.0, 1.22), (1.0, 1.4), (1.0, 1.1)),
+}
+
+
+def language_model(remat: str, product: Callable[[Array, Array], Array] = jnp.matmul) -> Callable[..., Array]:
+    """f(params, tokens) -> the mean cross entropy of the next token, of a gated transformer of LAYERS layers."""
+    normal = lambda x: x * jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)).astype(x.dtype)
+
+    def layer(x: Array, p: Mapping[str, Array]) -> tuple[Array, None]:
+        h = normal(x)
+        q, k, v = (product(h, p[name]).reshape(*h.shape[:2], HEADS, -1) for name in "qkv")
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / math.sqrt(WIDTH // HEADS)
+        scores = jnp.where(jnp.tril(jnp.ones((h.shape[1],) * 2, bool)), scores, -jnp.inf)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(x.dtype), v)
+        x = x + product(mixed.reshape(x.shape), p["out"])
+        h = normal(x)
+        return x + product(jax.nn.silu(product(h, p["gate"])) * product(h, p["up"]), p["down"]), None
+
+    if (policy := REMAT[remat]) is not None:
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+    def f(params: Mapping[str, Any], tokens: Array) -> Array:
+        x, _ = jax.lax.scan(layer, params["embedding"][tokens], params["layers"])
+        logits = product(x, params["head"]).astype(jnp.float32)[:, :-1]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1).mean()
+
+    return f
+
+
+def gradient_of(kind: str, remat: str) -> Case:
+    """One gradient in bfloat16, of a kind of GRADIENTS, or "by hand"; the ranges of a static one are constants."""
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    square = dict.fromkeys((*"qkv", "out"), like(LAYERS, WIDTH, WIDTH))
+    wide = dict.fromkeys(("gate", "up"), like(LAYERS, WIDTH, HIDDEN))
+    layers = square | wide | {"down": like(LAYERS, HIDDEN, WIDTH)}
+    params = {"embedding": like(VOCABULARY, WIDTH), "layers": layers, "head": like(WIDTH, VOCABULARY)}
+    args = params, jax.ShapeDtypeStruct(TOKENS, jnp.int32)
+    if kind.startswith("by hand"):
+        given = 0.05 if kind.endswith("static") else None
+        return jax.grad(language_model(remat, lambda x, w: by_hand.remembered(x, w, given))), args
+    if kind == "float":
+        return jax.grad(language_model(remat)), args
+    rule = GRADIENTS[kind]
+    q = quantize_fn(language_model(remat), [dataclasses.replace(rule, pattern=name) for name in ("layers/*", "head")])
+    if kind != "int8, static":
+        return jax.grad(q), args
+    shapes = jax.eval_shape(q.init_qparams, *args)
+    fixed = lambda: jax.tree.map(lambda v: jnp.full(v.shape, 0.05, v.dtype), shapes)
+    return jax.grad(lambda params, tokens: q(params, tokens, qparams=fixed())), args
+
+
+def training_rows(rounds: int, *targets: str) -> Iterator[tuple]:
+    """Memory beside params and gradients, and of a TPU cycles, to the float program of the same policy."""
+    kinds = "float", *GRADIENTS, "by hand, int8 per token", "by hand, int8, static"
+    made = lambda target, kind, remat: attempt(lambda: aot.compiled(*gradient_of(kind, remat), target))
+    found = {of: POOL.submit(made, *of) for of in itertools.product(targets, kinds, REMAT)}
+    for target, kind in itertools.product(targets, kinds):
+        cells = []
+        for remat in REMAT:
+            got, base = (found[target, of, remat].result() for of in (kind, "float"))
+            if isinstance(got, Failed):
+                cells.append(f"fails: {got}")
+                continue
+            of_cycles = f" / {got.cycles / base.cycles:.2f}" if target in aot.TPUS else ""
+            told = f"{got.memory / base.memory:.2f}{of_cycles}"
+            cells.append(f"{got.memory / 2**20:,.0f} MiB" if kind == "float" else told)
+        yield f"{target}: {kind}", *cells
+    for remat, goals in MEMORY_GOALS.items():
+        cells = {remat: ", ".join(f"{memory:g} / {cycles:g}" for memory, cycles in goals)}
+        yield f"goals on a v5e, in the order of the rows, {remat}", *(cells.get(name, "") for name in REMAT)
+
+
 def missing() -> str:
     return "; ".join(filter(None, (aot.missing(target) for target in ("v5e", "h100"))))
 
@@ -438,6 +530,7 @@ every = lambda few, cases: tuple((*case, few if i else ()) for i, case in enumer
 PARTS = {
     "serving": Part(COLUMNS, serving_rows, 1, every(FEW, CASES)),
     "steps": Part(COLUMNS, step_rows, 1, every(FEW_STEPS, CASES[:3])),
+    "training": Part(("one gradient: memory / cycles", *REMAT), training_rows, 1, ("v5e", "h100")),
     "width": Part(COLUMNS, width_rows, 1, (4096, 8192)),
     "sharded": Part(
         ("on four v5e", "cycles of one, to float", "goal", "collectives"),

@@ -143,6 +143,52 @@ def test_a_stack_has_the_bits_that_it_has_as_a_whole(form):
     jax.tree_util.tree_map_with_path(lambda path, a, b: assert_same_bits(a, b, str(path)), got, want)
 
 
+HOW = {
+    "no checkpoint": scanned(),
+    "by name": scanned(functools.partial(jax.checkpoint, policy=NAMES)),
+    **{
+        f"{name}, unroll={n}": scanned(functools.partial(jax.checkpoint, policy=policy), unroll=n)
+        for n, (name, policy) in enumerate(
+            {
+                "everything": POLICIES.everything_saveable,
+                "nothing": POLICIES.nothing_saveable,
+                "dots": POLICIES.dots_saveable,
+                "dots without batch": POLICIES.dots_with_no_batch_dims_saveable,
+            }.items(),
+            start=1,
+        )
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+@pytest.mark.parametrize("rule", ["per token", "float8", "affine", "weight-only in blocks"])
+def test_policies_and_unrolling_change_no_bit(rule):
+    q = {name: quantize_fn(f, [(DYNAMIC | IN_FLOAT)[rule]]) for name, f in HOW.items()}
+    found = jax.jit(lambda p, x: {name: value_and_gradients(f)(p, x) for name, f in q.items()})(PARAMS, X)
+    for name, got in found.items():
+        same = functools.partial(assert_same_bits, what=name)
+        jax.tree.map(same, got, found["no checkpoint"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", [PerTensor(), PerToken()])
+def test_the_gradient_is_zero_at_what_has_no_level(granularity):
+    """And in a group that has such, at its ends, which integers do not tell from it."""
+    x = np.array([[1.0, 3.0, -2.0, 0.5], [np.nan, 3.0, -2.0, 0.5], [1.0, -np.inf, -2.0, 2.5], [3e38, 1.0, 2.0, 0.0]])
+    q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", W8, QuantSpec(granularity=granularity))])
+    of_x = jax.grad(lambda x: jnp.nan_to_num(q({"w": np.eye(4, dtype=np.float32)}, x)).sum())
+    pull = jax.vjp(lambda x: q({"w": np.eye(4, dtype=np.float32)}, x), x.astype(np.float32))[1]
+    passes = np.asarray(pull(np.ones((4, 4), np.float32))[0]) != 0
+    assert np.isfinite(of_x(x.astype(np.float32))).all()
+    assert not passes[1, 0]
+    assert not passes[2, 1]
+    assert not passes[3, 0]
+    assert passes[0].all()
+    assert passes[[1, 2, 3], [3, 0, 1]].all()
+
+
 def inside(eqn):
     """The programs in an equation."""
     values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]

@@ -327,10 +327,9 @@ def quantize(x: ArrayLike, spec: QuantSpec, qparams: QParams | None = None, *, k
 
 
 def as_trained(grid: Grid) -> Grid:
-    """The grid as the gradient rule takes it.
+    """The grid as the gradient rule takes it, which gives the gradient of the zero point in units of -scale.
 
-    It gives the gradient of the zero point in units of -scale, which multiplies here, after shard_map has added the
-    shards.
+    The scale multiplies here, after shard_map has added the shards.
     """
     if grid.zero_point is None or grid.frame.is_fitted:
         return grid
