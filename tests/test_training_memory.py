@@ -317,3 +317,23 @@ def test_no_array_of_the_size_of_a_stack_is_made_outside_of_the_loop(form):
         outs = (v.aval for e in equations(program) if e.primitive.name not in loops for v in e.outvars)
         made[name] = sum(v.size == PARAMS["up"].size for v in outs)
     assert made["quantized"] <= made["float"]
+
+
+def through_time(layers):
+    """A recurrent network, whose weights are constant in the loop over time."""
+    return lambda p, x: lax.scan(lambda h, x: (layers(p, h + x), None), jnp.zeros_like(x[0]), x)[0]
+
+
+@pytest.mark.parametrize("layers", [scanned(), lambda p, x: [layer(x, by_index(i, p)) for i in range(LAYERS)][-1]])
+def test_what_is_constant_in_a_loop_is_quantized_before_it(layers):
+    def sizes(program, is_inside=False):
+        for eqn in program.eqns:
+            if eqn.primitive.name == "extremes" and is_inside:
+                yield eqn.invars[0].aval.size
+            for inner in inside(eqn):
+                yield from sizes(inner, is_inside or eqn.primitive.name in ("scan", "while"))
+
+    q = quantize_fn(through_time(layers), [DYNAMIC["W8A8"]])
+    found = list(sizes(jax.make_jaxpr(q)(PARAMS, X[:, None]).jaxpr))
+    assert found
+    assert max(found) < WIDTH * HIDDEN

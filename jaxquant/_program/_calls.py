@@ -7,6 +7,7 @@ contractions there, which an evaluation then finds with the integers of the para
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
 from .._base._sharding import vary_together
@@ -33,6 +34,7 @@ from ._jaxpr import (
     while_parts,
     while_programs,
 )
+from ._moves import MOVES
 from ._origin import JOINED, Moved, Origin, alike, computed, either
 from ._param import QuantizedParam, Unquantized, put_together, quantized_now, sharded, stacked
 from ._walk import Place, Walk
@@ -196,9 +198,31 @@ class _Carry:
         return [v.ordered() if isinstance(v, QuantizedParam) else v for v in rest]  # all turns alike
 
 
-def _in_loop(v: Any) -> Any:
-    """A constant of a loop, quantized before it; a stack stays, of which the loop may take a layer at a time."""
-    return v if isinstance(v, Unquantized) and v.layers else quantized_now(v)
+def _in_loop(values: Sequence[Any], body: Jaxpr) -> list[Any]:
+    """The constants of a loop, quantized before it, but stacks of which each iteration picks a layer of its own."""
+    constants, changing = body.invars[: len(values)], set(body.invars[len(values) :])
+    stays = lambda v, var: isinstance(v, Unquantized) and bool(v.layers) and _is_picked(body, {var}, changing)
+    return [v if stays(v, var) else quantized_now(v) for v, var in zip(values, constants, strict=True)]
+
+
+def _is_picked(program: Jaxpr, stack: set[Any], changing: set[Any]) -> bool:
+    """Whether a program takes parts of a stack, of which it has casts, too, by indices among what changes."""
+    stack, changing = set(stack), set(changing)
+    of = lambda names, known: [not isinstance(v, Literal) and v in known for v in names]
+    for eqn in program.eqns:
+        move, call = MOVES.get(eqn.primitive.name), CALLS.get(kind(eqn))
+        is_of_stack, has_changed = of(eqn.invars, stack), of(eqn.invars, changing)
+        changing.update(eqn.outvars if any(has_changed) else ())
+        if move and move.how == "casts":
+            stack.update(eqn.outvars if is_of_stack[0] else ())
+        elif move and move.how == "picks" and is_of_stack[0] and any(has_changed[1:]):
+            return True
+        elif call and call.is_through and any(is_of_stack):
+            ((inner, _),) = programs(eqn)
+            both = (set(itertools.compress(inner.invars, known)) for known in (is_of_stack, has_changed))
+            if _is_picked(inner, *both):
+                return True
+    return False
 
 
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Sequence[Origin]:
@@ -229,7 +253,7 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
     eqn, ins, location, scope = step
     consts, carry, xs = scan_parts(eqn, ins)
     length, n = param(eqn, "length"), len(carry)
-    consts, carry = list(map(_in_loop, consts)), list(map(quantized_now, carry))
+    consts, carry = _in_loop(consts, programs(eqn)[0][0]), list(map(quantized_now, carry))
     xs = [stacked(x, length) if isinstance(x, QuantizedParam | Unquantized) else x for x in xs]
     carry = _Carry(replace, step, 0, len(consts), carry)
     inner = replace.inner(eqn, 0, location, [*carry.with_integers, *replace.with_integers[location][n:]])
@@ -270,8 +294,10 @@ def _walk_while(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> S
 
 def _evaluate_while(replace: Replacements, step: Step) -> Sequence[Any]:
     eqn, ins, location, scope = step
-    condition_consts, consts, carry = (list(map(_in_loop, of)) for of in while_parts(eqn, ins))
-    carry, (i, k) = list(map(quantized_now, carry)), while_programs(eqn)
+    condition_consts, consts, carry = while_parts(eqn, ins)
+    i, k = while_programs(eqn)
+    condition_consts, consts = (_in_loop(of, programs(eqn)[at][0]) for of, at in ((condition_consts, i), (consts, k)))
+    carry = list(map(quantized_now, carry))
     carry = _Carry(replace, step, k, len(consts), carry)
     condition, inner = replace.inner(eqn, i, location), replace.inner(eqn, k, location, carry.with_integers)
     qparams = replace.inputs.within(scope.qparams, location)
