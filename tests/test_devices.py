@@ -348,6 +348,18 @@ def test_a_step_takes_the_cycles_of_that_by_hand(kind):
 
 
 @compiles
+@on_each
+def test_a_gradient_under_remat_takes_the_memory_of_float(target, monkeypatch):
+    """With layers in a scan: nothing is held of a stack of weights. On an H100 scores are as large as the rest."""
+    for name, size in {"LAYERS": 6, "WIDTH": 256, "HIDDEN": 512, "HEADS": 2, "VOCABULARY": 512}.items():
+        monkeypatch.setattr(devices, name, size)
+    monkeypatch.setattr(devices, "TOKENS", (2, 256))
+    kinds = "float", "int8 per token", "weight-only, 4 bits"
+    base, *others = (aot.compiled(*devices.gradient_of(kind, "full"), target).memory for kind in kinds)
+    assert max(others) <= (1.3 if target == "v5e" else 1.9) * base
+
+
+@compiles
 def test_gradients_in_bfloat16_cost_what_those_of_float_do():
     """Whose products are of bfloat16 on a TPU, by the default of JAX."""
     default, low = (

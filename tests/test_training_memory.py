@@ -337,3 +337,11 @@ def test_what_is_constant_in_a_loop_is_quantized_before_it(layers):
     found = list(sizes(jax.make_jaxpr(q)(PARAMS, X[:, None]).jaxpr))
     assert found
     assert max(found) < WIDTH * HIDDEN
+
+
+def test_a_range_without_an_axis_for_the_layers_is_refused():
+    q = quantize_fn(scanned(jax.checkpoint), [DYNAMIC["W8A8"]])
+    qparams = jax.tree.map(lambda v: np.ones(v.shape, np.float32), jax.eval_shape(q.init_qparams, PARAMS, X))
+    qparams["up"] = jax.tree.map(lambda v: v[0], qparams["up"])
+    with pytest.raises(ValueError, match=r"At 'up', .* must have shape \(4, 1, 64\), got \(1, 64\)"):
+        q(PARAMS, X, qparams=qparams)
