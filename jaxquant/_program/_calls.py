@@ -225,6 +225,13 @@ def _is_picked(program: Jaxpr, stack: set[Any], changing: set[Any]) -> bool:
     return False
 
 
+def _as_y(v: Any) -> Any:
+    """A result of an iteration, to be stacked, a cache in integers; nothing of a parameter, which nothing reads."""
+    if isinstance(v, Unquantized) or (isinstance(v, QuantizedParam) and not v.is_cache):
+        return None
+    return v.ordered() if isinstance(v, QuantizedParam) else v
+
+
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Sequence[Origin]:
     consts, carry, xs = scan_parts(eqn, _inside(ins, place))
     within, here = place.inside(0), (place.location, param(eqn, "length"))
@@ -233,8 +240,10 @@ def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Se
         within = within._replace(stack=(*place.stack, here))
     body = lambda carry: walk.program(programs(eqn)[0][0], [*consts, *carry, *slices], within)
     outs = _settled(body, _constant(walk, eqn, programs(eqn)[0][0], len(consts), carry))
-    walk.read(outs[len(carry) :], "scan")
-    walk.with_integers[place.location] = [origin.cache is not None for origin in outs]
+    is_dropped = [k >= len(carry) and not is_read for k, is_read in enumerate(place.reads)]
+    walk.read([y for y, dropped in zip(outs, is_dropped, strict=True) if not dropped][len(carry) :], "scan")
+    stays = (origin.cache is not None or dropped for origin, dropped in zip(outs, is_dropped, strict=True))
+    walk.with_integers[place.location] = list(stays)
     ys = [_of_turns(y) if y.cache is not None else computed([y]) for y in outs[len(carry) :]]
     return [*outs[: len(carry)], *ys]  # stacks of what is no cache are followed no further
 
@@ -271,8 +280,7 @@ def _evaluate_scan(replace: Replacements, step: Step) -> Sequence[Any]:
         xs = [x.layer() if isinstance(x, Unquantized) else x for x in xs]
         outs, observed = inner({**shared, **of_turn}, own, *consts, *carry.whole(changing), *xs)
         seen = {key: v.merged(observed.pop(key)) for key, v in seen.items()}
-        ys = [v.ordered() if isinstance(v, QuantizedParam) else v for v in outs[n:]]
-        return (carry.changing(outs[:n]), seen), (ys, observed)
+        return (carry.changing(outs[:n]), seen), (list(map(_as_y, outs[n:])), observed)
 
     (changing, seen), (ys, observed) = lax.scan(
         body, (carry.start, seen), (list(xs), of_turns, keys), length, param(eqn, "reverse"), param(eqn, "unroll")

@@ -104,9 +104,7 @@ class Replacements:
         """The results of a program."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         value = lambda v: v.val if isinstance(v, Literal) else env[v]
-        uses = collections.Counter(
-            v for of in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for v in of if not isinstance(v, Literal)
-        )
+        uses = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
         for i, eqn in enumerate(jaxpr.eqns):
             here, move = (*location, i), MOVES.get(eqn.primitive.name)
             for v in (v for v in eqn.invars if not isinstance(v, Literal)):
@@ -144,7 +142,7 @@ class Replacements:
 
     def floats(self, values: Sequence[Any], by: str) -> list[Any]:
         """The values with parameters as their real ones, for what computes with them."""
-        return [self.read(v, by) if isinstance(v, QuantizedParam) else v for v in values]
+        return [self.read(v, by) if isinstance(v, QuantizedParam) else v for v in map(quantized_now, values)]
 
     def inner(self, eqn: JaxprEqn, k: int, location: Location, with_integers: Sequence[bool] = ()) -> Callable:
         """Program `k` of an equation as a function (qparams, key, *args) -> (results, what it observes) for JAX.
@@ -156,7 +154,7 @@ class Replacements:
 
         def f(qparams: Mapping[str, Any], key: Array | None, *args: Any) -> tuple[list[Any], dict[str, Any]]:
             scope = Scope(qparams, key, {}, {})
-            outs = list(map(quantized_now, self.program(jaxpr, consts, args, (*location, k), scope)))
+            outs = self.program(jaxpr, consts, args, (*location, k), scope)
             outs = [v if h else self.floats([v], kind(eqn))[0] for v, h in zip(outs, with_integers, strict=True)]
             return outs, scope.observed
 

@@ -56,6 +56,7 @@ class Place(NamedTuple):
     custom: tuple[Location, ...] = ()
     stack: tuple[tuple[Location, int], ...] = ()
     in_condition: bool = False
+    reads: tuple[bool, ...] = ()  # which results of the equation here anything reads
 
     def of(self, eqn: JaxprEqn, i: int) -> "Place":
         stack = eqn.source_info.name_stack.stack
@@ -109,8 +110,12 @@ class Walk:
         consts = [CAPTURED._replace(value=(place.location, "constant", k)) for k in range(len(jaxpr.constvars))]
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
         read = lambda v: LITERAL._replace(value=(place.location, str(v))) if isinstance(v, Literal) else env[v]
+        used = {
+            v for of in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for v in of if not isinstance(v, Literal)
+        }
         for i, eqn in enumerate(jaxpr.eqns):
-            operands, here = [read(v) for v in eqn.invars], place.of(eqn, i)
+            here = place.of(eqn, i)._replace(reads=tuple(v in used for v in eqn.outvars))
+            operands = [read(v) for v in eqn.invars]
             outs = self._equation(eqn, operands, here)
             env.update(zip(eqn.outvars, self._told_apart(eqn, operands, outs, here), strict=True))
         return [read(v) for v in jaxpr.outvars]
