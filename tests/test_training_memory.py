@@ -24,6 +24,7 @@ from jaxquant import (
     quantize_fn,
     weight_spec,
 )
+from jaxquant._program._jaxpr import scan_parts
 
 LAYERS, ROWS, WIDTH, HIDDEN = 4, 8, 32, 64
 POLICIES = jax.checkpoint_policies
@@ -222,7 +223,7 @@ def read(program, used, kept):
         ins = [True] * len(eqn.invars)
         if eqn.primitive.name == "scan":
             (body,) = inside(eqn)
-            before, n = eqn.params["num_consts"], eqn.params["num_carry"]
+            before, n = (len(of) for of in scan_parts(eqn, eqn.invars)[:2])
             carried = outs[:n]
             while (ins := read(body, [*carried, *outs[n:]], []))[before : before + n] != carried:
                 carried = [a or b for a, b in zip(carried, ins[before : before + n], strict=True)]
@@ -274,8 +275,12 @@ def test_a_site_keeps_integers_of_inputs_and_nothing_of_weights(dtype, rule):
     of_float, size = kept(scanned(), dtype)[0], jnp.dtype(dtype).itemsize
     assert of_float == size * (WIDTH + 2 * HIDDEN)
     q = quantize_fn(scanned(), [(DYNAMIC | IN_FLOAT)[rule]])
-    in_codes = of_float - size * WIDTH, WIDTH + HIDDEN, 0
-    assert kept(q, dtype) == (in_codes if rule in DYNAMIC else (of_float, 0, 0))
+    values, codes, too_many = kept(q, dtype)
+    assert too_many == 0
+    if rule in DYNAMIC:  # newer versions of JAX keep the tanh once
+        assert (values <= of_float - size * WIDTH, codes) == (True, WIDTH + HIDDEN)
+    else:
+        assert (values, codes) == (of_float, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -306,9 +311,9 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_ops_keep_no_more(name):
     f, params, x = OTHERS[name]
-    of_float, *_ = kept(f, "bfloat16", params, x)
+    of_float, *_ = kept(f, "float32", params, x)  # JAX 0.7 differentiates no convolution of bfloat16 in float32
     for rule in ("W8A8", "weight-only"):
-        values, codes, too_many = kept(quantize_fn(f, [(DYNAMIC | IN_FLOAT)[rule]]), "bfloat16", params, x)
+        values, codes, too_many = kept(quantize_fn(f, [(DYNAMIC | IN_FLOAT)[rule]]), "float32", params, x)
         assert too_many == 0
         assert codes <= of_float // 2 if rule == "W8A8" else (values, codes) == (of_float, 0)
 
