@@ -63,8 +63,7 @@ def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None) -> tuple[Arr
     """The gradients to x, scale, and zero_point in units of -scale: sums that are exact where the cotangents are."""
     x = num.upcast(x, num.compute_dtype(x.dtype))
     shape, grid = grid.scale.shape, grid.effective().over(x)
-    # The mask is of the level after rounding: the largest weight over its own scale can be 127.00001 levels.
-    level = grid.level(x, noise)
+    level = grid.level(x, noise)  # after rounding: the largest weight over its own scale can be 127.00001 levels
     g, zero = shard_like(g, level), grid.zero_point
     zero = jnp.zeros((), x.dtype) if zero is None else zero
     if zero.shape == x.shape:  # a select of two arrays wants one sharding
@@ -82,6 +81,7 @@ def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None) -> tuple[Arr
 
 
 def passed(g: Array, inside: Array) -> Array:
+    """The gradient where values are inside of the grid, 0 elsewhere."""
     return num.select(inside, loaded(g), 0)
 
 

@@ -106,7 +106,7 @@ def _to_keep(v: Array | None, name: str) -> Array | None:
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def fitted(x: Array, spec: QuantSpec) -> Fitted:
+def fitted_to_stack(x: Array, spec: QuantSpec) -> Fitted:
     """The scales of the parts of a stack, of a format that has one for the tensor, too."""
     x_min, x_max, _ = range_of(lax.stop_gradient(x), spec)
     grid = grid_of_range(x_min, x_max, frame_of(spec, is_fitted=True)).effective()

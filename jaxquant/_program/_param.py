@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._arrays._qparams import QParams
 from .._arrays._quantized import Quantized, moved
-from .._arrays._straight_through import Fitted, fitted, quantize_straight_through
+from .._arrays._straight_through import Fitted, fitted_to_stack, quantize_straight_through
 from .._base import _groups as grouping
 from .._spec._granularity import PerTensor, granularity_of
 from .._spec._spec import QuantSpec, qparams_shape
@@ -136,7 +136,7 @@ class Unquantized:
         shape, qparams = self.value.shape, self.qparams
         if qparams is None and not self.spec.scales.has_tensor_scale:
             return self
-        qparams = fitted(self.value, self.spec) if qparams is None else qparams
+        qparams = fitted_to_stack(self.value, self.spec) if qparams is None else qparams
 
         def of_each(v: Array) -> Array:
             v = grouping.of_rank(v, len(shape))
