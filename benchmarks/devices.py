@@ -49,6 +49,7 @@ TRAINED = {
     "int8, affine": AFFINE,
     "int8, gradient bfloat16": dataclasses.replace(SYMMETRIC, gradient="bfloat16"),
     "int8, gradient int8": dataclasses.replace(SYMMETRIC, gradient=QuantSpec()),
+    "int8 per token, gradient int8": dataclasses.replace(PER_TOKEN, gradient=QuantSpec()),
     "int8, static": SYMMETRIC,
     "weight-only": ("**", weight_spec(8)),
     "4-bit weights": FOUR_BITS,
@@ -367,7 +368,12 @@ def width_rows(rounds: int, *widths: int) -> Iterator[tuple]:
 
 MESHES = {"data": (4, 1), "tensor": (1, 4), "data and tensor": (2, 2), "FSDP": (4, 1)}  # by the layout of the weights
 SHARDED_GOALS = {"data": 1.15, "FSDP": 1.15, "tensor": 1.35}  # of the int8 step, to the float one
-SHARDED_STEPS = "int8", "int8, affine", "int8, gradient int8"
+SHARDED_STEPS = {"jaxquant": ("int8", "int8, affine", "int8, gradient int8"), "by hand": ("int8",)}
+SHARDED_WIDE = {
+    "jaxquant": ("int8 per token", "int8 per token, gradient int8"),
+    "by hand": ("int8 per token",),
+    "qwix": ("int8", "int8, gradient int8"),  # per token, as it has no other
+}
 SHARDED_SERVED = "static", "dynamic", "static affine"
 
 
@@ -392,34 +398,32 @@ def on_mesh(case: Case, model: Model, layout: str, is_step: bool) -> aot.Program
     return aot.compiled(f, (params, place(x, "data"), *jax.tree.map(place, others)), "v5e", out)
 
 
-def sharded_rows(rounds: int, *cases: tuple[str, Model, int, bool]) -> Iterator[tuple]:
+def sharded_rows(rounds: int, *cases: tuple[str, Model, int, str, Mapping, tuple[str, ...]]) -> Iterator[tuple]:
     """Training steps and, of some models, served functions, to the float program on the same mesh."""
     told = lambda found: ", ".join(f"{n} {kind}" for kind, n in sorted(found.items())) or "none"
-    for (name, model, rows, with_served), layout in itertools.product(cases, MESHES):
-        steps = {f"jaxquant, {kind}": trained(kind, model, rows, "float32") for kind in SHARDED_STEPS}
-        steps |= {"by hand, int8": trained_by_hand("int8", model, rows, "float32")}
-        kinds = SHARDED_SERVED if with_served else ()
-        calls = {f"jaxquant, {kind}": served(kind, model, rows, "float32") for kind in kinds}
+    for (name, model, rows, dtype, trainers, kinds), layout in itertools.product(cases, MESHES):
+        made = lambda who, kind, m=model, n=rows, d=dtype: TRAINERS[who][0](kind, m, n, d)
+        steps = {f"{who}, {kind}": made(who, kind) for who, of in trainers.items() for kind in of}
+        calls = {f"jaxquant, {kind}": served(kind, model, rows, dtype) for kind in kinds}
         float_call = model.apply, model.inputs(rows, "bfloat16")
-        for what, base, others in (
-            ("step", trained("float", model, rows, "float32"), steps),
-            ("served", float_call, calls),
-        ):
+        float_step = trained("float", model, rows, dtype)
+        for what, base, others in (("step", float_step, steps), ("served", float_call, calls)):
             if not others:
                 continue
             make = lambda case, m=model, at=layout, w=what: attempt(lambda: on_mesh(case, m, at, w == "step"))
             first, *rest = [POOL.submit(make, case) for case in (base, *others.values())]
             float_program = first.result()
             label = f"{name}, {rows:,} rows, {layout}, {what}"
-            yield f"{label}: float", 1.0, "", told(float_program.collectives)
+            memory = f"{float_program.memory / 2**20:,.0f} MiB"
+            yield f"{label}: float", 1.0, "", memory, told(float_program.collectives)
             for kind, future in zip(others, rest, strict=True):
                 got, goal = future.result(), SHARDED_GOALS.get(layout) if kind == "jaxquant, int8" else None
                 if isinstance(got, Failed):
-                    yield f"{label}: {kind}", "fails", "", ""
+                    yield f"{label}: {kind}", "fails", "", "", ""
                     continue
                 ratio = got.cycles / float_program.cycles
                 cells = ("no estimate", "") if math.isnan(ratio) else (ratio, verdict(ratio, goal))
-                yield f"{label}: {kind}", *cells, told(got.collectives)
+                yield f"{label}: {kind}", *cells, f"{got.memory / float_program.memory:.2f}", told(got.collectives)
 
 
 # ---- What a language model's step takes in memory: layers under `lax.scan` and `jax.checkpoint`.
@@ -533,13 +537,13 @@ PARTS = {
     "training": Part(("one gradient: memory / cycles", *REMAT), training_rows, 1, ("v5e", "h100")),
     "width": Part(COLUMNS, width_rows, 1, (4096, 8192)),
     "sharded": Part(
-        ("on four v5e", "cycles of one, to float", "goal", "collectives"),
+        ("on four v5e", "cycles of one, to float", "goal", "memory of one, to float", "collectives"),
         sharded_rows,
         1,
         (
-            ("MLP", MODELS["MLP"], 4096, True),
-            ("transformer", MODELS["transformer"], 4096, True),
-            ("MLP of 4 x 4096^2", mlp_of(4, 4096), 16384, False),
+            ("MLP", MODELS["MLP"], 4096, "float32", SHARDED_STEPS, SHARDED_SERVED),
+            ("transformer", MODELS["transformer"], 4096, "float32", SHARDED_STEPS, SHARDED_SERVED),
+            ("MLP of 4 x 4096^2, bfloat16", mlp_of(4, 4096), 16384, "bfloat16", SHARDED_WIDE, ()),
         ),
     ),
 }

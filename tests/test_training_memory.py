@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training step keeps of quantized sites, counted in jaxprs, and stacks of weights, quantized in their loops."""
 
+import dataclasses
 import functools
 
 import jax
@@ -309,13 +310,33 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_ops_keep_no_more(name):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_ops_keep_no_more(dtype, name):
     f, params, x = OTHERS[name]
-    of_float, *_ = kept(f, "float32", params, x)  # JAX 0.7 differentiates no convolution of bfloat16 in float32
+    of_float, *_ = kept(f, dtype, params, x)
     for rule in ("W8A8", "weight-only"):
-        values, codes, too_many = kept(quantize_fn(f, [(DYNAMIC | IN_FLOAT)[rule]]), "float32", params, x)
+        values, codes, too_many = kept(quantize_fn(f, [(DYNAMIC | IN_FLOAT)[rule]]), dtype, params, x)
         assert too_many == 0
         assert codes <= of_float // 2 if rule == "W8A8" else (values, codes) == (of_float, 0)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_products_of_a_gradient_leave_in_the_dtype_of_the_model(name):
+    """So that devices add up partial sums of two bytes, as they do for the float model."""
+    f, *shapes = OTHERS[name]
+    params, x = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, jnp.bfloat16), shapes)
+    found = set()
+
+    def note(program):
+        for eqn in program.eqns:
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
+                found.add(str(eqn.outvars[0].aval.dtype))
+            for inner in inside(eqn):
+                note(inner)
+
+    q = quantize_fn(f, [DYNAMIC["W8A8"]])
+    note(jax.make_jaxpr(jax.grad(lambda p, x: q(p, x).astype(jnp.float32).sum(), (0, 1)))(params, x).jaxpr)
+    assert found == {"bfloat16", "int32"}
 
 
 @pytest.mark.parametrize("form", ["scan", "remat", "nested scans", "returned", "cast", "map of layers"])
@@ -328,6 +349,36 @@ def test_no_array_of_the_size_of_a_stack_is_made_outside_of_the_loop(form):
         outs = (v.aval for e in equations(program) if e.primitive.name not in loops for v in e.outvars)
         made[name] = sum(v.size == PARAMS["up"].size for v in outs)
     assert made["quantized"] <= made["float"]
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+@pytest.mark.parametrize("rule", ["W8A8", "affine", "float8", "gradients in int8", "gradients in bfloat16"])
+def test_gradients_of_bfloat16_are_rounded_where_the_program_rounds(rule):
+    """As op by op: of two casts that meet XLA drops both, and with them the rounding between a site and a tanh."""
+    sizes = np.array([ROWS // 2, ROWS // 2], np.int32)
+    conv = functools.partial(lax.conv_general_dilated, window_strides=(1,), padding="SAME")
+    ops = {
+        "dot": (jnp.matmul, X, PARAMS["up"][0]),
+        "convolution": (conv, normal(4, ROWS, WIDTH, 5), normal(3, WIDTH, WIDTH, 3)),
+        "ragged dot": (lambda x, w: lax.ragged_dot(x, w, sizes), X, normal(5, 2, WIDTH, WIDTH)),
+    }
+    for name, (f, *operands) in ops.items():
+        x, w = (jnp.asarray(v, jnp.bfloat16) for v in operands)
+        q = quantize_fn(lambda w, x, f=f: f(x, w), [dataclasses.replace((DYNAMIC | IN_FLOAT)[rule], pattern="")])
+
+        def whole(w, x, g, q=q):
+            return jax.vjp(lambda w, x: jnp.tanh(q(w, jnp.tanh(x))), w, x)[1](g)
+
+        def op_by_op(w, x, g, q=q):
+            h, of_x = jax.vjp(jnp.tanh, x)
+            y, of_site = jax.vjp(q, w, h)
+            to_w, to_h = of_site(*jax.vjp(jnp.tanh, y)[1](g))
+            return to_w, *of_x(to_h)
+
+        args = w, x, jnp.cos(q(w, x))
+        for got, want in zip(jax.jit(whole)(*args), op_by_op(*args), strict=True):
+            assert_same_bits(got, want, name)
 
 
 def through_time(layers):

@@ -14,7 +14,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from .._arrays._qarray import QArray, checked_qarray, inside, real_values
 from .._arrays._quantized import Quantized
@@ -39,10 +41,15 @@ class ContractionOp(abc.ABC):
     Attributes:
       execution: the name of a lowering, or "auto".
       gradient: how the gradient of the result is rounded for the gradient of each operand.
+      dtype: of the result, and of what the products of its gradient leave: their partial sums over devices, too.
     """
 
     execution: str = dataclasses.field(default="auto", kw_only=True)
     gradient: tuple[Precision, Precision] = dataclasses.field(default=(None, None), kw_only=True)
+    dtype: np.dtype = dataclasses.field(default=np.dtype(np.float32), kw_only=True)
+
+    def of_dtype(self, dtype: DTypeLike) -> Self:
+        return dataclasses.replace(self, dtype=np.dtype(dtype))
 
     @classmethod
     @abc.abstractmethod
@@ -56,7 +63,7 @@ class ContractionOp(abc.ABC):
 
     @abc.abstractmethod
     def real(self, a: Array, b: Array, *more: Array) -> Array:
-        """The float formulation, float32, which has the gradient of the op; `more` are operands behind both."""
+        """The float formulation, of `dtype`, which has the gradient of the op; `more` are operands behind both."""
 
     @abc.abstractmethod
     def exact(self, a: Quantized, b: Quantized, *more: Array) -> Array:
@@ -188,9 +195,10 @@ def _contract_bwd(op, residuals, g):
     for side, (precision, other) in enumerate(zip(op.gradient, reversed(operands), strict=True)):
         if precision is not None and 0 not in gradients[side].shape:
             own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]
-            rounding, g_values = Rounding(own, delayed[side]), lax.stop_gradient(g)
+            rounding, g_values = Rounding(own, delayed[side]), num.upcast(lax.stop_gradient(g), jnp.float32)
             low, largest = op.operand_gradient(side, g_values, other.integers, exact.shape, rounding, *more)
-            gradients[side] = with_gradient_of(exact, shard_like(low.astype(exact.dtype), exact))
+            low = low if low.dtype == exact.dtype else num.guard(low.astype(exact.dtype))
+            gradients[side] = with_gradient_of(exact, shard_like(low, exact))
             seen[side] = with_seen(delayed[side], largest) if delayed[side] else None
     return *(QuantizedOperand(gradient, None, None) for gradient in gradients), None, of_more, tuple(seen)
 
@@ -211,7 +219,7 @@ def contract(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)  # traced once, for the value and for the forward pass
 def _exact(op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, more: tuple[Array, ...]) -> Array:
-    return op.exact(flagged(a.integers, a.nan_flags), flagged(b.integers, b.nan_flags), *more)
+    return op.exact(flagged(a.integers, a.nan_flags), flagged(b.integers, b.nan_flags), *more).astype(op.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="op")

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from .._arrays._codes import centred, codes, sums_along
 from .._arrays._qarray import checked_qarray
@@ -80,7 +79,7 @@ class Conv(ContractionOp):
         out, feature, n = self.dimensions.rhs_spec[0], self.dimensions.out_spec[1], self.feature_groups
         own = [length for i, length in enumerate(shape) if i != out]
         one_each = jnp.moveaxis(jnp.eye(math.prod(own), dtype=x.dtype).reshape(*own, -1), -1, out)
-        y = self.real(x, jnp.concatenate([one_each] * n, out), dtype=x.dtype)
+        y = self.of_dtype(x.dtype).real(x, jnp.concatenate([one_each] * n, out))
         rows = jnp.moveaxis(y, feature, -1).reshape(-1, n, math.prod(own))
         return (rows[:, 0] if n == 1 else rows.swapaxes(0, 1)), None
 
@@ -88,10 +87,10 @@ class Conv(ContractionOp):
         out = self.dimensions.rhs_spec[0]
         return Matrix((), tuple(i for i in range(ndims[1]) if i != out), (out,), self.feature_groups)
 
-    def real(self, a: Array, b: Array, *more: Array, dtype: DTypeLike = jnp.float32) -> Array:
+    def real(self, a: Array, b: Array, *more: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
         a, conv = self._with_narrow_padding(a, b)
-        return lax.conv_general_dilated(a, b, **conv._params, preferred_element_type=dtype)
+        return lax.conv_general_dilated(a, b, **conv._params, preferred_element_type=self.dtype)
 
     def _with_narrow_padding(self, a: Array, b: Array) -> tuple[Array, "Conv"]:
         """`a` padded, where the padding is negative or wider than the window, and the convolution that is left to do.
@@ -127,7 +126,7 @@ class Conv(ContractionOp):
         length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
         specs, summed = (a.spec, b.spec), self.contracted_axes((a.ndim, b.ndim))
         if is_native(self.execution, a, b, summed):
-            acc = self.real(*_of_one_dtype(a, b))
+            acc = self.of_dtype(jnp.float32).real(*_of_one_dtype(a, b))
             return scaled(acc, self._in_output(0, a.step, a), self._in_output(1, b.step, b))
         lowering = chosen(LOWERINGS, self.execution)
         (a, *_), (b, *_) = parts = in_digits(a, b, summed, lambda: lowering.takes(length, *specs))
@@ -145,7 +144,7 @@ class Conv(ContractionOp):
         precision, step = self.gradient[side], q.step
         if any(n != 1 for n in step.shape):
             g, step = g * self._in_output(1 - side, step, q), jnp.ones((1,) * q.ndim, jnp.float32)
-        transposed = Transposed.of(self.real, side, g.shape, q.shape, shape)
+        transposed = Transposed.of(self.of_dtype(jnp.float32).real, side, g.shape, q.shape, shape)
         if not isinstance(precision, QuantSpec):
             low = centred(q, jnp.float32).astype(jnp.bfloat16)
             return num.guard(transposed(g.astype(jnp.bfloat16), low, jnp.float32) * step), None
@@ -332,4 +331,4 @@ def conv_general_dilated(
     conv = Conv(window_strides, pads, a_dilation, b_dilation, dimensions, groups, batch_groups, execution=execution)
     # JAX checks the shapes, as it does for floats.
     jax.eval_shape(conv.real, *(jax.ShapeDtypeStruct(q.shape, np.float32) for q in (a, b)))
-    return conv.real(a, b, dtype=a.dtype) if in_float else contraction(a, b, conv)
+    return conv.of_dtype(a.dtype).real(a, b) if in_float else contraction(a, b, conv)

@@ -61,7 +61,7 @@ class Dot(ContractionOp):
     def turned(self) -> "Dot":
         """The product of the operands in the other order."""
         (ca, cb), (ba, bb), (of_a, of_b) = self.contracted, self.batch, self.gradient
-        return Dot((cb, ca), (bb, ba), self.most, execution=self.execution, gradient=(of_b, of_a))
+        return Dot((cb, ca), (bb, ba), self.most, execution=self.execution, gradient=(of_b, of_a), dtype=self.dtype)
 
     def order_at_rest(self, side: int, ndim: int) -> Sequence[int]:
         free, contracted = self._free(ndim, side), self.contracted[side]
@@ -69,7 +69,7 @@ class Dot(ContractionOp):
 
     def real(self, a: Array, b: Array, *more: Array) -> Array:
         """The float formulation, which has the gradient of the op."""
-        return float_dot(a, b, (self.contracted, self.batch))
+        return float_dot(a, b, (self.contracted, self.batch), self.dtype)
 
     def exact(self, a: Quantized, b: Quantized, *more: Array) -> Array:
         """The scaled integer contraction, block by block where a scale changes along it; or of floats as they are."""

@@ -73,7 +73,7 @@ class Ragged(ContractionOp):
         """The float formulation, which has the gradient of the op."""
         numbers = lax.RaggedDotDimensionNumbers((self.contracted, self.batch), (self.ragged,), (self.group,))
         (sizes,) = more
-        return lax.ragged_dot_general(a, b, sizes, numbers, preferred_element_type=jnp.float32)
+        return lax.ragged_dot_general(a, b, sizes, numbers, preferred_element_type=self.dtype)
 
     def exact(self, a: Quantized, b: Quantized, *more: Array) -> Array:
         """The scaled integer contraction of each row with the matrix of its group; 0 for rows in no group.

@@ -11,7 +11,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .._base._sharding import is_explicit
 from ._primitive import several
@@ -135,8 +135,8 @@ def _results(x: ArrayLike, w: Any, numbers: Numbers, with_sums: bool) -> list[tu
 _integer_dot = several("integer_dot", _results, _dot_beside_sums, ("numbers", "with_sums"), cpu=_on_cpu, tpu=_on_tpu)
 
 
-def float_dot(a: Array, b: Array, numbers: Numbers) -> Array:
-    """`lax.dot_general` in float32.
+def float_dot(a: Array, b: Array, numbers: Numbers, dtype: DTypeLike) -> Array:
+    """`lax.dot_general` in a dtype.
 
     Of a matrix of rows: XLA:CPU takes up to twice the time for an activation of three axes. On every platform, because
     it is differentiated, and free elsewhere.
@@ -144,11 +144,11 @@ def float_dot(a: Array, b: Array, numbers: Numbers) -> Array:
     (contracted, contracted_of_b), batch = numbers
     free = [i for i in range(a.ndim) if i not in (*contracted, *batch[0])]
     if any(batch) or len(free) < 2 or any(axis is not None for axis in jax.typeof(a).sharding.spec):
-        return lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
+        return lax.dot_general(a, b, numbers, preferred_element_type=dtype)
     rows, summed = ([a.shape[i] for i in axes] for axes in (free, contracted))
     a = lax.reshape(lax.transpose(a, (*free, *contracted)), [math.prod(rows), *summed])
     of_rows = (tuple(range(1, a.ndim)), contracted_of_b), ((), ())
-    y = lax.dot_general(a, b, of_rows, preferred_element_type=jnp.float32)
+    y = lax.dot_general(a, b, of_rows, preferred_element_type=dtype)
     return lax.reshape(y, [*rows, *y.shape[1:]])
 
 

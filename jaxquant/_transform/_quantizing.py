@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.ad_checkpoint
+import numpy as np
 from jax import Array, lax
 
 from .._arrays._affine import fake_quant
@@ -239,7 +240,9 @@ class Quantizing(Evaluator):
             both = [i for i, axis in enumerate(axes_of(operands[1].integers.stored)) if not taken.isdisjoint(axis)]
             operands[1] = jax.tree.map(whole(both), operands[1])
         with named_in_errors(*decision.op.names):
-            op = decision.contraction.as_op(execution=self.execution, gradient=decision.gradient)
+            out = avals(eqn.outvars)[0]
+            dtype = min(out.dtype, np.dtype(np.float32), key=lambda dtype: dtype.itemsize)
+            op = decision.contraction.as_op(execution=self.execution, gradient=decision.gradient, dtype=dtype)
             turns = decision.operands[0].cache is not None  # a CPU has no kernel for it as the first operand
             if any(delayed):
                 _, delayed = vary_together(operands, delayed)
@@ -247,7 +250,7 @@ class Quantizing(Evaluator):
                 y = turned(op, operands, key, delayed)
             else:
                 y = site_in_integers(op, *operands, key, more, delayed)
-        return _like(y.astype(avals(eqn.outvars)[0].dtype), avals(eqn.outvars)[0])
+        return _like(y.astype(out.dtype), out)
 
     def named(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Any:
         """A value that is quantized where it is named, and travels on with its integers."""
