@@ -13,6 +13,7 @@ import mmap
 import os
 import pathlib
 import re
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,9 +41,17 @@ def missing(target: str) -> str:
     return "needs `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt`, of the version of jaxlib"
 
 
-@functools.cache
+_ONE_AT_A_TIME = threading.Lock()  # libtpu is loaded once, and threads compile at once
+
+
 def devices(target: str) -> list[Any]:
     """Devices that are not there: four of TPUS, eight of 7x, or one of GPUS."""
+    with _ONE_AT_A_TIME:
+        return _devices(target)
+
+
+@functools.cache
+def _devices(target: str) -> list[Any]:
     if why := missing(target):
         raise ModuleNotFoundError(f"{target} {why}")
     if target in TPUS:
