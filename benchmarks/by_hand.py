@@ -68,7 +68,10 @@ def in_rows(f: Callable[[Array], Array], x: Array) -> Array:
 
 
 def weight_only(x: Array, w: Weight) -> Array:
-    return x @ (w.values.astype(jnp.float32) * w.scale).astype(x.dtype)
+    y = lax.dot_general(
+        x, w.values.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return (y * w.scale).astype(x.dtype)
 
 
 # What is made of an input without a grid that is given.

@@ -40,6 +40,7 @@ SERVED = {
     "dynamic affine": AFFINE,
     "weight-only": ("**", weight_spec(8)),
     "static, 4-bit weights": FOUR_BITS,
+    "weight-only, 4 bits": ("**", weight_spec(4)),
     "weight-only, 4 bits in blocks": ("**", weight_spec(4, block_size=32)),
     "static, float8": FLOAT8,
 }
@@ -257,7 +258,8 @@ ROWS = 8, 128, 1024
 TPUS = "v5e", "v6e"  # which have columns
 GOALS = {
     "static": (0.70, 0.95, 0.70), "dynamic": (0.80, 1.3, 1.0), "per token": (0.60, 1.1, 1.0),
-    "static affine": (1.0, 1.2, 0.78), "dynamic affine": (1.1, 1.5, 1.2), "weight-only": (1.5, 1.4, 1.0),
+    "static affine": (1.0, 1.2, 0.78), "dynamic affine": (1.1, 1.5, 1.2), "weight-only": (0.9, 1.05, 1.05),
+    "weight-only, 4 bits": (0.75, 1.22, 1.05),
 }  # fmt: skip
 STEP_GOALS = {
     "int8": 1.10, "int8, affine": 1.25, "int8, gradient bfloat16": 1.10, "int8, gradient int8": 1.15,

@@ -468,7 +468,8 @@ def mesh(kind):
     itertools.product([PerChannel(-1), PerBlock(0, 4)], ["float32", "bfloat16"]),
     [(PerChannel(-1), "bfloat16"), (PerBlock(0, 4), "float32")],
 )
-def test_one_operand_in_float_is_the_contraction_of_the_real_values(granularity, dtype):
+def test_one_operand_in_float_meets_integers_whose_scale_is_behind_or_real_values_in_blocks(granularity, dtype):
+    """The gradient to x is of g times the scale; to the scale, of the real values."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.normal(size=shape).astype(dtype)
     integers = lambda shape, spec: dataclasses.replace(array(rng, shape, spec), dtype=jnp.dtype(dtype))
@@ -480,13 +481,25 @@ def test_one_operand_in_float_is_the_contraction_of_the_real_values(granularity,
         y, pull = jax.vjp(lambda x, scale: dot(x, dataclasses.replace(w, scale=scale), MATMUL), x, w.scale)
         return y, *pull(g), dot(w, x, (((0,), (1,)), ((), ()))), conv(image, kernel, (2,), "SAME")
 
-    real = lambda v: dequantize(v) if isinstance(v, QArray) else v
-    of_real = lambda op: lambda a, b, *args: op(real(a), real(b), *args)
-    got, want = (
-        jax.jit(functools.partial(all_of, *ops))(x, w, g, image, kernel)
-        for ops in ((dot_general, conv_general_dilated), map(of_real, (lax.dot_general, lax.conv_general_dilated)))
-    )
-    for one, other in zip(got, want, strict=True):
+    def behind(op, x, q, scale, *args):
+        y = op(x.astype(np.float32), q.values.astype(np.float32), *args) * scale
+        return y.astype(dtype)
+
+    def by_hand(x, w, g, image, kernel):
+        of_image = behind(lax.conv_general_dilated, image, kernel, kernel.scale.reshape(1, 6, 1), (2,), "SAME")
+        real = lambda v: dequantize(v) if isinstance(v, QArray) else v
+        of_real = lambda a, b, numbers: lax.dot_general(real(a), real(b), numbers)
+        y, of_x, of_scale, turned, _ = all_of(of_real, lambda *args: None, x, w, g, image, kernel)
+        if isinstance(granularity, PerBlock):
+            return y, of_x, of_scale, turned, of_image
+        y = behind(jnp.matmul, x, w, w.scale)
+        of_x = (g.astype(np.float32) * w.scale).astype(dtype) @ w.values.T.astype(dtype)
+        turned = jnp.einsum("kn,bk->nb", w.values.astype(np.float32), x.astype(np.float32)) * w.scale.T
+        return y, of_x, of_scale, turned.astype(dtype), of_image
+
+    args = x, w, g, image, kernel
+    got = jax.jit(functools.partial(all_of, dot_general, conv_general_dilated))(*args)
+    for one, other in zip(got, jax.jit(by_hand)(*args), strict=True):
         assert_same_bits(one, other)
 
 

@@ -18,7 +18,6 @@ from jaxquant import (
     QuantSpec,
     Rule,
     activation_spec,
-    dequantize,
     dot_general,
     float8_spec,
     mxfp8_spec,
@@ -196,12 +195,19 @@ def test_axes_in_any_order():
 
 
 @pytest.mark.slow
-def test_a_weight_only_site_is_the_ragged_dot_of_its_real_values():
+def test_a_weight_only_site_is_the_ragged_dot_of_its_real_values_in_blocks_or_scaled_behind():
     blocks, scale, _ = levels(W.reshape(4, 4, 8, 16), Grid(4), (2,))
-    of_blocks, of_float = (blocks * scale).astype(F).reshape(W.shape), dequantize(quantize(W, float8_spec()))
-    for spec, real in (weight_spec(4, block_size=8), of_blocks), (float8_spec(), of_float):
-        q, sizes = quantize_fn(experts, rules(spec, None)), SIZES["uneven"]
-        call, expected = jax.jit(q), jax.jit(lax.ragged_dot)(X, real, sizes)
+    of_blocks, of_float = (blocks * scale).astype(F).reshape(W.shape), quantize(W, float8_spec())
+    integers, of_columns, _ = levels(W, Grid(8), (1,))
+    sizes = SIZES["uneven"]
+    expert = np.repeat(np.arange(4), sizes)
+    for spec, real, scale in (
+        (weight_spec(4, block_size=8), of_blocks, F(1)),
+        (float8_spec(), of_float.values.astype(F), of_float.scale.reshape(1, 1)),
+        (weight_spec(8), integers.astype(F), of_columns[expert, 0]),
+    ):
+        q = quantize_fn(experts, rules(spec, None))
+        call, expected = jax.jit(q), jax.jit(lax.ragged_dot)(X, real, sizes) * scale
         assert_same_bits(call({"w": W}, X, sizes), expected)
         assert_same_bits(call(q.freeze({"w": W}, X, sizes), X, sizes), expected)
 

@@ -2,6 +2,7 @@
 """Weight-only products of a few rows, which XLA:CPU computes tile by tile: the bits of the whole product."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -100,14 +101,20 @@ def test_dot_general_by_hand(columns, spec):
     axis = 1 - columns
     own = dataclasses.replace(SPECS[spec], granularity=PerBlock(axis, 32) if "groups" in spec else PerChannel(columns))
     w, x, numbers = quantize(normal(*shape), own), normal(3, 512), (((1,), (axis,)), ((), ()))
-    product = jax.jit(lambda x, w: dot_general(x, w, numbers))
-    want = jax.jit(lambda x, w: lax.dot_general(x, dequantize(w), numbers))(x, w)
-    np.testing.assert_array_equal(product(x, w), want)
-    assert loops(product.lower(x, w).compile()) == 1
-    np.testing.assert_array_equal(
-        jax.jit(lambda x, w: dot_general(w, x, (((axis,), (1,)), ((), ()))))(x, w),
-        jax.jit(lambda x, w: lax.dot_general(dequantize(w), x, (((axis,), (1,)), ((), ()))))(x, w),
-    )
+    turned = ((axis,), (1,)), ((), ())
+
+    def by_hand(x, w):
+        if "groups" in spec:
+            return lax.dot_general(x, dequantize(w), numbers), lax.dot_general(dequantize(w), x, turned)
+        integers, scale = w.values.astype(np.float32) - w.zero_point.astype(np.float32), w.scale.reshape(-1)
+        return lax.dot_general(x, integers, numbers) * scale[None], lax.dot_general(integers, x, turned) * scale[
+            :, None
+        ]
+
+    product = jax.jit(lambda x, w: (dot_general(x, w, numbers), dot_general(w, x, turned)))
+    for got, want in zip(product(x, w), jax.jit(by_hand)(x, w), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert loops(product.lower(x, w).compile()) == 2
 
 
 @pytest.mark.slow
@@ -115,8 +122,52 @@ def test_scores_of_a_cache():
     keys = quantize(normal(2, 1024, 4, 64), QuantSpec(granularity=PerChannel((0, 1, 2))))
     query, numbers = normal(2, 4, 64), (((2,), (3,)), ((0, 1), (0, 2)))
     product = jax.jit(lambda x, w: dot_general(x, w, numbers))
-    want = jax.jit(lambda x, w: lax.dot_general(x, dequantize(w), numbers))(query, keys)
+    scaled = lambda y, w: y * w.scale.reshape(2, 1024, 4).swapaxes(1, 2)
+    want = jax.jit(lambda x, w: scaled(lax.dot_general(x, w.values.astype(np.float32), numbers), w))(query, keys)
     np.testing.assert_array_equal(product(query, keys), want)
+
+
+NHWC = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME")
+BEHIND = {
+    "dot": (jnp.matmul, (5, 576), (576, 704)),
+    "batch": (lambda x, w: jnp.einsum("ebk,ekn->ebn", x, w), (2, 5, 64), (2, 64, 48)),
+    "first": (lambda x, w: jnp.einsum("nk,bk->nb", w, x), (5, 64), (48, 64)),
+    "convolution": (NHWC, (2, 8, 6, 6), (12, 8, 3, 3)),
+    "depthwise": (functools.partial(NHWC, feature_group_count=8), (2, 8, 6, 6), (16, 1, 3, 3)),
+    "ragged dot": (lambda x, w: lax.ragged_dot(x, w, jnp.int32([2, 0, 3])), (6, 64), (3, 64, 48)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", BEHIND)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_product_scaled_behind_is_rounded_once(dtype, form, monkeypatch):
+    """Beside float64; frozen and compiled it has the same bits, and so have its gradients. Affine as on a TPU, too."""
+    f, *shapes = BEHIND[form]
+    x, w = (normal(*shape, seed=i).astype(dtype) for i, shape in enumerate(shapes))
+    eps = float(jnp.finfo(dtype).eps) / 2
+    bound = lambda want, size: np.abs(want) * eps + size * 2.0**-20
+    specs = {**SPECS, "float8": float8_spec(granularity=PerChannel(None))}
+    for name in ("8 bits", "4 bits", "affine", "float8"):
+        q = quantize_fn(lambda w, x: f(x, w), [("", specs[name])])
+        run = lambda w, x, g, q=q: (q(w, x), *jax.vjp(q, w, x)[1](g))
+        frozen = q.freeze(w, x)
+        real = np.asarray(dequantize(dataclasses.replace(frozen, dtype=jnp.dtype(np.float32))), np.float64)
+        in_float64 = np.asarray(jax.jit(f)(x.astype(np.float32), real.astype(np.float32)), np.float64)
+        size = np.asarray(jax.jit(f)(jnp.abs(x).astype(np.float32), np.abs(real).astype(np.float32)), np.float64)
+        g = jnp.cos(in_float64).astype(dtype)
+        y, of_w, of_x = jax.jit(run)(w, x, g)
+        assert (np.abs(np.asarray(y, np.float64) - in_float64) <= bound(in_float64, size)).all()
+        for got, want in zip(run(w, x, g), (y, of_w, of_x), strict=True):
+            np.testing.assert_array_equal(got, want)
+        served = jax.jit(lambda frozen, x, g, q=q: (q(frozen, x), *jax.vjp(lambda x: q(frozen, x), x)[1](g)))
+        for got, want in zip(served(frozen, x, g), (y, of_x), strict=True):
+            np.testing.assert_array_equal(got, want)
+        if name == "affine":
+            monkeypatch.setattr("jaxquant._contract._weight_only.in_wide_sums", lambda _, narrow, x, q: narrow(x, q))
+            by_sums = jax.jit(lambda w, x, q=q: q(w, x))(w, x)
+            assert (np.abs(np.asarray(by_sums, np.float64) - in_float64) <= bound(in_float64, 4 * size)).all()
+            monkeypatch.undo()
 
 
 def test_no_float_weight_is_written():

@@ -31,7 +31,7 @@ from sites import (
     values_and_gradients,
 )
 
-from jaxquant import QuantSpec, Rule, fake_quant, quantize_fn, weight_spec
+from jaxquant import QuantSpec, Rule, dequantize, quantize, quantize_fn, weight_spec
 from jaxquant._program._jaxpr import opened, programs
 
 bits = pytest.mark.bits  # of tests that compare sums of floats: what is in integers has its bits however it is compiled
@@ -440,7 +440,11 @@ def test_a_parameter_in_an_op_that_cannot_be_entered_is_refused_if_a_rule_wants_
 def test_an_op_that_cannot_be_entered_stays_as_it_is_beside_a_site(name):
     f = lambda p, x: (x @ p["ws"][0], CLOSED[name](p, x))
     rules = (("w", None), ("ws", weight_spec(8))), (("ws", weight_spec(8)),)
-    by_hand = lambda p, x: f(p | {"ws": fake_quant(p["ws"], weight_spec(8, channel_axis=(0, 2)))}, x)
+
+    def by_hand(p, x):
+        ws = quantize(p["ws"], weight_spec(8, channel_axis=(0, 2)))
+        return x @ ws.values[0].astype(np.float32) * ws.scale[0], CLOSED[name](p | {"ws": dequantize(ws)}, x)
+
     functions = by_hand, *(quantize_fn(f, of) for of in rules)
     want, *results = jax.jit(lambda p, x: [function(p, x) for function in functions])(PARAMS, X)
     for got in results:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic that every quantizer shares: rounding, guards, clipping.
 
-"Exact" means the bits of IEEE arithmetic evaluated one operation at a time, as NumPy and TensorFlow's CPU
-kernels do. XLA keeps real-number identities rather than those bits: it turns divisions into multiplications by a
-reciprocal and contracts a product and a sum into one rounding, depending on what stands next to them. So the same
-formula gives other bits under `jit`, under `vmap` and beside other code, and at a tie one bit is a whole level.
-Each function below says which rewrite it stops.
+"Exact" means the bits of IEEE arithmetic evaluated one operation at a time, as NumPy and TensorFlow's CPU kernels do.
+XLA keeps real-number identities rather than those bits: it turns divisions into multiplications by a reciprocal and
+contracts a product and a sum into one rounding, depending on what stands next to them. So a formula has other bits
+under `jit`, `vmap` and beside other code; at a tie one bit is a level. Each function says which rewrite it stops.
 """
 
 from typing import Any
@@ -70,12 +69,13 @@ def floor_log2(v: Array) -> Array:
 
 
 def upcast(x: Array, dtype: DTypeLike) -> Array:
-    """`x` in the dtype of the computation.
-
-    XLA keeps what the user computed in bfloat16 in float32 where a cast to float32 follows, and so drops a rounding
-    that the eager call has.
-    """
+    """`x` in the dtype of the computation: of a cast to bfloat16 and one back XLA drops both, and so a rounding."""
     return x if x.dtype == dtype else guard(x).astype(dtype)
+
+
+def rounded(y: Array, dtype: DTypeLike) -> Array:
+    """`y` in another dtype, rounded where a cast back follows, too."""
+    return y if y.dtype == dtype else guard(y.astype(dtype))
 
 
 def downcast(y: Array, dtype: DTypeLike) -> Array:

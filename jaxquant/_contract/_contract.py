@@ -18,12 +18,12 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from .._arrays._qarray import QArray, checked_qarray, inside, real_values
+from .._arrays._qarray import QArray, checked_qarray, inside
 from .._arrays._quantized import Quantized
 from .._arrays._straight_through import with_gradient_of
 from .._base import _checks as checks
 from .._base import _numerics as num
-from .._base._axes import Axes, Matrix
+from .._base._axes import Axes, Matrix, in_output
 from .._base._gradients import custom_vjp
 from .._base._sharding import shard_like
 from .._history import DelayedQParams, with_seen
@@ -130,6 +130,11 @@ class ContractionOp(abc.ABC):
         places = lambda names: tuple(i for i, name in enumerate(axes.operands[side]) if name in names)
         return Matrix(places({*axes.met, *axes.apart}.difference(summed)), places(summed), tuple(axes.free(side)))
 
+    def in_output(self, side: int, v: Array, shapes: Sequence[tuple[int, ...]], *more: Array) -> Array:
+        """A value for each group of operand `side`, of operands of these shapes, as it broadcasts in the output."""
+        axes = self.axes([len(shape) for shape in shapes])
+        return in_output("ab"[side], v, shapes[side], axes.operands[side], axes.out)
+
     def columns(self, side: int, ndims: Sequence[int]) -> tuple[int, int] | None:
         """The last axis of operand `side` that is not summed, and where it is in the result; None if it is nowhere."""
         axes = self.axes(ndims)
@@ -179,17 +184,17 @@ def scaled(acc: Array, a_scale: Array, b_scale: Array) -> Array:
 
 
 @jax.custom_vjp
-def _differentiated(x: Array, q: Quantized) -> Array:
+def differentiated(x: Array, q: Quantized) -> Array:
     """The real values of `q`, with the gradient to `x`: the same values, which so need not be kept."""
     return q.real(q.dtype, guarded=False)
 
 
-_differentiated.defvjp(lambda x, q: (_differentiated(x, q), None), lambda _, g: (g, None))
+differentiated.defvjp(lambda x, q: (differentiated(x, q), None), lambda _, g: (g, None))
 
 
 def _contract_bwd(op, residuals, g):
     *operands, key, more, delayed = residuals
-    real = [_differentiated(v.real, v.integers) for v in operands]
+    real = [differentiated(v.real, v.integers) for v in operands]
     *gradients, of_more = jax.vjp(lambda a, b, more: op.real(a, b, *more), *real, more)[1](g)
     seen = list(jax.tree.map(jnp.zeros_like, delayed))
     for side, (precision, other) in enumerate(zip(op.gradient, reversed(operands), strict=True)):
@@ -197,8 +202,7 @@ def _contract_bwd(op, residuals, g):
             own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]
             rounding, g_values = Rounding(own, delayed[side]), num.upcast(lax.stop_gradient(g), jnp.float32)
             low, largest = op.operand_gradient(side, g_values, other.integers, exact.shape, rounding, *more)
-            low = low if low.dtype == exact.dtype else num.guard(low.astype(exact.dtype))
-            gradients[side] = with_gradient_of(exact, shard_like(low, exact))
+            gradients[side] = with_gradient_of(exact, shard_like(num.rounded(low, exact.dtype), exact))
             seen[side] = with_seen(delayed[side], largest) if delayed[side] else None
     return *(QuantizedOperand(gradient, None, None) for gradient in gradients), None, of_more, tuple(seen)
 
@@ -244,11 +248,3 @@ def is_weight_only(a: Any, b: Any, execution: str) -> bool:
 def checked_either(name: str, v: Any) -> Any:
     """Returns `v`, which must be a QArray, or a floating array beside one."""
     return checked_qarray(name, v) if isinstance(v, QArray) else checks.float_array(name, v)
-
-
-def with_real_values(a: Any, b: Any) -> tuple[Array, Array]:
-    """The operands, of which one is in float, with the real values of the other one in its dtype."""
-    a, b = checked_either("a", a), checked_either("b", b)
-    dtype = (b if isinstance(a, QArray) else a).dtype
-    real = lambda v: real_values(v, dtype) if isinstance(v, QArray) else v
-    return real(a), real(b)

@@ -2,6 +2,7 @@
 """The convolution of quantized arrays."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -12,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from .._arrays._codes import centred, codes, sums_along
-from .._arrays._qarray import checked_qarray
+from .._arrays._qarray import QArray, checked_qarray, inside
 from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._base import _numerics as num
@@ -22,12 +23,13 @@ from .._base._sharding import replicated
 from .._platform._dots import integer_sums
 from .._platform._gpu import convolution
 from .._spec._spec import QuantSpec
-from ._contract import ContractionOp, contraction, is_weight_only, scaled, with_real_values, without_zeros
+from ._contract import ContractionOp, checked_either, contraction, is_weight_only, scaled, without_zeros
 from ._conv_gradient import Transposed
 from ._digits import in_digits, sum_of_digits
 from ._lowering import Lowering, check_int32, checked_execution, chosen
 from ._native import is_native, is_of_floats
 from ._operands import Rounding, plain, rounded
+from ._weight_only import is_scaled_behind, of_integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +126,14 @@ class Conv(ContractionOp):
     def exact(self, a: Quantized, b: Quantized, *more: Array) -> Array:
         """The scaled integer convolution; or of floats as they are."""
         length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
-        specs, summed = (a.spec, b.spec), self.contracted_axes((a.ndim, b.ndim))
+        specs, summed, shapes = (a.spec, b.spec), self.contracted_axes((a.ndim, b.ndim)), (a.shape, b.shape)
         if is_native(self.execution, a, b, summed):
             acc = self.of_dtype(jnp.float32).real(*_of_one_dtype(a, b))
-            return scaled(acc, self._in_output(0, a.step, a), self._in_output(1, b.step, b))
+            return scaled(acc, self.in_output(0, a.step, shapes), self.in_output(1, b.step, shapes))
         lowering = chosen(LOWERINGS, self.execution)
         (a, *_), (b, *_) = parts = in_digits(a, b, summed, lambda: lowering.takes(length, *specs))
         acc = sum_of_digits(*parts, specs, length, lowering.check, lambda x, w: lowering.product(self, x, w, length))
-        return scaled(acc, self._in_output(0, a.scale, a), self._in_output(1, b.scale, b))
+        return scaled(acc, self.in_output(0, a.scale, shapes), self.in_output(1, b.scale, shapes))
 
     def operand_gradient(
         self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding, *more: Array
@@ -143,7 +145,8 @@ class Conv(ContractionOp):
         g, q = jax.tree.map(replicated, (g, q))  # which a convolution sums over, or shares, in every axis
         precision, step = self.gradient[side], q.step
         if any(n != 1 for n in step.shape):
-            g, step = g * self._in_output(1 - side, step, q), jnp.ones((1,) * q.ndim, jnp.float32)
+            shapes = (shape, q.shape) if side == 0 else (q.shape, shape)
+            g, step = g * self.in_output(1 - side, step, shapes), jnp.ones((1,) * q.ndim, jnp.float32)
         transposed = Transposed.of(self.of_dtype(jnp.float32).real, side, g.shape, q.shape, shape)
         if not isinstance(precision, QuantSpec):
             low = centred(q, jnp.float32).astype(jnp.bfloat16)
@@ -187,11 +190,6 @@ class Conv(ContractionOp):
             a[batch] = "examples"
         return a, b, output
 
-    def _in_output(self, side: int, v: Array, q: Quantized) -> Array:
-        """A value for each group of an operand, as it broadcasts in the output."""
-        *operands, output = self._axes()
-        return in_output("ab"[side], v, q.shape, operands[side], output)
-
     def _in_integers(self, a: Quantized, b: Quantized, length: int) -> Array:
         wide = max(a.spec.bits, b.spec.bits) > 8
         (x, a_zero), (w, b_zero) = codes(a, wide), codes(b, wide)
@@ -199,15 +197,16 @@ class Conv(ContractionOp):
         if a_zero is not None:  # what pads is real 0, the zero point, not the code 0
             x, op = self._padded(x, broadcast_groups(a_zero, a.shape))
         acc = op._of_integers(x, w)
-        place = lambda side, v, q: None if v is None else self._in_output(side, v, q)
+        shapes = a.shape, b.shape
+        place = lambda side, v: None if v is None else self.in_output(side, v, shapes)
 
         def columns() -> Array:
             _, *summed = self.dimensions.rhs_spec
             sums = sums_along(b, summed)
             return lax.expand_dims(integer_sums(w, summed), summed) if sums is None else sums
 
-        of_a = place(0, a_zero, a), lambda: self._in_output(1, columns(), b)
-        of_b = place(1, b_zero, b), lambda: op._of_integers(x, jnp.ones_like(w))
+        of_a = place(0, a_zero), lambda: self.in_output(1, columns(), shapes)
+        of_b = place(1, b_zero), lambda: op._of_integers(x, jnp.ones_like(w))
         return without_zeros(acc, length, of_a, of_b)
 
     def _padded(self, x: Array, zero: Array) -> tuple[Array, "Conv"]:
@@ -231,6 +230,16 @@ LOWERINGS = {
     "int8": Lowering(Conv._in_integers, check_int32),
     "native": Lowering(Conv._in_integers, check_int32),  # of integers; floats have no need of one
 }
+
+
+@functools.partial(jax.jit, static_argnames="conv")
+def _in_float(conv: Conv, a: Any, b: Any) -> Array:
+    """`conv` of an operand in float and a QArray, in the dtype of the former."""
+    side = int(isinstance(b, QArray))
+    q, x = (inside(b), a) if side else (inside(a), b)
+    if is_scaled_behind(conv, side, q, x):
+        return of_integers(conv, side, q, x)
+    return conv.of_dtype(x.dtype).real(*((x, q.real(x.dtype)) if side else (q.real(x.dtype), x)))
 
 
 def _of_one_dtype(a: Quantized, b: Quantized) -> tuple[Array, Array]:
@@ -277,7 +286,7 @@ def conv_general_dilated(
     Args:
       a: QArray, the input; its scale may differ from example to example.
       b: QArray, the kernel; its scale may differ between output features. One of the two may be a floating array
-        (weight-only): the result is then the convolution of the real values.
+        (weight-only), which is convolved with the integers, as in `dot_general`.
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count:
         static, as in `jax.lax.conv_general_dilated`.
       execution: static, as in `dot_general`; does not affect the result, but for "native". There operands of two
@@ -305,7 +314,8 @@ def conv_general_dilated(
     """
     execution = checked_execution(execution, LOWERINGS)
     in_float = is_weight_only(a, b, execution)
-    a, b = with_real_values(a, b) if in_float else (checked_qarray("a", a), checked_qarray("b", b))
+    checked = checked_either if in_float else checked_qarray
+    a, b = checked("a", a), checked("b", b)
     if a.ndim != b.ndim or a.ndim < 2:
         raise ValueError(
             f"`a` and `b` must have one rank, at least 2, got shapes {a.shape} and {b.shape}. Add the batch, feature "
@@ -331,4 +341,4 @@ def conv_general_dilated(
     conv = Conv(window_strides, pads, a_dilation, b_dilation, dimensions, groups, batch_groups, execution=execution)
     # JAX checks the shapes, as it does for floats.
     jax.eval_shape(conv.real, *(jax.ShapeDtypeStruct(q.shape, np.float32) for q in (a, b)))
-    return conv.of_dtype(a.dtype).real(a, b) if in_float else contraction(a, b, conv)
+    return _in_float(conv, a, b) if in_float else contraction(a, b, conv)

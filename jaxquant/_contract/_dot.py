@@ -31,7 +31,7 @@ from ._dot_gradient import Factors, integer_factor, scaled_by
 from ._lowering import Lowering, check_int32, checked_execution, chosen
 from ._native import asks_native, is_of_floats, native_dot
 from ._operands import QuantizedOperand, Rounding, rounded
-from ._weight_only import by_columns
+from ._weight_only import by_columns, is_scaled_behind, of_integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Dot(ContractionOp):
         )
         dot = dataclasses.replace(self, contracted=(ca, cb), batch=(ba, bb))
         acc, scales = native_dot(a, b, (dot.contracted, dot.batch))
-        return scaled(acc, *(dot._in_output(side, v, (a, b)) for side, v in enumerate(scales)))
+        return scaled(acc, *(dot.in_output(side, v, (a.shape, b.shape)) for side, v in enumerate(scales)))
 
     def operand_gradient(
         self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding, *more: Array
@@ -189,7 +189,8 @@ class Dot(ContractionOp):
         most = length if self.most is None else min(length, self.most)
         product = lambda x, w: lowering.product(self, x, w, length)
         acc, operands = sum_of_digits(a, b, specs, most, lowering.check, product), (a[0], b[0])
-        return scaled(acc, *(self._in_output(side, q.scale, operands) for side, q in enumerate(operands)))
+        shapes = [q.shape for q in operands]
+        return scaled(acc, *(self.in_output(side, q.scale, shapes) for side, q in enumerate(operands)))
 
     def _free(self, ndim: int, side: int) -> list[int]:
         taken = {*self.contracted[side], *self.batch[side]}
@@ -202,11 +203,6 @@ class Dot(ContractionOp):
         if sums is None:
             return None
         return lax.squeeze(lax.transpose(sums, (*kept, *contracted)), range(len(kept), q.ndim))
-
-    def _in_output(self, side: int, v: Array, operands: Sequence[Quantized]) -> Array:
-        """A value for each group of an operand, as it broadcasts in the output."""
-        *names, output = dot_axes(self.contracted, self.batch, [q.ndim for q in operands])
-        return in_output("ab"[side], v, operands[side].shape, names[side], output)
 
     def _in_integers(self, a: Quantized, b: Quantized, length: int) -> Array:
         if self._free(a.ndim, 0) and not self._free(b.ndim, 1):  # a vector is a row, which a CPU pads
@@ -233,7 +229,7 @@ class Dot(ContractionOp):
             of_columns = sums[0] if came_b is None else came_b
             return lax.reshape(of_columns, [*acc.shape[:outer], *[1] * (kept - outer), *acc.shape[kept:]])
 
-        place = lambda side, v: None if v is None else self._in_output(side, v, (a, b))
+        place = lambda side, v: None if v is None else self.in_output(side, v, (a.shape, b.shape))
         of_a, of_b = (place(0, a_zero), sums_of_b), (place(1, b_zero), sums_of_a)
         return without_zeros(acc, length, of_b, of_a)
 
@@ -320,13 +316,13 @@ def _in_float(dot: Dot, a: Any, b: Any) -> Array:
     is_transposed = bool(dot.batch[side]) and q.ndim - 1 in dot.contracted[side]
     real = _values_alone if is_transposed and not is_explicit(q.stored) else Quantized.real
 
-    def product(a: Array | Quantized, b: Array | Quantized) -> Array:
-        a, b = (real(v, x.dtype) if isinstance(v, Quantized) else v for v in (a, b))
+    def of_real(*operands: Array | Quantized) -> Array:
+        a, b = (real(v, x.dtype) if isinstance(v, Quantized) else v for v in operands)
         return lax.dot_general(a, b, (dot.contracted, dot.batch))
 
-    if q.order is not None or q.spec.format:
-        return product(a, b)
-    return by_columns(dot, product, side, (a, b))
+    behind = lambda *operands: of_integers(dot, side, operands[side], operands[1 - side])
+    product = behind if is_scaled_behind(dot, side, q, x) else of_real
+    return product(a, b) if q.order is not None or q.spec.format else by_columns(dot, product, side, (a, b))
 
 
 def _values_alone(q: Quantized, dtype: DTypeLike) -> Array:
@@ -375,8 +371,9 @@ def dot_general(
         acc * (a.scale * b.scale),  acc = the contraction of (a.values - a.zero_point) and (b.values - b.zero_point)
 
     exactly, and rounded only in the two products. With one operand in float (weight-only), it is `lax.dot_general` of
-    this operand and the other one dequantized. If a scale changes along the contracted axis (PerBlock), the products of
-    each block are added in order.
+    this operand and `values - zero_point`, added up in float32, times the scale; or with the other one dequantized,
+    where a scale changes along the contracted axis or the dtype does not hold the integers. If a scale of two changes
+    along the contracted axis (PerBlock), the products of each block are added in order.
 
     With `spec`, the operand in float is quantized here, by its range, so that it is a contraction of integers too. Then
     a scale of the other one may change with every element along a contracted axis, as the scale of cached values

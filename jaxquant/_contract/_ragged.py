@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .._arrays._quantized import Quantized
 from .._base._axes import Axes, Matrix, arranged, dot_axes, dot_numbers, int_pairs
+from .._base._groups import broadcast_groups
 from ._contract import ContractionOp
 from ._dot import Dot
 from ._operands import Rounding
@@ -68,6 +69,23 @@ class Ragged(ContractionOp):
                 f"the parameter as operand {side} and batch axes {self.batch}. Leave it out by a rule with None."
             )
         return super().matrix(side, ndims)
+
+    def in_output(self, side: int, v: Array, shapes: Sequence[tuple[int, ...]], *more: Array) -> Array:
+        """Of the matrices of groups, for each row the value of its group."""
+        if side == 0 or v.shape[self.group] == 1:
+            return super().in_output(side, v, shapes, *more)
+        a, b = shapes
+        columns = [b[i] for i in self._free(1, len(b))]
+        kept_of_b = *self.batch[1], self.group, *self._free(1, len(b))
+        batches = [b[i] for i in self.batch[1]]
+        v = lax.squeeze(
+            lax.transpose(broadcast_groups(v, b), (*kept_of_b, *self.contracted[1])), range(len(kept_of_b), len(b))
+        )
+        v = jnp.broadcast_to(v, [b[i] for i in kept_of_b])
+        kept = [a[i] for i in (*self.batch[0], *self._free(0, len(a)))]
+        group = self._groups(kept, b[self.group], *more).reshape(*batches, -1, 1)
+        of_rows = jnp.take_along_axis(v.reshape(*batches, b[self.group], -1), group, len(batches), mode="clip")
+        return of_rows.reshape(*kept, *columns)
 
     def real(self, a: Array, b: Array, *more: Array) -> Array:
         """The float formulation, which has the gradient of the op."""

@@ -1,17 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of floats with a weight that is integers alone."""
+"""Products of floats with a weight that is integers alone.
 
+    (x @ (values - zero_point)) * scale
+
+Scales that do not vary along what is summed are multiplied into the result: integers of 8 bits are exact in bfloat16,
+scaled ones are not, and no scaled weight is written.
+"""
+
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol, Self
 
+import jax
+import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
+from .._arrays._codes import centred, largest_magnitude
+from .._arrays._quantized import Quantized
 from .._arrays._straight_through import with_gradient_of
 from .._base import _groups as grouping
-from .._base._sharding import is_explicit
-from .._platform._tiles import in_tiles, tile_of
-from ._contract import ContractionOp
+from .._base import _numerics as num
+from .._base._axes import arranged
+from .._base._checks import is_float
+from .._base._gradients import custom_vjp
+from .._base._sharding import is_explicit, shard_like
+from .._platform._dots import in_wide_sums
+from .._platform._tiles import in_bytes, in_tiles, nibble, tile_of, written
+from ._contract import ContractionOp, differentiated
+from ._operands import QuantizedOperand, flagged
+
+
+class FloatProduct(Protocol):
+    """A product of two floats, which can leave in another dtype. Static."""
+
+    def of_dtype(self, dtype: DTypeLike) -> Self: ...
+
+    def real(self, a: Array, b: Array, *more: Array) -> Array: ...
+
+
+class ScaledBehind(NamedTuple):
+    """How a weight-only product is computed. Static.
+
+    Attributes:
+      f: the product of floats.
+      op: its axes, and the dtype of its result.
+      side: of the weight.
+    """
+
+    f: FloatProduct
+    op: ContractionOp
+    side: int
+
+    def product(self, x: Array, w: Array, *more: Array, dtype: DTypeLike) -> Array:
+        return self.f.of_dtype(dtype).real(*((w, x) if self.side == 0 else (x, w)), *more)
+
+    def scale(self, x: Array, q: Quantized, *more: Array) -> Array:
+        """The scale of each result."""
+        return self.op.in_output(self.side, q.step, self._shapes(x, q), *more)
+
+    def sums_alike(self, x: Array, q: Quantized) -> bool:
+        """Whether results that meet the same of x sum all of that, as those of a dot do, and no window."""
+        axes = self.op.axes([len(shape) for shape in self._shapes(x, q)])
+        return set(axes.operands[1 - self.side]) <= {*axes.out, *axes.summed} and not axes.apart
+
+    def sums_at_zero(self, x: Array, q: Quantized) -> Array:
+        """What zero points add to a product with the values: a TPU subtracts it from these only slowly."""
+        shapes, side = self._shapes(x, q), 1 - self.side
+        axes = self.op.axes([len(shape) for shape in shapes])
+        summed = [i for i, name in enumerate(axes.operands[side]) if name in axes.summed]
+        sums = arranged(jnp.sum(x, summed, dtype=jnp.float32, keepdims=True), axes.operands[side], axes.out)
+        return num.guard(sums * self.op.in_output(self.side, q.zero_point.astype(jnp.float32), shapes))
+
+    def _shapes(self, x: Array, q: Quantized) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (q.shape, x.shape) if self.side == 0 else (x.shape, q.shape)
+
+
+def is_scaled_behind(op: ContractionOp, side: int, q: Quantized, x: Array) -> bool:
+    """Whether no scale of a weight varies along what is summed, and the dtype of x holds its integers."""
+    ndims = (q.ndim, x.ndim) if side == 0 else (x.ndim, q.ndim)
+    return all(q.groups[i] in (0, 1) for i in op.contracted_axes(ndims)[side]) and _holds(x.dtype, q)
+
+
+def _holds(dtype: DTypeLike, q: Quantized) -> bool:
+    if not is_float(dtype):
+        return False
+    of = jnp.finfo(dtype)
+    if not q.spec.format:
+        return largest_magnitude(q.spec) <= 2 ** (of.nmant + 1)
+    own = jnp.finfo(q.spec.dtype)
+    least = lambda of: of.minexp - of.nmant
+    return own.nmant <= of.nmant and own.maxexp <= of.maxexp and least(own) >= least(of)
+
+
+def _scaled_behind_bwd(how, residuals, g):
+    x, weight, more = residuals
+    q, real = flagged(weight.integers, weight.nan_flags), differentiated(weight.real, weight.integers)
+    product = lambda x, w, more: how.product(x, w, *more, dtype=g.dtype)
+    of_x, of_weight, of_more = jax.vjp(product, x, real, more)[1](g)
+    values = shard_like(num.upcast(lax.stop_gradient(g), jnp.float32) * how.scale(x, q, *more), g)
+    integers = written(centred(q, x.dtype))
+    (scaled,) = jax.vjp(lambda x: product(x, integers, more), x)[1](num.rounded(values, g.dtype))
+    return with_gradient_of(of_x, scaled), QuantizedOperand(of_weight, None, None), of_more
+
+
+@functools.partial(custom_vjp, rule=_scaled_behind_bwd, static=(0,))
+def scaled_behind(how: ScaledBehind, x: Array, weight: QuantizedOperand, more: tuple[Array, ...] = ()) -> Array:
+    """`(x @ integers) * scale`, added up in float32 and rounded once; with the gradients of the product of real values.
+
+    The gradient to x is `(g * scale) @ integers`, of g times the scale in its dtype.
+    """
+    q, wide = flagged(weight.integers, weight.nan_flags), num.compute_dtype(how.op.dtype)
+    product = lambda x, w: how.product(x, w, *more, dtype=wide)
+    of_centred = lambda x, q: product(x, written(centred(q, x.dtype)))
+    of_values = lambda x, q: product(x, q.values.astype(x.dtype)) - how.sums_at_zero(x, q)
+    narrow = of_centred if q.spec.symmetric or not how.sums_alike(x, q) else of_values
+    y = in_wide_sums(of_centred, narrow, x, q)
+    return num.rounded(shard_like(num.guard(y * how.scale(x, q, *more).astype(wide)), y), how.op.dtype)
+
+
+def of_integers(op: ContractionOp, side: int, q: Quantized, x: Array) -> Array:
+    """`op` of x and a weight without a parameter in float, in the dtype of x."""
+    op, q = op.of_dtype(x.dtype), dataclasses.replace(q, dtype=x.dtype)
+    return scaled_behind(ScaledBehind(op, op, side), x, QuantizedOperand(q.real(q.dtype), q))
 
 
 def by_columns(op: ContractionOp, product: Callable[..., Array], side: int, operands: Sequence[Any]) -> Array:
@@ -28,10 +141,30 @@ def by_columns(op: ContractionOp, product: Callable[..., Array], side: int, oper
     if axis is None or not tile or is_explicit(other):
         return product(*operands)
 
+    q = getattr(operands[side], "quantized", operands[side])
+    in_pairs = str(q.stored.dtype) in ("int4", "uint4") and not q.order and axis == len(shape) - 1
+    picked = lambda start: lambda v: grouping.picked(v, axis, shape[axis], start, tile)
+    with_weight = lambda operands, weight: [weight if i == side else v for i, v in enumerate(operands)]
+
     def of_tile(start: Array, *operands: Any) -> Array:
         of_values = lambda v: lax.dynamic_slice_in_dim(v, start, tile, axis)
-        weight = operands[side].move(of_values, lambda v: grouping.picked(v, axis, shape[axis], start, tile))
-        return product(*(weight if i == side else v for i, v in enumerate(operands)))
+        return product(*with_weight(operands, operands[side].move(of_values, picked(start))))
 
-    value = in_tiles(product, of_tile, of_result, shape[axis], tile, *lax.stop_gradient(tuple(operands)))
+    def bytes_before(*operands: Any) -> Sequence[Any]:
+        return with_weight(operands, operands[side].without_sums().move(in_bytes, lambda v: v))
+
+    def of_pairs(start: Array, *operands: Any) -> Array:
+        """Of columns that lie two in a byte: the products with the first ones and with the second ones."""
+
+        def of_half(i: int) -> Array:
+            of_values = lambda v: nibble(lax.dynamic_slice_in_dim(v, start // 2, tile // 2, axis), i, q.spec.dtype)
+            half = lambda v: lax.slice_in_dim(v, i, tile, 2, axis) if v.shape[axis] > 1 else v
+            of_groups = lambda v: half(picked(start)(v))
+            return product(*with_weight(operands, operands[side].move(of_values, of_groups)))
+
+        y = jnp.stack([of_half(0), of_half(1)], of_result + 1)
+        return lax.reshape(y, [*y.shape[:of_result], tile, *y.shape[of_result + 2 :]])
+
+    how = (of_pairs, bytes_before) if in_pairs else (of_tile, lambda *operands: operands)
+    value = in_tiles(product, *how, (of_result, shape[axis], tile), lax.stop_gradient(tuple(operands)))
     return with_gradient_of(product(*operands), value)

@@ -3,7 +3,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -150,6 +150,19 @@ def float_dot(a: Array, b: Array, numbers: Numbers, dtype: DTypeLike) -> Array:
     of_rows = (tuple(range(1, a.ndim)), contracted_of_b), ((), ())
     y = lax.dot_general(a, b, of_rows, preferred_element_type=dtype)
     return lax.reshape(y, [*rows, *y.shape[1:]])
+
+
+def in_wide_sums(
+    product: Callable[[Array, Any], Array], narrow: Callable[[Array, Any], Array], x: Array, w: Any
+) -> Array:
+    """`product(x, w)`, which adds up in float32; of floats of 16 bits `narrow`, but on a CPU.
+
+    XLA:CPU multiplies bfloat16 into float32 for some orders of axes, and raises an error when the others run.
+    """
+    wide = lambda x, w: product(x.astype(jnp.float32), w)
+    if x.dtype.itemsize > 2 or is_explicit(x):
+        return (product if x.dtype.itemsize > 2 else wide)(x, w)
+    return lax.platform_dependent(x, w, cpu=wide, default=narrow)
 
 
 def bfloat16_dot(x: Array, w: Array, numbers: Numbers) -> Array:

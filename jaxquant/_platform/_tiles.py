@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight-only products of a few rows, tile by tile, where a platform would write the whole weight in float first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,25 +23,40 @@ def tile_of(rows: Any, size: int, columns: int) -> int:
 
 
 def in_tiles(
-    whole: Callable[..., Array], part: Callable[..., Array], axis: int, columns: int, tile: int, *args: Any
-) -> Array:
-    """`whole(*args)`; on XLA:CPU put together of `part(start, *args)`, `tile` columns of it, along an axis.
+    whole: Callable[..., Array], part: Callable[..., Array], before: Callable[..., Sequence[Any]],
+    columns: tuple[int, int, int], args: Sequence[Any],
+) -> Array:  # fmt: skip
+    """`whole(*args)`; on XLA:CPU put together of `part(start, *before(*args))`.
+
+    `columns` are the axis along which it is put together, its length, and how many columns a part has.
 
     XLA:CPU writes a weight that is converted, on one thread, and reads it again: many times what a product of a few
     rows takes. One tile stays in the cache. Of columns, because each is then the same sum as before: the bits stay.
     """
+    axis, length, tile = columns
 
     def by_tiles(*args: Any) -> Array:
+        args = tuple(before(*args))
         first = part(jnp.int32(0), *args)  # for its type alone: XLA drops the value
-        shape = [columns if i == axis else n for i, n in enumerate(first.shape)]
+        shape = [length if i == axis else n for i, n in enumerate(first.shape)]
         start, _ = vary_together(jnp.zeros(shape, first.dtype), first)
 
         def put(i: Array, y: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(y, part(i * tile, *args), i * tile, axis)
 
-        return lax.fori_loop(0, columns // tile, put, start)
+        return lax.fori_loop(0, length // tile, put, start)
 
     return lax.platform_dependent(*args, cpu=by_tiles, default=whole)
+
+
+def in_bytes(v: Array) -> Array:
+    """Integers of 4 bits, two in a byte along the last axis. XLA:CPU unpacks all before a loop; bytes it does not."""
+    return lax.bitcast_convert_type(lax.reshape(v, (*v.shape[:-1], v.shape[-1] // 2, 2)), jnp.uint8)
+
+
+def nibble(v: Array, i: int, dtype: Any) -> Array:
+    """The first or the second of the integers in each byte, in a dtype of 8 bits."""
+    return lax.bitcast_convert_type(v if i else v << 4, jnp.dtype(dtype)) >> 4
 
 
 def written(v: Array) -> Array:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from .._arrays._affine import fake_quant
 from .._arrays._qparams import QParams
@@ -16,7 +18,7 @@ from .._arrays._straight_through import CODES, SCALES, straight_through, with_gr
 from .._contract._contract import ContractionOp, contract
 from .._contract._dot import Dot, quantized_dot
 from .._contract._operands import QuantizedOperand
-from .._contract._weight_only import by_columns
+from .._contract._weight_only import ScaledBehind, by_columns, is_scaled_behind, scaled_behind
 from .._history import DelayedQParams
 from .._platform._cpu import nan_where
 from .._platform._tiles import written
@@ -36,6 +38,13 @@ class FloatOp(NamedTuple):
     @classmethod
     def of(cls, eqn: JaxprEqn) -> "FloatOp":
         return cls(eqn.primitive, tuple(eqn.params.items()))
+
+    def of_dtype(self, dtype: DTypeLike) -> "FloatOp":
+        """The op with its result in another dtype."""
+        return self._replace(params=tuple((dict(self.params) | {"preferred_element_type": np.dtype(dtype)}).items()))
+
+    def real(self, a: Array, b: Array, *more: Array) -> Array:
+        return self(a, b, *more)
 
     def __call__(self, *operands: Array) -> Array:
         return self.primitive.bind(*operands, **dict(self.params))
@@ -85,8 +94,25 @@ def site_in_integers(
 def site_in_float(f: FloatOp, op: ContractionOp, in_tiles: int | None, *operands: Any) -> Array:
     """An op in float, of the values of parameters; one of them may be converted tile by tile."""
     operands = tuple(v.quantized(straight_through) if isinstance(v, Unquantized) else v for v in operands)
-    whole = lambda *operands: from_integers(f, operands, lambda v: written(value_of(v, guarded=False)))
+    whole = functools.partial(_in_float, f, op)
     return whole(*operands) if in_tiles is None else by_columns(op, whole, in_tiles, operands)
+
+
+def _in_float(f: FloatOp, op: ContractionOp, *operands: Any) -> Array:
+    """An op in float, with the scales of one parameter behind it where they can be."""
+    side = next((i for i, v in enumerate(operands[:2]) if isinstance(v, QuantizedParam)), 0)
+    weight, x, more = operands[side], operands[1 - side], operands[2:]
+    if (
+        not isinstance(weight, QuantizedParam)
+        or weight.is_cache
+        or isinstance(x, QuantizedParam)
+        or not is_scaled_behind(op, side, weight.quantized, x)
+    ):
+        return from_integers(f, operands, lambda v: written(value_of(v, guarded=False)))
+    real, q, flags = of_weight(weight)
+    real = weight.cast(real) if weight.real is None else real
+    operand = QuantizedOperand(real, dataclasses.replace(q, dtype=real.dtype), flags)
+    return scaled_behind(ScaledBehind(f, op, side), x, operand, more)
 
 
 def rows_with(q: Quantized, x: Array, side: int, spec: QuantSpec, dot: Dot) -> Array:

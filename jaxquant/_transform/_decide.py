@@ -22,6 +22,7 @@ class Decisions(NamedTuple):
     Attributes:
       plan: of the function.
       of: each op that is quantized, by where it is.
+      left: each op that no rule quantizes, and that takes parameters which are integers already.
       custom: of each call with a custom derivative, around such an op, "keep" or "inline".
       entries: of the function.
       sites: of the ops and of reads, by where they are.
@@ -29,6 +30,7 @@ class Decisions(NamedTuple):
 
     plan: Plan
     of: Mapping[Location, Decision]
+    left: Mapping[Location, Decision]
     custom: Mapping[Location, str]
     entries: Entries
     sites: Sites
@@ -59,6 +61,9 @@ def decide(
     sites = [*caches, *of_sites.of_ops.values(), *of_sites.of_reads.values()]
 
     quantized = {of.contraction.location: of for of in decisions if any(choice.spec for choice in of.operands)}
+    takes = lambda of: any(not frozen.isdisjoint(choice.operand.origin.weights) for choice in of.operands)
+    others = {of.contraction.location: of for of in decisions if not of.contraction.custom and takes(of)}
+    others = {location: of for location, of in others.items() if location not in quantized}
     custom, gradients = _custom(quantized.values()), gradient_entries(quantized.values())
     paths = _quantized_parameters(decisions) | {key for key, entry in entries.items() if entry.is_weight}
     _check_gradient(sites, matcher, bool(quantized))
@@ -74,7 +79,7 @@ def decide(
     keys = {location: [choice.keys for choice in decision.operands] for location, decision in quantized.items()}
     left = {site.name: site.why for site in sites if site.spec is None}
     plan = Plan(tuple(sites), counts_of(matcher, paths))
-    return Decisions(plan, quantized, custom, Entries(entries, keys, left, gradients), of_sites)
+    return Decisions(plan, quantized, others, custom, Entries(entries, keys, left, gradients), of_sites)
 
 
 def _check_all_used(deciding: Iterable[Rule], matches: Matches, matcher: Matcher) -> None:

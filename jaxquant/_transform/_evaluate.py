@@ -27,7 +27,10 @@ class Evaluator(abc.ABC):
 
     Attributes:
       lacking: the reads of parameters in float, in one evaluation, that had no value to be given.
+      takes_integers: whether ops that no rule quantizes get parameters which are integers as they are.
     """
+
+    takes_integers = False
 
     def __init__(self):
         self.lacking: list[ReadInFloat] = []
@@ -82,7 +85,7 @@ def evaluated(
     decisions, entries = program.decisions, program.decisions.entries.of
     ops = {
         location: functools.partial(how.named if of.contraction.op == NAME else how.op, of)
-        for location, of in decisions.of.items()
+        for location, of in {**decisions.of, **(decisions.left if how.takes_integers else {})}.items()
     }
     run = Replacements(ops, decisions.custom, program.walk.with_integers, how.read, observation.inputs, CALLS)
     is_weight = lambda name: name in entries and entries[name].is_weight

@@ -62,6 +62,8 @@ class Quantizing(Evaluator):
       once: the keys of what one op alone quantizes.
     """
 
+    takes_integers = True
+
     def __init__(
         self, decisions: Decisions, observation: Observation, execution: str, key: Array | None,
         caches: Mapping[str, Cache],
@@ -137,7 +139,11 @@ class Quantizing(Evaluator):
         ins = list(map(nameless if self._is_one(decision, eqn, ins) else quantized_now, ins))
         values = list(ins)
         for side, choice in enumerate(decision.operands):
-            if isinstance(ins[side], QuantizedParam) and not choice.arrives_quantized:
+            if not isinstance(v := ins[side], QuantizedParam) or choice.arrives_quantized:
+                continue
+            if choice.spec is None and v.real is None and not v.is_cache:
+                values[side] = dataclasses.replace(v, paths=())
+            else:
                 values[side] = self.read(ins[side], decision.contraction.op if ins[side].is_cache else choice.name)
         for i, v in enumerate(ins[2:], 2):
             values[i] = self.read(v, decision.contraction.op) if isinstance(v, QuantizedParam) else v
@@ -168,7 +174,8 @@ class Quantizing(Evaluator):
                     operands[side] = fake_quantized(values[side], choice.spec, qparams, key)
         sides = enumerate(decision.operands)
         in_tiles = next((i for i, choice in sides if _has_tiles(choice, operands[i], operands[1 - i])), None)
-        return site_in_float(FloatOp.of(eqn), decision.contraction.as_op(), in_tiles, *operands)
+        op = decision.contraction.as_op(dtype=avals(eqn.outvars)[0].dtype)
+        return site_in_float(FloatOp.of(eqn), op, in_tiles, *operands)
 
     def _with_scales(self, decision: Decision, eqn: JaxprEqn, values: Sequence[Any]) -> Array:
         """The product of a cache with an operand in float, into which its scales are multiplied."""
