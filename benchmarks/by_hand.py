@@ -71,7 +71,7 @@ def weight_only(x: Array, w: Weight) -> Array:
     y = lax.dot_general(
         x, w.values.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
-    return (y * w.scale).astype(x.dtype)
+    return (y * w.scale.reshape(*[1] * (x.ndim - 1), -1)).astype(x.dtype)
 
 
 # What is made of an input without a grid that is given.

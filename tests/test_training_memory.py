@@ -134,7 +134,7 @@ def value_and_gradients(f, has_gradient=True):
 @pytest.mark.bits
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stack_has_the_bits_that_it_has_as_a_whole(form):
-    """Weight-only, those of the float function of what `fake_quant` makes of stacks; in integers, of frozen stacks."""
+    """In blocks, those of the float function of what `fake_quant` makes of stacks; else those of frozen stacks."""
     f, of = FORMS[form], functools.partial(value_and_gradients, has_gradient=form != "fori_loop")
     got, want = {}, {}
     for name, spec in WEIGHTS.items():
@@ -143,6 +143,8 @@ def test_a_stack_has_the_bits_that_it_has_as_a_whole(form):
         of_stacks = lambda p, x, specs=specs: f({k: jq.fake_quant(v, specs[k]) for k, v in p.items()}, x)
         got[name], want[name] = of(q), of(of_stacks)
         if name not in BLOCKS:
+            of_x = lambda f: lambda p, x: of(lambda _, x: f(p, x))(None, x)  # frozen weights have no gradient
+            got[name], want[name] = of_x(q), lambda p, x, q=q, of_x=of_x: of_x(q)(q.freeze(p, x), x)
             q = quantize_fn(f, [Rule("*", spec, QuantSpec())])
             got[f"{name}, int8"] = q
             want[f"{name}, int8"] = lambda p, x, q=q: q(q.freeze(p, x), x)
