@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from ._arrays._affine import fake_quant
 from ._arrays._gram import Gram, relative, squared_errors
 from ._arrays._merging import merge
 from ._arrays._qparams import QParams
-from ._arrays._tally import Tally, sqnr, tally, to_nearest
+from ._arrays._tally import Tally, decibels, sqnr, tally, to_nearest
 from ._base import _checks as checks
 from ._base._checks import PyTree
 from ._base._groups import reduce_groups
@@ -30,6 +31,8 @@ from ._transform._entries import Entry
 from ._transform._layout import Layout
 from ._transform._plan import Site, in_words
 from ._transform._quantize_fn import QuantizedFunction
+
+Progress = Callable[[str, int, int], None]  # (entry, how many are done, how many there are)
 
 
 class ReportRow(NamedTuple):
@@ -56,6 +59,9 @@ class ReportRow(NamedTuple):
       layer_error: the squared error of the layer's results relative to them, `tr(dW^T H dW) / tr(W^T H W)`, with H of
         the Gram of a parameter, 0 for a layer of zeros; None without one.
       channels: how many `dead` is of.
+      by_layer: the SQNR of each layer of a stack, or of an input in each iteration of a scan, in order; else empty.
+      largest: the largest magnitude of an input; None for parameters.
+      place: where it is: the iteration of each scan around it, and the index in the input.
     """
 
     entry: str
@@ -76,6 +82,15 @@ class ReportRow(NamedTuple):
     by_bits: Mapping[int, float] = {}
     layer_error: float | None = None
     channels: int | None = None
+    by_layer: tuple[float, ...] = ()
+    largest: float | None = None
+    place: tuple[int, ...] = ()
+
+    @property
+    def worst(self) -> int | None:
+        """The layer, or the iteration of a scan, with the smallest SQNR; None where there is one alone."""
+        known = [v for v in self.by_layer if not math.isnan(v)]
+        return self.by_layer.index(min(known)) if known else None
 
     def nbytes(self, bits: int) -> int:
         """The bytes of a parameter's integers of this width with float32 scales, as `save` writes them."""
@@ -89,8 +104,8 @@ def _in_integers(spec: QuantSpec, bits: int) -> QuantSpec:
 
 
 _HEADER = (
-    "entry", "quantized to", "SQNR, dB", "max error", "layer error", "clipped", "levels used", "dead channels", "bytes",
-    "float bytes", "loss", "predicted",
+    "entry", "quantized to", "layer error", "SQNR, dB", "worst layer", "largest", "max error", "clipped", "levels used",
+    "dead channels", "bytes", "float bytes", "loss", "predicted",
 )  # fmt: skip
 
 
@@ -133,9 +148,11 @@ class Report:
             (
                 row.entry,
                 in_words(row.spec),
-                known(row.sqnr, "{:.1f}"),
-                known(row.max_error, "{:.3g}"),
                 "-" if row.layer_error is None else f"{row.layer_error:.3g}",
+                known(row.sqnr, "{:.1f}"),
+                _worst_layer(row),
+                "-" if row.largest is None else f"{row.largest:.3g} at {', '.join(map(str, row.place))}",
+                known(row.max_error, "{:.3g}"),
                 known(100 * row.clipped, "{:.2g} %"),
                 "-" if row.levels is None else f"{row.used_levels} of {row.levels}",
                 "-" if row.dead is None else f"{row.dead} of {row.channels}",
@@ -164,14 +181,16 @@ def report(
     grams: Mapping[str, Gram] | None = None,
     bits: Sequence[int] = (2, 3, 4, 8),
     mask: PyTree = None,
+    predicted: bool = True,
+    progress: Progress | None = None,
     **kwargs: Any,
 ) -> Report:
     """The effect of quantizing each parameter and each input of a function, on one batch.
 
     The function runs in float, and each parameter and input is compared with its quantized value. With a loss, each is
     also quantized alone in an otherwise float function; the cost is measured, and predicted from the exact curvature.
-    All of it is one compiled program. It takes the time of a forward pass for each entry and for each of `bits` of each
-    parameter, and of a Hessian-vector product for each entry.
+    All of it is one compiled program, with `progress` a few. It takes the time of a forward pass for each entry and for
+    each of `bits` of each parameter, and of a Hessian-vector product for each entry.
 
     Args:
       q: what `quantize_fn` returned, with the params as its first argument.
@@ -183,6 +202,8 @@ def report(
       grams: {path: Gram}, as `q.observe(params, ..., gram=True)` gives it, for `layer_error`; None has none.
       bits: static integers in [2, 16], the widths at which each parameter's cost is measured, for `choose_bits`.
       mask: as in `q.observe`, the rows of inputs that count for their errors. A loss leaves out what it does by itself.
+      predicted: whether costs are predicted, too, which takes most of the time and of the memory.
+      progress: (entry, how many are done, how many there are) -> None, after the costs of each entry.
 
     Returns:
       Report.
@@ -221,16 +242,22 @@ def report(
     if loss is None:
         return Report(tuple(rows))
     widths = tuple(checks.static_int_between("bits", b, 2, 16) for b in bits)
-    costs = _Costs(q, entries, qparams, loss, widths, kwargs)
-    found = jax.device_get(jax.jit(costs.all)(params, *batch))
+    costs = _Costs(q, entries, qparams, loss, widths, kwargs, predicted)
+    found = jax.device_get(costs.all(params, batch, progress))
     for i, row in enumerate(rows):
         if row.entry in found["change"]:  # all but frozen parameters
-            change, predicted = (float(found[name][row.entry]) for name in ("change", "predicted"))
-            rows[i] = row._replace(change=change, predicted=predicted)
+            costs_of = {name: float(found[name][row.entry]) for name in ("change", "predicted") if found[name]}
+            rows[i] = row._replace(**costs_of)
         if row.entry in found["by_bits"]:
             rows[i] = rows[i]._replace(by_bits=dict(zip(widths, found["by_bits"][row.entry].tolist(), strict=True)))
     rows.sort(key=lambda row: -math.inf if row.change is None else row.change, reverse=True)
     return Report(tuple(rows), float(found["loss"]), float(found["quantized_loss"]))
+
+
+def _worst_layer(row: ReportRow) -> str:
+    if row.worst is None:
+        return "-"
+    return f"{row.worst}: {row.by_layer[row.worst]:.1f}, median {np.nanmedian(row.by_layer):.1f}"
 
 
 def _row(entry: Entry, t: Tally, **sizes: Any) -> ReportRow:
@@ -250,11 +277,18 @@ def _row(entry: Entry, t: Tally, **sizes: Any) -> ReportRow:
 
 
 def _of_input(entry: Entry, t: Tally) -> ReportRow:
-    if entry.stack:  # a tally for each turn of a scan
-        turns = range(math.prod(n for _, n in entry.stack))
-        flat = [v.reshape(len(turns), *v.shape[len(entry.stack) :]) for v in t]
-        t = merge(*(Tally(*(v[i] for v in flat)) for i in turns))
-    return _row(entry, jax.device_get(t), size=0, dead=None, bytes_before=0, bytes_after=0)
+    by_layer, place, turns = (), (), tuple(n for _, n in entry.stack)
+    if turns:  # a tally for each turn of a scan
+        flat = [v.reshape(math.prod(turns), *v.shape[len(turns) :]) for v in t]
+        each = [Tally(*of) for of in zip(*jax.device_get(flat), strict=True)]
+        t, by_layer = merge(*each), tuple(map(sqnr, each))
+        place = np.unravel_index(max(range(len(each)), key=lambda i: float(each[i].largest)), turns)
+    t = jax.device_get(t)
+    row = _row(entry, t, size=0, dead=None, bytes_before=0, bytes_after=0)._replace(by_layer=by_layer)
+    if not int(t.size):
+        return row
+    place = *place, *np.unravel_index(int(t.place), entry.shape)
+    return row._replace(largest=float(t.largest), place=tuple(map(int, place)))
 
 
 def _of_parameter(entry: Entry, leaf: PyTree, qparams: QParams | None) -> ReportRow:
@@ -263,12 +297,27 @@ def _of_parameter(entry: Entry, leaf: PyTree, qparams: QParams | None) -> Report
     sizes = {"size": size, "bytes_before": before, "bytes_after": after}
     if is_qarray(leaf):
         zero = jnp.zeros(())
-        nothing = Tally(zero, zero, zero, zero, zero, jnp.zeros(0))
+        nothing = Tally(zero, zero, zero, zero, zero, jnp.zeros(0), zero, zero)
         return _row(entry, nothing, **sizes, dead=None)._replace(max_error=math.nan, clipped=math.nan)
     leaf, qparams = jax.tree.map(replicated, (leaf, qparams))
     t = jax.device_get(tally(leaf, spec, qparams))
     dead = np.asarray(_dead(leaf, qparams, spec, entry.contracted))
-    return _row(entry, t, **sizes, dead=int(dead.sum()), channels=dead.size)
+    row = _row(entry, t, **sizes, dead=int(dead.sum()), channels=dead.size)
+    return row._replace(by_layer=_by_layer(leaf, qparams, spec, entry.layers)) if entry.layers else row
+
+
+def _by_layer(leaf: Array, qparams: QParams | None, spec: QuantSpec, layers: frozenset[int]) -> tuple[float, ...]:
+    """The SQNR of each layer of a stack."""
+    sums = jax.device_get(_sums_by_layer(leaf, qparams, to_nearest(spec), layers))
+    return tuple(decibels(*map(float, of)) for of in zip(*sums, strict=True))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "layers"))
+def _sums_by_layer(leaf: Array, qparams: QParams | None, spec: QuantSpec, layers: frozenset[int]) -> list[Array]:
+    """The sums of the squares of values, and of their errors."""
+    axes = tuple(i for i in range(leaf.ndim) if i not in layers)
+    of = lambda v: jnp.sum(jnp.square(v.astype(jnp.float32)), axes).reshape(-1)
+    return [of(leaf), of(fake_quant(leaf, spec, qparams) - leaf)]
 
 
 def _layer_errors(
@@ -315,40 +364,75 @@ class _Costs(NamedTuple):
     loss: Callable[[Any], Any]
     widths: tuple[int, ...]
     kwargs: Mapping[str, Any]
+    predicts: bool
 
-    def all(self, params: PyTree, *batch: Any) -> dict[str, Any]:
-        """Measured, predicted and at other widths, as one program."""
-        errors = {
-            path: self._errors(path, leaf)
-            for path, leaf in with_paths(params)
-            if path in self.entries and not is_qarray(leaf)
-        }
-        keys = [key for key, entry in self.entries.items() if key in errors or not entry.is_weight]
+    def all(self, params: PyTree, batch: tuple, progress: Progress | None) -> dict[str, Any]:
+        """Measured, predicted and at other widths: as one program, or entry by entry where each is told of."""
+        if progress is None:
+            return jax.jit(self._at_once)(params, *batch)
+        errors, keys = jax.jit(self._all_errors)(params), self._keys(params)
+        measured, predicted = jax.jit(self._measured), jax.jit(self._predicted)
+        alone, loss = np.eye(len(keys), dtype=np.float32), jax.jit(self._quantized_loss)(params, *batch)
+        found = {"loss": None, "quantized_loss": loss, "change": {}, "predicted": {}, "by_bits": {}}
+        for i, key in enumerate(keys):
+            jobs = 1 + len(self.widths) * (key in errors)
+            masks = np.concatenate([np.zeros_like(alone[:1]), alone[[i] * jobs]])
+            nothing, change, *by_bits = measured(params, batch, errors, masks, np.array([0, *range(jobs)], np.int32))
+            found["loss"], found["change"][key] = nothing, change - nothing
+            if key in errors:
+                found["by_bits"][key] = jnp.stack([v - nothing for v in by_bits]) if by_bits else jnp.zeros(0)
+            if self.predicts:
+                found["predicted"][key] = predicted(params, batch, errors, alone[i : i + 1])[0]
+            jax.block_until_ready(found)
+            progress(key, i + 1, len(keys))
+        return found
 
-        def at(mask: Array, width: Any = 0) -> Array:
-            amounts = dict(zip(keys, mask, strict=True))
-            return self._loss(params, batch, amounts, {key: v[width] for key, v in errors.items()})
-
+    def _at_once(self, params: PyTree, *batch: Any) -> dict[str, Any]:
+        errors, keys = self._all_errors(params), self._keys(params)
         # Nothing, each entry alone, and each parameter at each width: one loop, so that the function stands in it once.
         alone, others = np.eye(len(keys), dtype=np.float32), range(1, len(self.widths) + 1)
         nothing = np.zeros((1, len(keys)), np.float32)
         masks = [nothing, alone, *(alone[[keys.index(key)] * len(others)] for key in errors)]
         widths = [0] * (1 + len(keys)) + list(others) * len(errors)
-        measured = lax.map(lambda job: at(*job), (jnp.concatenate(masks), jnp.asarray(widths)))
-        loss = measured[0]
+        loss, *_ = measured = self._measured(params, batch, errors, jnp.concatenate(masks), jnp.asarray(widths))
         change = measured[1:] - loss
-        # The first derivative comes with each of the second.
-        derivatives = lambda one: jax.jvp(jax.grad(at), (jnp.zeros(len(keys)),), (one,))
-        gradients, curvatures = lax.map(derivatives, jnp.eye(len(keys)))
-        predicted = jnp.diagonal(gradients) + jnp.diagonal(curvatures) / 2
+        predicted = self._predicted(params, batch, errors, alone) if self.predicts else ()
         by_bits = change[len(keys) :].reshape(len(errors), len(self.widths))
         return {
             "loss": loss,
-            "quantized_loss": self._checked(self.q(params, *batch, qparams=self.qparams, **self.kwargs)),
+            "quantized_loss": self._quantized_loss(params, *batch),
             "change": dict(zip(keys, change[: len(keys)], strict=True)),
-            "predicted": dict(zip(keys, predicted, strict=True)),
+            "predicted": dict(zip(keys, predicted, strict=self.predicts)),
             "by_bits": dict(zip(errors, by_bits, strict=True)),
         }
+
+    def _keys(self, params: PyTree) -> list[str]:
+        """The entries that are not integers already."""
+        frozen = {path for path, leaf in with_paths(params) if is_qarray(leaf)}
+        return [key for key in self.entries if key not in frozen]
+
+    def _all_errors(self, params: PyTree) -> dict[str, Array]:
+        leaves = {path: leaf for path, leaf in with_paths(params) if path in self.entries and not is_qarray(leaf)}
+        return {path: self._errors(path, leaf) for path, leaf in leaves.items()}
+
+    def _measured(
+        self, params: PyTree, batch: tuple, errors: Mapping[str, Array], masks: ArrayLike, widths: ArrayLike
+    ) -> Array:
+        """The loss of each job: with the errors of some entries, at one of the widths."""
+        return lax.map(lambda job: self._at(params, batch, errors, *job), (masks, widths))
+
+    def _predicted(self, params: PyTree, batch: tuple, errors: Mapping[str, Array], alone: ArrayLike) -> Array:
+        """The growth of the loss by single entries, from its derivatives: the first comes with each of the second."""
+        at = jax.grad(lambda mask: self._at(params, batch, errors, mask, 0))
+        slope, curvature = lax.map(lambda one: jax.jvp(at, (jnp.zeros_like(one),), (one,)), jnp.asarray(alone))
+        return jnp.sum(jnp.where(jnp.asarray(alone) == 1, slope + curvature / 2, 0), -1)
+
+    def _at(self, params: PyTree, batch: tuple, errors: Mapping[str, Array], mask: Array, width: Any) -> Array:
+        amounts = dict(zip(self._keys(params), mask, strict=True))
+        return self._loss(params, batch, amounts, {key: v[width] for key, v in errors.items()})
+
+    def _quantized_loss(self, params: PyTree, *batch: Any) -> Array:
+        return self._checked(self.q(params, *batch, qparams=self.qparams, **self.kwargs))
 
     def _errors(self, path: str, leaf: Array) -> Array:
         """The errors of a parameter as its rule says, and at each of the widths by min-max, stacked."""

@@ -150,14 +150,23 @@ def test_layers_in_a_scan_are_one_row_and_branches_not_taken_count_nothing():
 
     p = {"w": normal(1, 3, 8, 8), "a": normal(2, 8, 8), "b": normal(3, 8, 8)}
     rows = report(quantize_fn(f, [Rule("*", W4, A4)]), p, X)
-    noise = signal = 0.0
-    x = X
+    sums, weights, x, inputs = [], [], X, []
     for w in np.asarray(p["w"]):
-        real, nearest, _ = in_float64(x, WHOLE)
-        noise, signal = noise + ((nearest - real) ** 2).sum(), signal + (real**2).sum()
+        for of, v, grid in ((sums, x, WHOLE), (weights, w, COLUMNS)):
+            real, nearest, _ = in_float64(v, grid)
+            of.append(((real**2).sum(), ((nearest - real) ** 2).sum()))
+        inputs.append(np.abs(x))
         x = np.tanh(x @ w)
-    np.testing.assert_allclose(rows["w:input"].sqnr, 10 * np.log10(signal / noise), rtol=1e-5)
+    in_decibels = lambda sums: 10 * np.log10(np.divide(*np.transpose(sums)))
+    np.testing.assert_allclose(rows["w:input"].sqnr, in_decibels([np.sum(sums, 0)])[0], rtol=1e-5)
+    for entry, of in (("w:input", sums), ("w", weights)):
+        np.testing.assert_allclose(rows[entry].by_layer, in_decibels(of), rtol=1e-5)
+        assert rows[entry].worst == np.argmin(in_decibels(of))
+    turn, row, channel = rows["w:input"].place
+    assert rows["w:input"].largest == inputs[turn][row, channel] == np.max([v.max() for v in inputs])
+    assert f"{rows['w'].worst}: {min(rows['w'].by_layer):.1f}, median" in str(rows)
     assert math.isnan(rows["a:input"].sqnr)
+    assert rows["a:input"].largest is None
     assert rows["b:input"].sqnr > 0
     assert rows["w"].groups == 24
 
@@ -201,6 +210,23 @@ def test_values_between_two_levels_are_rounded_as_the_rule_says():
     q = quantize_fn(lambda p, x: x @ p["half_even"] + x @ p["half_away"], rules)
     rows = report(q, dict.fromkeys(roundings, w), np.ones((1, 2), F), loss=jnp.sum, bits=())
     assert [rows[rounding].change for rounding in roundings] == pytest.approx([-1.0, 1.0])
+
+
+@pytest.mark.slow
+def test_progress_tells_of_each_entry_and_changes_no_cost():
+    told = []
+    rows = report(Q, PARAMS, X, loss=loss, predicted=False, progress=lambda *of: told.append(of))
+    assert sorted(entry for entry, *_ in told) == sorted(OPERANDS)
+    assert [of[1:] for of in told] == [(i, 4) for i in range(1, 5)]
+    for row in found():
+        assert rows[row.entry].predicted is None
+        assert rows[row.entry].change == pytest.approx(row.change, rel=1e-4, abs=1e-6)
+        assert rows[row.entry].by_bits == pytest.approx(row.by_bits, rel=1e-4, abs=1e-6)
+    with_all = report(Q, PARAMS, X, loss=loss, bits=(), progress=lambda *of: None)
+    assert with_all["v"].predicted == pytest.approx(found()["v"].predicted, rel=1e-4)
+    assert not with_all["v"].by_bits
+    assert rows.loss == pytest.approx(found().loss)
+    assert report(Q, PARAMS, X, loss=loss, bits=(), predicted=False)["v"].predicted is None
 
 
 def test_it_prints_and_shows_a_table():

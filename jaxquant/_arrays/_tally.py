@@ -32,6 +32,8 @@ class Tally(NamedTuple):
       max_error: float32, the largest error.
       clipped: uint32, the values that lie more than half a step beyond the last level.
       levels: uint32[2 ** bits], how many values have each level, 2 ** 8 for floats; of no size above 8 bits.
+      largest: float32, the largest magnitude.
+      place: uint32, where it is in the array, counted over all axes; over devices, in its part of the array.
     """
 
     size: Array
@@ -40,13 +42,16 @@ class Tally(NamedTuple):
     max_error: Array
     clipped: Array
     levels: Array
+    largest: Array
+    place: Array
 
     def merged(self, other: "Tally") -> "Tally":
         """The tally of the values of both; counts are halved together where there are more than 2 ** 31."""
         counts = zip(*((t.size[..., None], t.clipped, t.levels) for t in (self, other)), strict=True)
         size, clipped, levels = added_counts(*next(counts), *counts)
-        largest = jnp.maximum(self.max_error, other.max_error)
-        return Tally(size[..., 0], self.signal + other.signal, self.noise + other.noise, largest, clipped, levels)
+        sums = self.signal + other.signal, self.noise + other.noise, jnp.maximum(self.max_error, other.max_error)
+        place = jnp.where(other.largest > self.largest, other.place, self.place)
+        return Tally(size[..., 0], *sums, clipped, levels, jnp.maximum(self.largest, other.largest), place)
 
 
 def to_nearest(spec: QuantSpec) -> QuantSpec:
@@ -62,7 +67,7 @@ def tally(x: Array, spec: QuantSpec, qparams: QParams | None = None) -> Tally:
     x, real = x.astype(jnp.float32), real_values(q, jnp.dtype(jnp.float32))
     finite = jnp.isfinite(x)
     count = lambda mask: jnp.sum(mask, dtype=jnp.uint32)
-    error = jnp.where(finite, jnp.abs(real - x), 0)
+    error, size = jnp.where(finite, jnp.abs(real - x), 0), jnp.where(finite, jnp.abs(x), 0)
     last = (q.values == spec.qmin) | (q.values == spec.qmax)
     half = broadcast_groups(q.step, q.shape) * (spec.levels.last_step / 2)
     width = _COUNTED_BITS if spec.format else spec.bits
@@ -76,6 +81,8 @@ def tally(x: Array, spec: QuantSpec, qparams: QParams | None = None) -> Tally:
         jnp.max(error, initial=0.0),
         count(finite & last & (error > half * (1 + 1e-5))),
         levels,
+        jnp.max(size, initial=0.0),
+        jnp.argmax(size).astype(jnp.uint32) if x.size else jnp.uint32(0),
     )
 
 
@@ -91,12 +98,19 @@ def _level_number(q: QArray) -> Array:
 def tally_across(t: Tally, axes: Collection[str]) -> Tally:
     """The tally of the devices along axes of a mesh."""
     axes = tuple(axes)
-    return Tally(*(lax.psum(v, axes) for v in t))._replace(max_error=lax.pmax(t.max_error, axes))
+    max_error, largest = (lax.pmax(v, axes) for v in (t.max_error, t.largest))
+    place = lax.pmax(jnp.where(t.largest == largest, t.place, 0), axes)
+    summed = Tally(*(lax.psum(v, axes) for v in t))
+    return summed._replace(max_error=max_error, largest=largest, place=place)
 
 
 def sqnr(t: Tally) -> float:
     """The signal-to-quantization-noise ratio in decibels; inf without noise, NaN without a signal."""
-    signal, noise = float(t.signal), float(t.noise)
+    return decibels(float(t.signal), float(t.noise))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two sums of squares in decibels; inf without noise, NaN without a signal."""
     if not signal:
         return math.nan
     return 10 * math.log10(signal / noise) if noise else math.inf
