@@ -107,9 +107,8 @@ def test_dot_general_by_hand(columns, spec):
         if "groups" in spec:
             return lax.dot_general(x, dequantize(w), numbers), lax.dot_general(dequantize(w), x, turned)
         integers, scale = w.values.astype(np.float32) - w.zero_point.astype(np.float32), w.scale.reshape(-1)
-        return lax.dot_general(x, integers, numbers) * scale[None], lax.dot_general(integers, x, turned) * scale[
-            :, None
-        ]
+        y, transposed = lax.dot_general(x, integers, numbers), lax.dot_general(integers, x, turned)
+        return y * scale[None], transposed * scale[:, None]
 
     product = jax.jit(lambda x, w: (dot_general(x, w, numbers), dot_general(w, x, turned)))
     for got, want in zip(product(x, w), jax.jit(by_hand)(x, w), strict=True):
@@ -147,6 +146,8 @@ def test_a_product_scaled_behind_is_rounded_once(dtype, form, monkeypatch):
     x, w = (normal(*shape, seed=i).astype(dtype) for i, shape in enumerate(shapes))
     eps = float(jnp.finfo(dtype).eps) / 2
     bound = lambda want, size: np.abs(want) * eps + size * 2.0**-20
+    taken = []
+    narrowly = lambda _, narrow, x, q: taken.append(narrow) or narrow(x, q)
     specs = {**SPECS, "float8": float8_spec(granularity=PerChannel(None))}
     for name in ("8 bits", "4 bits", "affine", "float8"):
         q = quantize_fn(lambda w, x: f(x, w), [("", specs[name])])
@@ -164,10 +165,13 @@ def test_a_product_scaled_behind_is_rounded_once(dtype, form, monkeypatch):
         for got, want in zip(served(frozen, x, g), (y, of_x), strict=True):
             np.testing.assert_array_equal(got, want)
         if name == "affine":
-            monkeypatch.setattr("jaxquant._contract._weight_only.in_wide_sums", lambda _, narrow, x, q: narrow(x, q))
+            monkeypatch.setattr("jaxquant._contract._weight_only.in_wide_sums", narrowly)
+            jax.clear_caches()  # of the site, which is traced already
             by_sums = jax.jit(lambda w, x, q=q: q(w, x))(w, x)
+            assert taken
             assert (np.abs(np.asarray(by_sums, np.float64) - in_float64) <= bound(in_float64, 4 * size)).all()
             monkeypatch.undo()
+            jax.clear_caches()
 
 
 def test_no_float_weight_is_written():

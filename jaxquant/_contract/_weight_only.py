@@ -61,13 +61,13 @@ class ScaledBehind(NamedTuple):
         """The scale of each result."""
         return self.op.in_output(self.side, q.step, self._shapes(x, q), *more)
 
-    def sums_alike(self, x: Array, q: Quantized) -> bool:
-        """Whether results that meet the same of x sum all of that, as those of a dot do, and no window."""
+    def sums_all_of_x(self, x: Array, q: Quantized) -> bool:
+        """Whether a result sums a whole row of x, as in a dot, and no window of it."""
         axes = self.op.axes([len(shape) for shape in self._shapes(x, q)])
         return set(axes.operands[1 - self.side]) <= {*axes.out, *axes.summed} and not axes.apart
 
-    def sums_at_zero(self, x: Array, q: Quantized) -> Array:
-        """What zero points add to a product with the values: a TPU subtracts it from these only slowly."""
+    def product_with_zeros(self, x: Array, q: Quantized) -> Array:
+        """The product of x with the zero points, by the sums of x: a TPU is slow at `values - zero_point`."""
         shapes, side = self._shapes(x, q), 1 - self.side
         axes = self.op.axes([len(shape) for shape in shapes])
         summed = [i for i, name in enumerate(axes.operands[side]) if name in axes.summed]
@@ -85,6 +85,7 @@ def is_scaled_behind(op: ContractionOp, side: int, q: Quantized, x: Array) -> bo
 
 
 def _holds(dtype: DTypeLike, q: Quantized) -> bool:
+    """Whether a dtype has each value of q exactly."""
     if not is_float(dtype):
         return False
     of = jnp.finfo(dtype)
@@ -115,8 +116,8 @@ def scaled_behind(how: ScaledBehind, x: Array, weight: QuantizedOperand, more: t
     q, wide = flagged(weight.integers, weight.nan_flags), num.compute_dtype(how.op.dtype)
     product = lambda x, w: how.product(x, w, *more, dtype=wide)
     of_centred = lambda x, q: product(x, written(centred(q, x.dtype)))
-    of_values = lambda x, q: product(x, q.values.astype(x.dtype)) - how.sums_at_zero(x, q)
-    narrow = of_centred if q.spec.symmetric or not how.sums_alike(x, q) else of_values
+    of_values = lambda x, q: product(x, q.values.astype(x.dtype)) - how.product_with_zeros(x, q)
+    narrow = of_centred if q.spec.symmetric or not how.sums_all_of_x(x, q) else of_values
     y = in_wide_sums(of_centred, narrow, x, q)
     return num.rounded(shard_like(num.guard(y * how.scale(x, q, *more).astype(wide)), y), how.op.dtype)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .._base import _numerics as num
 from .._base._sharding import is_explicit
 from ._primitive import several
 
@@ -159,7 +160,7 @@ def in_wide_sums(
 
     XLA:CPU multiplies bfloat16 into float32 for some orders of axes, and raises an error when the others run.
     """
-    wide = lambda x, w: product(x.astype(jnp.float32), w)
+    wide = lambda x, w: product(num.upcast(x, jnp.float32), w)
     if x.dtype.itemsize > 2 or is_explicit(x):
         return (product if x.dtype.itemsize > 2 else wide)(x, w)
     return lax.platform_dependent(x, w, cpu=wide, default=narrow)

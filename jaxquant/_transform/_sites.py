@@ -104,7 +104,7 @@ def _why(op: MatchedOp, choice: Choice, frozen: Set[str]) -> str:
     if origin.cache is not None:
         return f"{origin.cache}, a cache: its real values"
     if not frozen.isdisjoint(origin.weights):
-        return "integers that no rule is for: their real values"
+        return "integers that no rule is for: weight-only"
     if choice.rule is not None and not is_wanted(choice.rule):
         return "the rule says None"
     if not checks.is_float(dtype):
