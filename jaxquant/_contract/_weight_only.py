@@ -119,7 +119,8 @@ def scaled_behind(how: ScaledBehind, x: Array, weight: QuantizedOperand, more: t
     of_values = lambda x, q: product(x, q.values.astype(x.dtype)) - how.product_with_zeros(x, q)
     narrow = of_centred if q.spec.symmetric or not how.sums_all_of_x(x, q) else of_values
     y = in_wide_sums(of_centred, narrow, x, q)
-    return num.rounded(shard_like(num.guard(y * how.scale(x, q, *more).astype(wide)), y), how.op.dtype)
+    y = shard_like(y * how.scale(x, q, *more).astype(wide), y)
+    return num.guard(y) if wide == how.op.dtype else num.rounded(y, how.op.dtype)
 
 
 def of_integers(op: ContractionOp, side: int, q: Quantized, x: Array) -> Array:
