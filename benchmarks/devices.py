@@ -42,6 +42,8 @@ SERVED = {
     "static, 4-bit weights": FOUR_BITS,
     "weight-only, 4 bits": ("**", weight_spec(4)),
     "weight-only, 4 bits in blocks": ("**", weight_spec(4, block_size=32)),
+    "weight-only, 4 bits in groups of 128, native": ("**", weight_spec(4, block_size=128)),
+    "weight-only, 4 bits in groups of 32, native": ("**", weight_spec(4, block_size=32)),
     "static, float8": FLOAT8,
 }
 TRAINED = {
@@ -113,7 +115,7 @@ class Multiplied:
 def served(kind: str, model: Model, rows: int, dtype: str) -> Case:
     """A function that serves, as of SERVED."""
     params, x = model.inputs(rows, dtype)
-    q = quantize_fn(model.apply, [SERVED[kind]])
+    q = quantize_fn(model.apply, [SERVED[kind]], execution="native" if kind.endswith("native") else "auto")
     if not kind.startswith("static"):
         return q, (jax.eval_shape(q.freeze, params, x), x)
     qparams = jax.eval_shape(q.init_qparams, params, x)
@@ -260,6 +262,8 @@ GOALS = {
     "static": (0.70, 0.95, 0.70), "dynamic": (0.80, 1.3, 1.0), "per token": (0.60, 1.1, 1.0),
     "static affine": (1.0, 1.2, 0.78), "dynamic affine": (1.1, 1.5, 1.2), "weight-only": (0.9, 1.05, 1.05),
     "weight-only, 4 bits": (0.75, 1.22, 1.05),
+    "weight-only, 4 bits in groups of 128, native": (1.05, 1.85, 1.35),
+    "weight-only, 4 bits in groups of 32, native": (2.7, 3.8, 1.7),
 }  # fmt: skip
 STEP_GOALS = {
     "int8": 1.10, "int8, affine": 1.25, "int8, gradient bfloat16": 1.10, "int8, gradient int8": 1.15,

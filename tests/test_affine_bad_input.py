@@ -322,7 +322,7 @@ INTEGERS = [
         for v, t in [(Q.values, "int8"), (None, "None")]
     ],
     (lambda x: jq.dot_general(X, X.T, MATMUL), TypeError, "`a`", "float32"),
-    (lambda x: jq.dot_general(X, Q, MATMUL, execution="native"), ValueError, "`execution`", "one operand in float"),
+    (lambda x: jq.dot_general(X, Q, MATMUL, execution="tpu"), ValueError, "`execution`", "'tpu'"),
     (lambda x: jq.dot_general(Q, Q, MATMUL), ValueError, "`a`", "(6,) of `a`, shape (4, 6), and (4,) of `b`"),
     (lambda x: jq.dot_general(Q, Q, (((1,), (1,)), ((0,), (0, 1)))), ValueError, "`dimension_numbers", "(1, 0, 1)"),
     (lambda x: jq.dot_general(Q, Q, (((1, 1), (1, 1)), ((), ()))), ValueError, "`dimension_numbers", "(1, 1)"),

@@ -23,8 +23,8 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "tf": "_checks _nudge _fake_quant _grad_pass_through _quantize _quantize_and_dequantize",
     "": "_version _renamed _paths _cache _history _params",
     "_files": "",
-    "_contract": "_operands _contract _lowering _digits _native _conv_gradient _weight_only _conv _dot_gradient"
-    " _dot _ragged _ops",
+    "_contract": "_operands _contract _lowering _digits _native _conv_gradient _weight_only _in_groups _conv"
+    " _dot_gradient _dot _ragged _ops",
     "_program": "_jaxpr _origin _param _writes _moves _walk _evaluate _calls",
     "_transform": "_quant_point _plan _axes _caches _match _backward _errors _choose _layout _entries _sites"
     " _decide _call _misuse _freezing _mask _compiled _observers _source _evaluate _quantizing _observing _viewing"

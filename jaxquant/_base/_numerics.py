@@ -48,9 +48,8 @@ _selected_alone = jax.jit(_selected)  # eagerly, where jax_debug_nans would find
 def guard(v: Array) -> Array:
     """Returns `v` with its rounding fixed: the identity, for NaN too.
 
-    A product that feeds an addition is contracted into a fused multiply-add, also when the addition is the user's
-    own `op(x) + bias`. Neither XLA nor LLVM removes a select whose condition depends on the data, nor contracts
-    through it; `optimization_barrier`, `reduce_precision` and bitcasts are gone before the contraction happens.
+    A product that feeds an addition, the user's `op(x) + bias`, too, is contracted into a fused multiply-add. Neither
+    XLA nor LLVM removes or contracts through a select whose condition depends on the data, but barriers and bitcasts.
     """
     return select(lax.eq(v, v), v, jnp.nan)
 
@@ -64,8 +63,7 @@ def power_of_two(exponent: Array, dtype: DTypeLike) -> Array:
 def floor_log2(v: Array) -> Array:
     """floor(log2(|v|)) of normal numbers, by their bits; one below the least for 0 and subnormals."""
     of = jnp.finfo(v.dtype)
-    bits = lax.bitcast_convert_type(v, f"int{of.bits}")
-    return ((bits >> of.nmant) & (2**of.nexp - 1)) + (of.minexp - 1)
+    return ((lax.bitcast_convert_type(v, f"int{of.bits}") >> of.nmant) & (2**of.nexp - 1)) + (of.minexp - 1)
 
 
 def upcast(x: Array, dtype: DTypeLike) -> Array:
@@ -74,15 +72,10 @@ def upcast(x: Array, dtype: DTypeLike) -> Array:
 
 
 def rounded(y: Array, dtype: DTypeLike) -> Array:
-    """`y` in another dtype, rounded where a cast back follows, too.
-
-    To bfloat16 by `reduce_precision`: of a guard behind an activation a TPU keeps the mask, and reads it again. To
-    float16 by a guard: there `reduce_precision` takes subnormal numbers to 0.
-    """
-    if y.dtype == dtype:
-        return y
-    of, wide = jnp.finfo(dtype), jnp.finfo(y.dtype)
-    return lax.reduce_precision(y, of.nexp, of.nmant).astype(dtype) if of.nexp == wide.nexp else guard(y.astype(dtype))
+    """`y` in another dtype, rounded where a cast back follows, too. Of a guard a TPU would keep the mask."""
+    if y.dtype == jnp.float32 and dtype == jnp.bfloat16:  # of float16 `reduce_precision` loses subnormal numbers
+        return lax.reduce_precision(y, 8, 7).astype(dtype)
+    return y if y.dtype == dtype else guard(y.astype(dtype))
 
 
 def downcast(y: Array, dtype: DTypeLike) -> Array:

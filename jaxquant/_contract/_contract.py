@@ -233,16 +233,9 @@ def contraction(a: QArray, b: QArray, op: ContractionOp) -> Array:
     return contract(op, *(QuantizedOperand(q.real(q.dtype), q) for q in in_float32))
 
 
-def is_weight_only(a: Any, b: Any, execution: str) -> bool:
-    """Whether one of two operands is in float, for which there is no execution."""
-    if isinstance(a, QArray) == isinstance(b, QArray):
-        return False
-    if execution not in ("auto", "int8"):
-        raise ValueError(
-            f"`execution` is for two QArrays, got {execution!r} with one operand in float, which is a contraction in "
-            "float. Drop it, or quantize the other operand."
-        )
-    return True
+def is_weight_only(a: Any, b: Any) -> bool:
+    """Whether one of two operands is in float."""
+    return isinstance(a, QArray) != isinstance(b, QArray)
 
 
 def checked_either(name: str, v: Any) -> Any:

@@ -313,7 +313,7 @@ def conv_general_dilated(
     [[[2.0, 3.0, 3.0, 2.0]]]
     """
     execution = checked_execution(execution, LOWERINGS)
-    in_float = is_weight_only(a, b, execution)
+    in_float = is_weight_only(a, b)
     checked = checked_either if in_float else checked_qarray
     a, b = checked("a", a), checked("b", b)
     if a.ndim != b.ndim or a.ndim < 2:

@@ -28,6 +28,7 @@ from .._spec._spec import QuantSpec, checked_spec
 from ._contract import ContractionOp, checked_either, contract, contraction, is_weight_only, scaled, without_zeros
 from ._digits import in_digits, sum_of_digits
 from ._dot_gradient import Factors, integer_factor, scaled_by
+from ._in_groups import in_groups
 from ._lowering import Lowering, check_int32, checked_execution, chosen
 from ._native import asks_native, is_of_floats, native_dot
 from ._operands import QuantizedOperand, Rounding, rounded
@@ -322,7 +323,9 @@ def _in_float(dot: Dot, a: Any, b: Any) -> Array:
 
     behind = lambda *operands: of_integers(dot, side, operands[side], operands[1 - side])
     product = behind if is_scaled_behind(dot, side, q, x) else of_real
-    return product(a, b) if q.order is not None or q.spec.format else by_columns(dot, product, side, (a, b))
+    is_whole = q.order is not None or q.spec.format
+    exact = lambda: product(a, b) if is_whole else by_columns(dot, product, side, (a, b))
+    return in_groups(dot.of_dtype(x.dtype), side, q, x, exact) if dot.execution == "native" else exact()
 
 
 def _values_alone(q: Quantized, dtype: DTypeLike) -> Array:
@@ -392,7 +395,10 @@ def dot_general(
         `(n + 3) 2 ** -24 sum |a b|` of the exact result, for n products. Both operands are
         in the dtype float8_e4m3fn or float8_e5m2, with one scale along the contracted axes; or in blocks along one of
         these, both of MX or both of NVFP4, which are bfloat16 products where no unit takes blocks. XLA cannot compile
-        blocks for GPUs older than compute capability 8.9. Two of integers are as in "int8".
+        blocks for GPUs older than compute capability 8.9. Two of integers are as in "int8". Of one operand in float and
+        one in groups along what is contracted, by what is fastest on a TPU or GPU, such as sums of groups in float32:
+        for K bfloat16 products within `(2 ** -9 + 2 K 2 ** -24) sum |a b|`, of float32 without the first term; the
+        exact value on a CPU, under explicit meshes, and in programs for a symbolic number of rows.
 
     Returns:
       float32, or the dtype of the operand in float; its axes are batch, free of a, free of b.
@@ -420,7 +426,7 @@ def dot_general(
     execution = checked_execution(execution, LOWERINGS)
     if spec is not None:
         _check_spec(a, b, spec)
-    in_float = spec is None and is_weight_only(a, b, execution)
+    in_float = spec is None and is_weight_only(a, b)
     checked = checked_either if in_float or spec is not None else checked_qarray
     a, b = checked("a", a), checked("b", b)
     (ca, cb), (ba, bb) = _dimension_numbers(dimension_numbers)

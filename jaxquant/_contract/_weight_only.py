@@ -81,10 +81,10 @@ class ScaledBehind(NamedTuple):
 def is_scaled_behind(op: ContractionOp, side: int, q: Quantized, x: Array) -> bool:
     """Whether no scale of a weight varies along what is summed, and the dtype of x holds its integers."""
     ndims = (q.ndim, x.ndim) if side == 0 else (x.ndim, q.ndim)
-    return all(q.groups[i] in (0, 1) for i in op.contracted_axes(ndims)[side]) and _holds(x.dtype, q)
+    return all(q.groups[i] in (0, 1) for i in op.contracted_axes(ndims)[side]) and holds(x.dtype, q)
 
 
-def _holds(dtype: DTypeLike, q: Quantized) -> bool:
+def holds(dtype: DTypeLike, q: Quantized) -> bool:
     """Whether a dtype has each value of q exactly."""
     if not is_float(dtype):
         return False

@@ -17,7 +17,8 @@ from .._arrays._quantized import Quantized
 from .._arrays._straight_through import CODES, SCALES, straight_through, with_gradient_of
 from .._contract._contract import ContractionOp, contract
 from .._contract._dot import Dot, quantized_dot
-from .._contract._operands import QuantizedOperand
+from .._contract._in_groups import in_groups
+from .._contract._operands import QuantizedOperand, flagged
 from .._contract._weight_only import ScaledBehind, by_columns, is_scaled_behind, scaled_behind
 from .._history import DelayedQParams
 from .._platform._cpu import nan_where
@@ -94,21 +95,26 @@ def site_in_integers(
 def site_in_float(f: FloatOp, op: ContractionOp, in_tiles: int | None, *operands: Any) -> Array:
     """An op in float, of the values of parameters; one of them may be converted tile by tile."""
     operands = tuple(v.quantized(straight_through) if isinstance(v, Unquantized) else v for v in operands)
-    whole = functools.partial(_in_float, f, op)
-    return whole(*operands) if in_tiles is None else by_columns(op, whole, in_tiles, operands)
+    whole, side = functools.partial(_in_float, f, op), _weight_side(operands)
+    exact = lambda: whole(*operands) if in_tiles is None else by_columns(op, whole, in_tiles, operands)
+    if side is None or op.execution != "native":
+        return exact()
+    _, q, flags = of_weight(operands[side])
+    return in_groups(op, side, flagged(q, flags), operands[1 - side], exact)
+
+
+def _weight_side(operands: Sequence[Any]) -> int | None:
+    """The side of a weight that meets floats; None if none does."""
+    sides = [i for i, v in enumerate(operands[:2]) if isinstance(v, QuantizedParam)]
+    return sides[0] if len(sides) == 1 and not operands[sides[0]].is_cache else None
 
 
 def _in_float(f: FloatOp, op: ContractionOp, *operands: Any) -> Array:
     """An op in float, with the scales of one parameter behind it where they can be."""
-    side = next((i for i, v in enumerate(operands[:2]) if isinstance(v, QuantizedParam)), 0)
-    weight, x, more = operands[side], operands[1 - side], operands[2:]
-    if (
-        not isinstance(weight, QuantizedParam)
-        or weight.is_cache
-        or isinstance(x, QuantizedParam)
-        or not is_scaled_behind(op, side, weight.quantized, x)
-    ):
+    side = _weight_side(operands)
+    if side is None or not is_scaled_behind(op, side, operands[side].quantized, operands[1 - side]):
         return from_integers(f, operands, lambda v: written(value_of(v, guarded=False)))
+    weight, x, more = operands[side], operands[1 - side], operands[2:]
     real, q, flags = of_weight(weight)
     real = weight.cast(real) if weight.real is None else real
     operand = QuantizedOperand(real, dataclasses.replace(q, dtype=real.dtype), flags)

@@ -45,6 +45,8 @@ class Site(NamedTuple):
         is quantized, so that it is always dynamic. Empty if there is none.
       cache: the path of the cache that the operand is: its integers, where `spec` stands without `entry`, or its real
         values. Empty if it is none.
+      is_in_groups: whether floats meet it, with scales that vary along what is summed: `execution="native"` then has
+        sums of groups on TPUs and GPUs.
       nbytes: of a cache, its bytes in integers with their scales; 0 of others.
       state: "static" if quantized with the qparams of the entry, "dynamic" with the range of the values at hand,
         "frozen" if the parameter is integers already; empty if it is left in float.
@@ -69,6 +71,7 @@ class Site(NamedTuple):
     nbytes: int = 0
     scaled_by: str = ""
     cache: str = ""
+    is_in_groups: bool = False
 
     @property
     def quantized_to(self) -> str:
@@ -115,10 +118,12 @@ class Plan:
       counts: dict from what becomes of parameters ("quantized", "left in float by a rule", "without a rule", "matched,
         but no operand") to Count. Counts all parameters, also those that no dot or convolution uses, such as embeddings
         that are gathered.
+      execution: of the function.
     """
 
     sites: tuple[Site, ...]
     counts: Mapping[str, Count]
+    execution: str = "auto"
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -172,6 +177,9 @@ class Plan:
         of_caches = f"caches: {len(caches)} ({sum(site.nbytes for site in caches):,} bytes; {floats:,} in float)"
         lines = f"{quantized} of {len(self)} sites are quantized", f"parameters: {parameters or 'none'}"
         lines = (*lines, of_caches) if caches else lines
+        in_groups = sum(site.is_in_groups for site in self)
+        if in_groups and self.execution == "native":
+            lines = *lines, f"native: {in_groups} by sums of groups on TPUs and GPUs; CPUs have the exact value"
         if _NO_OPERAND not in self.counts:
             return lines
         return *lines, f"{_NO_OPERAND}: biases and the like, which no dot or convolution takes as they are"

@@ -2,6 +2,7 @@
 """A function with the dots and convolutions that the rules choose quantized."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -109,7 +110,7 @@ class QuantizedFunction:
         Returns:
           Plan: print it, iterate over its `Site`s, or take one by its name.
         """
-        return self._planned(args, kwargs).plan
+        return dataclasses.replace(self._planned(args, kwargs).plan, execution=self._execution)
 
     def observe(
         self,
@@ -515,7 +516,8 @@ def quantize_fn(
         run along the contracted axis. PerToken() is for activations. Axes of a parameter are counted on the parameter.
       params_argnum: static int, the positional argument of f that holds the parameters.
       execution: static, as in `dot_general`; does not affect the result, but for "native": float8 products of the
-        device, in dot products also MX and NVFP4, forward and, where a rule has such a `gradient`, backward.
+        device, in dot products also MX and NVFP4, forward and, where a rule has such a `gradient`, backward; and of
+        weights in groups that meet floats, the sums that a TPU or GPU is fastest at.
       strict: static bool. True makes sites that no rule matches an error.
 
     Returns:

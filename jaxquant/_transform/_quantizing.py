@@ -174,7 +174,7 @@ class Quantizing(Evaluator):
                     operands[side] = fake_quantized(values[side], choice.spec, qparams, key)
         sides = enumerate(decision.operands)
         in_tiles = next((i for i, choice in sides if _has_tiles(choice, operands[i], operands[1 - i])), None)
-        op = decision.contraction.as_op(dtype=avals(eqn.outvars)[0].dtype)
+        op = decision.contraction.as_op(execution=self.execution, dtype=avals(eqn.outvars)[0].dtype)
         return site_in_float(FloatOp.of(eqn), op, in_tiles, *operands)
 
     def _with_scales(self, decision: Decision, eqn: JaxprEqn, values: Sequence[Any]) -> Array:

@@ -67,7 +67,17 @@ def _site(
         is_per_token=spec is not None and bool(activation) and activation.granularity == PerToken(),
         scaled_by=entries[key].scaled_by if choice.keys else "",
         cache=choice.operand.origin.cache or "",
+        is_in_groups=_is_in_groups(decision, choice),
     )
+
+
+def _is_in_groups(decision: Decision, choice: Choice) -> bool:
+    """Whether an operand meets floats, in groups along what is summed."""
+    is_alone = sum(operand.spec is not None for operand in decision.operands) == 1
+    if choice.spec is None or not is_alone or decision.contraction.op != "dot_general":
+        return False
+    groups = choice.spec.granularity.scale_shape(choice.operand.shape, choice.spec)
+    return any(groups[i] > 1 for i in choice.contracted)
 
 
 def _site_of_read(name: str, entry: Entry, state: str) -> Site:
