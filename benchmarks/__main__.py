@@ -31,6 +31,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "learned_scales",
     "solvers",
     "memory",
+    "language_model",
     "devices",
     "accelerator",
 )

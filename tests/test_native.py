@@ -380,7 +380,8 @@ def test_a_function_names_the_site():
         quantize_fn(f, [rule], execution="native")(params, x)
 
 
-def test_an_operand_in_float_has_no_execution():
-    with pytest.raises(ValueError, match="`execution` is for two QArrays"):
-        jq.dot_general(normal(4, 32), quantize(normal(32, 4), float8_spec()), MATMUL, execution="native")
-    assert math.isfinite(float(jq.dot_general(normal(4, 32), quantize(normal(32, 4), float8_spec()), MATMUL).sum()))
+def test_floats_meet_one_scale_as_ever():
+    x, q = normal(4, 32), quantize(normal(32, 4), float8_spec())
+    native, exact = (jq.dot_general(x, q, MATMUL, execution=name) for name in ("native", "auto"))
+    assert_same_bits(native, exact)
+    assert np.isfinite(exact).all()

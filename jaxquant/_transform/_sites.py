@@ -76,8 +76,9 @@ def _is_in_groups(decision: Decision, choice: Choice) -> bool:
     is_alone = sum(operand.spec is not None for operand in decision.operands) == 1
     if choice.spec is None or not is_alone or decision.contraction.op != "dot_general":
         return False
-    groups = choice.spec.granularity.scale_shape(choice.operand.shape, choice.spec)
-    return any(groups[i] > 1 for i in choice.contracted)
+    shape = choice.operand.shape
+    sizes = {axis % len(shape): size for axis, size in choice.spec.granularity.sizes.items()}
+    return any(shape[axis] > sizes.get(axis, shape[axis]) for axis in choice.contracted)
 
 
 def _site_of_read(name: str, entry: Entry, state: str) -> Site:
