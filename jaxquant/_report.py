@@ -25,6 +25,7 @@ from ._base._sharding import replicated
 from ._base._table import as_html, as_text
 from ._files import saved_bytes
 from ._paths import is_qarray, named_in_errors, with_leaves, with_paths
+from ._spec._granularity import PerTensor
 from ._spec._spec import QuantSpec
 from ._transform._axes import groups_shape
 from ._transform._entries import Entry
@@ -62,6 +63,10 @@ class ReportRow(NamedTuple):
       by_layer: the SQNR of each layer of a stack, or of an input in each iteration of a scan, in order; else empty.
       largest: the largest magnitude of an input; None for parameters.
       place: where it is: the iteration of each scan around it, and the index in the input.
+      massive: the iterations of a scan, in order, where the largest magnitude of an input is more than ten times the
+        median over the iterations.
+      unclipped: the SQNR that an input with one scale would have with the range of its values, at least: its errors
+        are taken to be uniform within a step; None where nothing is clipped.
     """
 
     entry: str
@@ -85,6 +90,8 @@ class ReportRow(NamedTuple):
     by_layer: tuple[float, ...] = ()
     largest: float | None = None
     place: tuple[int, ...] = ()
+    massive: tuple[int, ...] = ()
+    unclipped: float | None = None
 
     @property
     def worst(self) -> int | None:
@@ -164,7 +171,7 @@ class Report:
             for row in self.rows
         ]
         before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
-        last = [f"quantized parameters: {after:,} bytes of {before:,}"]
+        last = [f"quantized parameters: {after:,} bytes of {before:,}", *filter(None, map(_warning, self.rows))]
         if self.loss is not None:
             last.append(f"loss: {self.loss:.5g} in float, {self.quantized_loss:.5g} quantized")
         empty = [i for i in range(len(_HEADER)) if all(row[i] == "-" for row in rows)]
@@ -254,6 +261,19 @@ def report(
     return Report(tuple(rows), float(found["loss"]), float(found["quantized_loss"]))
 
 
+def _warning(row: ReportRow) -> str:
+    """What is to be done about an input that a range clips, or that is massive somewhere."""
+    if row.unclipped is not None and row.unclipped > row.sqnr + 1:
+        return (
+            f"{row.entry}: its range clips what counts: {row.sqnr:.1f} dB, with the range of its values at least "
+            f"{row.unclipped:.1f}. Take min-max, or PerToken()"
+        )
+    if not row.massive or row.spec.granularity != PerTensor():
+        return ""
+    places = ", ".join(map(str, row.massive))
+    return f"{row.entry}: massive in iteration {places}, up to {row.largest:.3g}. Take PerToken(), and do not clip it"
+
+
 def _worst_layer(row: ReportRow) -> str:
     if row.worst is None:
         return "-"
@@ -277,18 +297,30 @@ def _row(entry: Entry, t: Tally, **sizes: Any) -> ReportRow:
 
 
 def _of_input(entry: Entry, t: Tally) -> ReportRow:
-    by_layer, place, turns = (), (), tuple(n for _, n in entry.stack)
+    each, place, turns = [jax.device_get(t)], (), tuple(n for _, n in entry.stack)
     if turns:  # a tally for each turn of a scan
-        flat = [v.reshape(math.prod(turns), *v.shape[len(turns) :]) for v in t]
-        each = [Tally(*of) for of in zip(*jax.device_get(flat), strict=True)]
-        t, by_layer = merge(*each), tuple(map(sqnr, each))
+        flat = [v.reshape(math.prod(turns), *v.shape[len(turns) :]) for v in each[0]]
+        each = [Tally(*of) for of in zip(*flat, strict=True)]
         place = np.unravel_index(max(range(len(each)), key=lambda i: float(each[i].largest)), turns)
-    t = jax.device_get(t)
-    row = _row(entry, t, size=0, dead=None, bytes_before=0, bytes_after=0)._replace(by_layer=by_layer)
+    t = jax.device_get(merge(*each)) if turns else each[0]
+    row = _row(entry, t, size=0, dead=None, bytes_before=0, bytes_after=0)
+    if turns:
+        largest = np.array([float(of.largest) for of in each])
+        massive = tuple(map(int, np.flatnonzero(largest > 10 * np.median(largest))))
+        row = row._replace(by_layer=tuple(map(sqnr, each)), massive=massive)
     if not int(t.size):
         return row
-    place = *place, *np.unravel_index(int(t.place), entry.shape)
-    return row._replace(largest=float(t.largest), place=tuple(map(int, place)))
+    place = tuple(map(int, (*place, *np.unravel_index(int(t.place), entry.shape))))
+    return row._replace(largest=float(t.largest), place=place, unclipped=_unclipped(row, each))
+
+
+def _unclipped(row: ReportRow, each: Sequence[Tally]) -> float | None:
+    """The SQNR with a range up to the largest magnitude of each tally, at least."""
+    if not row.clipped or row.spec.granularity != PerTensor() or row.spec.format:
+        return None
+    steps = (float(t.largest) / (2 ** (row.spec.bits - row.spec.symmetric) - 1) for t in each)
+    noise = sum(float(t.size) * step**2 / 12 for t, step in zip(each, steps, strict=True))
+    return decibels(sum(float(t.signal) for t in each), noise)
 
 
 def _of_parameter(entry: Entry, leaf: PyTree, qparams: QParams | None) -> ReportRow:

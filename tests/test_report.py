@@ -149,7 +149,8 @@ def test_layers_in_a_scan_are_one_row_and_branches_not_taken_count_nothing():
         return lax.cond(x[0, 0] > 9, lambda x: x @ p["a"], lambda x: x @ p["b"], x)
 
     p = {"w": normal(1, 3, 8, 8), "a": normal(2, 8, 8), "b": normal(3, 8, 8)}
-    rows = report(quantize_fn(f, [Rule("*", W4, A4)]), p, X)
+    q = quantize_fn(f, [Rule("*", W4, A4)])
+    rows = report(q, p, X)
     sums, weights, x, inputs = [], [], X, []
     for w in np.asarray(p["w"]):
         for of, v, grid in ((sums, x, WHOLE), (weights, w, COLUMNS)):
@@ -167,6 +168,18 @@ def test_layers_in_a_scan_are_one_row_and_branches_not_taken_count_nothing():
     assert f"{rows['w'].worst}: {min(rows['w'].by_layer):.1f}, median" in str(rows)
     assert math.isnan(rows["a:input"].sqnr)
     assert rows["a:input"].largest is None
+    assert rows["w:input"].massive == ()
+    large = X.copy()
+    large[1, 2] = 3000
+    massive = report(q, p, large)
+    assert massive["w:input"].massive == (0,)
+    assert massive["w:input"].unclipped is None
+    assert "w:input: massive in iteration 0, up to 3e+03. Take PerToken()" in str(massive)
+    narrow = QParams(np.full(3, 0.5, F), np.zeros(3, F))
+    clipped = report(q, p, large, qparams=dict.fromkeys([row.entry for row in rows]) | {"w:input": narrow})
+    row = clipped["w:input"]
+    assert row.sqnr < 1 < 10 < row.unclipped < massive["w:input"].sqnr
+    assert "w:input: its range clips what counts" in str(clipped)
     assert rows["b:input"].sqnr > 0
     assert rows["w"].groups == 24
 
