@@ -29,6 +29,7 @@ from jaxquant import (
     nvfp4_spec,
     quantize,
     quantize_fn,
+    range_from_histogram,
     solve,
     weight_spec,
 )
@@ -91,8 +92,8 @@ def static(percentile: float | None, *rules: Any) -> Setting:
         q, batches = quantize_fn(f, list(rules)), text()[1]
         observe = jax.jit(lambda params, tokens: q.observe(params, tokens, histogram=percentile is not None))
         ranges = merge(*(observe(params, batch) for batch in batches))
-        method = {} if percentile is None else {"method": "percentile", "percentile": percentile}
-        return Solved(q, params, q.init_qparams(params, batches[0], ranges=ranges, **method))
+        ranges = ranges if percentile is None else range_from_histogram(ranges, percentile)
+        return Solved(q, params, q.init_qparams(params, batches[0], ranges=ranges))
 
     return setting
 

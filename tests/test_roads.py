@@ -28,6 +28,7 @@ from shipped import (
 
 from jaxquant import (
     PerBlock,
+    PerToken,
     QParams,
     QuantSpec,
     Rule,
@@ -206,6 +207,9 @@ def convolutions(p, x):
 
 QKV = {name: normal(i, 8, 2, 3) for i, name in enumerate("qkv")}
 KERNELS = {"a": normal(1, 6, 2, 3, 3), "b": normal(2, 4, 6, 3)}
+MLP, TOKENS = {"w": normal(1, 24, 16), "v": normal(2, 16, 5)}, normal(3, 2, 6, 24)
+TOKEN, TOKEN_AFFINE = QuantSpec(granularity=PerToken()), activation_spec(8, granularity=PerToken())
+W8_AFFINE = weight_spec(8, symmetric=False)
 ODD = {
     "attention": (attention, QKV, normal(5, 2, 6, 8), W8, A8),
     "convolutions": (convolutions, KERNELS, normal(5, 2, 4, 9, 9), W8, A8),
@@ -216,6 +220,9 @@ ODD = {
         lambda p, x: x @ p["w"], {"w": normal(1, 24, 5)}, ROWS, weight_spec(4, signed=False, symmetric=False), A8
     ),
     "one scale": (lambda p, x: x @ p["w"].T, {"w": normal(1, 5, 24)}, ROWS, activation_spec(8), A8),
+    "tokens": (lambda p, x: jax.nn.relu(x @ p["w"]) @ p["v"], MLP, TOKENS, W8, TOKEN),
+    "affine tokens": (lambda p, x: jax.nn.relu(x @ p["w"]) @ p["v"], MLP, TOKENS, W8, TOKEN_AFFINE),
+    "affine tokens and weights": (lambda p, x: x @ p["w"], MLP, TOKENS, W8_AFFINE, TOKEN_AFFINE),
 }  # fmt: skip
 
 

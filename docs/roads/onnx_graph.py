@@ -27,6 +27,7 @@ from straight_line import straight_line
 import jaxquant
 from jaxquant import PerChannel, PerTensor, QParams, QuantSpec
 
+TINY = np.float32(2.0**-126)  # no scale is smaller
 RUNTIME = "com.microsoft"  # the domain of ONNX Runtime's own ops
 
 
@@ -108,16 +109,28 @@ class Operand(NamedTuple):
     def ndim(self):
         return self.x.ndim
 
+    def with_one_axis(self):
+        """The operand with the axes along which scales vary as one, where they lead: those of tokens."""
+        axes = [i for i, n in enumerate(self.scale.shape) if n != 1]
+        if len(axes) < 2:
+            return self
+        if axes != [*range(len(axes))]:
+            raise ValueError(f"Scales of shape {self.scale.shape}: ONNX has one axis of them before opset 21.")
+        return Operand(*(v.reshape(-1, *v.shape[len(axes) :]) for v in self[:3]), self.spec)
+
     def integers(self):
         """The integers, and their qparams as ONNX has them: one number, or one for each index of an axis."""
-        axes = [i for i, n in enumerate(self.scale.shape) if n > 1]
-        if len(axes) > 1:
-            raise ValueError(f"Scales of shape {self.scale.shape}: ONNX has one axis of them before opset 21.")
+        if (joined := self.with_one_axis()) is not self:
+            q, *qparams = joined.integers()
+            return q.reshape(self.shape), *qparams
+        axes = [i for i, n in enumerate(self.scale.shape) if n != 1]
         axis = axes[0] if axes else None
         qparams = [v.reshape(() if axis is None else (-1,)) for v in (self.scale, self.zero_point)]
         return quantize.bind(self.x, *qparams, axis=axis), *qparams, axis
 
     def real(self):
+        if (joined := self.with_one_axis()) is not self:
+            return joined.real().reshape(self.shape)
         q, scale, zero_point, axis = self.integers()
         return dequantize.bind(q, scale, zero_point, axis=axis)
 
@@ -130,25 +143,35 @@ def along_blocks(v, shape):
     return v
 
 
+def of_tokens(x, spec):
+    """The qparams of each token, by the formulas of `jaxquant.fit_qparams` in ops of ONNX."""
+    shape = jax.eval_shape(lambda x: jaxquant.fit_qparams(x, spec).scale, x).shape
+    axes = tuple(i for i, n in enumerate(shape) if n == 1)
+    step = lambda width, levels: jnp.where(width > 0, jnp.maximum(width / levels, TINY), 1)
+    if spec.symmetric:
+        scale = step(jnp.max(jnp.abs(x), axes, keepdims=True), np.float32(spec.qmax))
+        return QParams(scale, jnp.zeros_like(scale))
+    low, high = jnp.minimum(x.min(axes, keepdims=True), 0), jnp.maximum(x.max(axes, keepdims=True), 0)
+    scale = step(high - low, np.float32(spec.qmax - spec.qmin))
+    return QParams(scale, jnp.clip(spec.qmin - jnp.round(low / scale), spec.qmin, spec.qmax))
+
+
 def site(info, x):
     """The operand of a site."""
-    if info.qparams is None:
-        per_token = info.is_per_token
-        fix = "Give its rule one scale, activation_spec(8)" if per_token else "Pass qparams=q.init_qparams(...)"
-        made = (
-            "has a scale for each token, which each call computes and this graph does not"
-            if per_token
-            else "is dynamic"
-        )
-        raise ValueError(f"{info.name!r} {made}; expected qparams. {fix}.")
-    spec = info.spec
+    spec, qparams = info.spec, info.qparams
+    if qparams is None and not info.is_per_token:
+        raise ValueError(f"{info.name!r} is dynamic; expected qparams. Pass qparams=q.init_qparams(...).")
     if spec.dtype not in (jnp.int8, jnp.uint8):
         raise ValueError(f"{info.name!r} is of {spec.dtype}, ONNX multiplies int8 and uint8. Take up to 8 bits.")
-    scale, zero_point = (lax.reshape(v, (*(1,) * (x.ndim - v.ndim), *v.shape)) for v in info.qparams)
+    qparams = of_tokens(x, spec) if qparams is None else qparams
+    scale, zero_point = (lax.reshape(v, (*(1,) * (x.ndim - v.ndim), *v.shape)) for v in qparams)
     # While it is learned it lies between integers; of a frozen weight it has their dtype, and unsigned ones would wrap.
     zero_point = jnp.round(zero_point.astype(jnp.float32))
     limits = jnp.iinfo(spec.dtype)
-    if (spec.qmin, spec.qmax) != (limits.min, limits.max):  # QuantizeLinear clips at the limits of the dtype
+    if info.qparams is not None and (spec.qmin, spec.qmax) != (
+        limits.min,
+        limits.max,
+    ):  # QuantizeLinear clips at the limits of the dtype
         s, z = (along_blocks(v, x.shape) for v in (scale, zero_point))
         x = jnp.clip(x, (spec.qmin - z) * s, (spec.qmax - z) * s)
     operand = Operand(x, scale, zero_point.astype(spec.dtype), spec, info.kind == "weight")
@@ -302,10 +325,16 @@ def op(info, lhs, rhs, *, graph, accuracy_level):
         in_float, in_integers = (functools.partial(of.bind, **attributes) for of in (conv, conv_integer))
         over = lambda v: v.reshape(1, -1, *(1,) * (v.ndim - 2))
     if graph == "integers" and isinstance(lhs, Operand) and isinstance(rhs, Operand):
-        (a, _, a_zero, _), (b, _, b_zero, _) = lhs.integers(), rhs.integers()
-        # ONNX Runtime takes one zero point of the weights of a convolution, or none.
-        y = in_integers(a, b, a_zero, *([] if rhs.spec.symmetric else [b_zero])).astype(jnp.float32)
-        return result(y * (lhs.scale * over(rhs.scale)))
+        (a, _, a_zero, axis), (b, _, b_zero, _) = lhs.integers(), rhs.integers()
+        # ONNX Runtime takes one zero point of inputs, and one of the weights of a convolution, or none.
+        of_each = axis is not None
+        zeros = [jnp.zeros((), a.dtype) if of_each else a_zero, *([] if rhs.spec.symmetric else [b_zero])]
+        y = in_integers(a, b, *zeros)
+        if of_each and not lhs.spec.symmetric:
+            centred = b.astype(jnp.int32) - (0 if rhs.spec.symmetric else rhs.zero_point.astype(jnp.int32))
+            y = y - lhs.zero_point.astype(jnp.int32) * jnp.sum(centred, -2, keepdims=True)
+        y = y[None] if of_each else y  # else ONNX Runtime fuses these into an op with one scale of inputs
+        return result(y.astype(jnp.float32) * (lhs.scale * over(rhs.scale)))
     lhs, rhs = (v.real() if isinstance(v, Operand) else v for v in (lhs, rhs))
     return result(in_float(lhs, rhs))
 
