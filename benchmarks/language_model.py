@@ -110,13 +110,13 @@ def grams_of_model() -> Any:
     return grams_of(smollm2.logits, smollm2.parameters())
 
 
-def solved(*rules: Any, levels: bool = True, method: str = "diagonal") -> Setting:
+def solved(*rules: Any, levels: bool = True) -> Setting:
     """Scales by `solve.ranges`, and levels by `solve.gptq`."""
 
     def setting(f: Callable, params: Any) -> Solved:
         q, batches = quantize_fn(f, list(rules)), text()[1]
         grams = grams_of_model() if f is smollm2.logits else grams_of(f, params)
-        qparams = solve.ranges(params, q, grams, batches[0], method=method)
+        qparams = solve.ranges(params, q, grams, batches[0])
         params = solve.gptq(params, q, grams, batches[0], qparams=qparams) if levels else params
         return Solved(q, params, qparams)
 
@@ -162,7 +162,7 @@ SETTINGS: dict[str, Setting] = {
     "W4A4 per token, rotated, gptq of ranges": rotated(solved(Rule(PARAMS, weight_spec(4), tokens(4)))),
 }
 CACHES = {"a cache of 8 bits": 8, "a cache of 4 bits": 4}
-# Whose time is measured: that of the others is theirs.
+# Settings whose time is measured; the others have their programs.
 TIMED = "W8", "W8A8 per token", "W4, nearest", "W4 in groups of 64, nearest"
 
 

@@ -306,7 +306,7 @@ def _of_input(entry: Entry, t: Tally) -> ReportRow:
     row = _row(entry, t, size=0, dead=None, bytes_before=0, bytes_after=0)
     if turns:
         largest = np.array([float(of.largest) for of in each])
-        massive = tuple(map(int, np.flatnonzero(largest > 10 * np.median(largest))))
+        massive = tuple(map(int, np.flatnonzero(largest > 10 * (np.median(largest) or np.inf))))
         row = row._replace(by_layer=tuple(map(sqnr, each)), massive=massive)
     if not int(t.size):
         return row

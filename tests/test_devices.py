@@ -243,23 +243,32 @@ def test_the_unit_of_a_b200_applies_the_scales(name, tmp_path):
     assert all(".bf16.bf16" in op for op in found["h100"])
 
 
-def weights_in_float(spec, rows, target):
+def weights_in_float(spec, rows, target, execution="auto"):
     """What a program that serves such a weight writes of it in float, but for what stays on a TPU's chip: S(1)."""
-    q, w, x = quantize_fn(lambda w, x: x @ w, [("", spec)]), jnp.zeros((2048, 2048)), jnp.zeros((rows, 2048))
+    q = quantize_fn(lambda w, x: x @ w, [("", spec)], execution=execution)
+    w, x = jnp.zeros((2048, 2048)), jnp.zeros((rows, 2048))
     compiled = aot.compiled(q, (q.freeze(w, x), x), target)
     found = re.findall(r"= \(?(?:f32|bf16)\[2048,2048\]\S*", compiled.optimized[compiled.optimized.index("ENTRY") :])
     return [layout for layout in found if "S(1)" not in layout]
 
 
+IN_GROUPS = weight_spec(4, block_size=32)
+
+
 @compiles
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize(
-    "spec", [weight_spec(8), weight_spec(4), weight_spec(4, block_size=32), float8_spec()], ids=str
-)
+@pytest.mark.parametrize("spec", [weight_spec(8), weight_spec(4), IN_GROUPS, float8_spec()], ids=str)
 def test_a_tpu_reads_weights_as_integers(spec, rows):
-    """XLA:GPU writes them in float for the kernel of the product, as this would see."""
     assert not weights_in_float(spec, rows, "v5e")
-    assert weights_in_float(spec, rows, "h100")
+
+
+@compiles
+def test_a_gpu_reads_weights_as_integers():
+    """The exact value in groups it writes in float for the kernel of the product, as this would see."""
+    assert not weights_in_float(weight_spec(8), 8, "h100")
+    assert not weights_in_float(weight_spec(4), 8, "h100")
+    assert weights_in_float(IN_GROUPS, 8, "h100")
+    assert not weights_in_float(IN_GROUPS, 8, "h100", "native")
 
 
 @compiles

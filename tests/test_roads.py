@@ -466,6 +466,20 @@ def test_arguments_and_results_may_be_several():
     assert (y != want[0]).sum() == (other != want[1]["y"]).sum() == 0
 
 
+def test_a_tied_embedding_is_in_the_file_once():
+    def f(p, tokens):
+        return (p["embedding"][tokens] @ p["w"]) @ p["embedding"].T
+
+    q = quantize_fn(f, [Rule("w", W8, TOKEN)])
+    params, tokens = {"embedding": normal(1, 64, 16), "w": normal(2, 16, 16)}, jnp.arange(12).reshape(2, 6)
+    frozen = q.freeze(params, tokens)
+    model = onnx().onnx_model(q, frozen, tokens, qparams=None)
+    tables = [v for v in initializers(model).values() if v.size == 64 * 16]
+    assert len(tables) == 1
+    y, _ = run_onnx(model, tokens)
+    np.testing.assert_allclose(y, q(frozen, tokens), rtol=1e-5, atol=1e-6)
+
+
 def test_names_of_inputs_and_outputs_are_those_given():
     params, rows = {"w": normal(1, 24, 5)}, np.ones((32, 5), np.float32)
     names = ["x", "more"], ["y", "sum"]

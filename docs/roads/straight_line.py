@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A traced function as a straight line of ops, for converters that know no loops over layers and fold no constants.
 
-Scans are unrolled, calls of functions are replaced by their ops, and what depends on no argument is computed here.
+Scans are unrolled, calls of functions are replaced by their ops, and what depends on no argument is computed here; but
+for the transpose of an embedding that is the head, too, which would be in the file twice.
 """
 
 import functools
@@ -35,6 +36,7 @@ def _evaluated(jaxpr, consts, args, replaced):
         getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), args, replaced
     )
     for eqn in jaxpr.eqns:
+        compute = _as_it_is if _is_tied(eqn, jaxpr, values) else _known_here
         ins = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         name, params = eqn.primitive.name, eqn.params
         if name in replaced:
@@ -46,9 +48,22 @@ def _evaluated(jaxpr, consts, args, replaced):
         elif name == "scan":
             outs = _unrolled(params, ins, inside)
         else:
-            outs = _known_here(functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(params)), *ins)
+            outs = compute(functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(params)), *ins)
         values.update(zip(eqn.outvars, outs if isinstance(outs, (list, tuple)) else [outs], strict=True))
     return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+
+
+def _as_it_is(f, *values):
+    return f(*values)
+
+
+def _is_tied(eqn, jaxpr, values):
+    """Whether it transposes a table that others read, too, for products in float alone."""
+    if eqn.primitive.name != "transpose" or isinstance(values[eqn.invars[0]], jax.core.Tracer):
+        return False
+    readers = lambda v: [other for other in jaxpr.eqns if any(v is of for of in other.invars)]
+    users = readers(eqn.outvars[0])
+    return len(readers(eqn.invars[0])) > 1 and bool(users) and all(of.primitive.name == "dot_general" for of in users)
 
 
 def _known_here(f, *values):

@@ -48,8 +48,8 @@ _selected_alone = jax.jit(_selected)  # eagerly, where jax_debug_nans would find
 def guard(v: Array) -> Array:
     """Returns `v` with its rounding fixed: the identity, for NaN too.
 
-    A product that feeds an addition, the user's `op(x) + bias`, too, is contracted into a fused multiply-add. Neither
-    XLA nor LLVM removes or contracts through a select whose condition depends on the data, but barriers and bitcasts.
+    A product that feeds an addition, the user's `op(x) + bias`, too, is contracted into a fused multiply-add. A select
+    whose condition depends on the data is not removed, nor contracted through; barriers and bitcasts are gone by then.
     """
     return select(lax.eq(v, v), v, jnp.nan)
 
