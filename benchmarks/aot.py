@@ -22,6 +22,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from jaxquant import QArray, stored_for
+
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 GPUS = {"h100": "NVIDIA H100 80GB HBM3", "a100": "NVIDIA A100-SXM4-80GB", "b200": "NVIDIA B200"}
 # They are read once, when JAX looks for its platforms.
@@ -207,7 +209,11 @@ def compiled(f: Callable, args: Any, target: str, out_shardings: Any = None) -> 
     """`f(*args)` for devices that are not there.
 
     `args` are arrays, or what has their shapes and dtypes, and shardings if they are on a mesh of these devices.
+    Integers of 4 bits lie as these devices want them.
     """
+    stored = functools.partial(stored_for, platform="tpu" if target in TPUS else "cuda")
+    is_in_pairs = lambda v: isinstance(v, QArray) and v.pairs is not None
+    args = jax.tree.map(lambda v: jax.eval_shape(stored, v) if is_in_pairs(v) else v, args, is_leaf=is_in_pairs)
     alone = SingleDeviceSharding(devices(target)[0])
     is_placed = lambda v: isinstance(v, jax.ShapeDtypeStruct) and v.sharding
     like = lambda v: v if is_placed(v) else jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=alone)

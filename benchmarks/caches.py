@@ -234,7 +234,7 @@ def quality_rows(seeds):
 
 PACKAGES = ("optax",)
 PARTS = {
-    "step": Part(("measured: a step", "time to float32", "goal"), step_rows, 31, (1024, 8192)),
+    "step": Part(("measured: a step", "time to float32", "goal"), step_rows, 31, (512, 2048)),
     "v5e": Part(
         ("estimated by XLA: a step on a v5e", "cycles to bfloat16", "bytes to bfloat16", "goal of cycles", "reads"),
         estimated_rows,

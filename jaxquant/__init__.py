@@ -10,6 +10,7 @@ from ._arrays._affine import dequantize as dequantize
 from ._arrays._affine import fake_quant as fake_quant
 from ._arrays._affine import quantize as quantize
 from ._arrays._affine import scale_gradient as scale_gradient
+from ._arrays._at_rest import stored_for as stored_for
 from ._arrays._fit import fit_qparams as fit_qparams
 from ._arrays._histogram import histogram as histogram
 from ._arrays._histogram import range_from_histogram as range_from_histogram

@@ -2,7 +2,7 @@
 """Quantized arrays that are written and read in parts, such as the keys and values of an attention."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +11,12 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ._arrays._affine import fake_quant, quantize
-from ._arrays._qarray import QArray, changed, checked_qarray, groups_of, inside, packed_dtype, window, window_of
+from ._arrays._at_rest import Form, at_rest, in_pairs, with_values, written
+from ._arrays._qarray import QArray, changed, checked_qarray, inside, window, window_of
 from ._arrays._qparams import QParams
-from ._arrays._quantized import Quantized, permutation
+from ._arrays._quantized import Quantized
 from ._base import _checks as checks
-from ._base._groups import Windows, of_rank, windows_of_groups, with_part
-from ._platform._cpu import transposed
+from ._base._groups import Windows, of_rank, windows_of_groups
 from ._spec._granularity import PerTensor, granularity_of
 from ._spec._spec import QuantSpec, checked_spec, has_grid_of, qparams_shape
 
@@ -48,18 +48,12 @@ def zeros(
 
     >>> from jaxquant import PerChannel, QuantSpec
     >>> from jaxquant.cache import zeros
-    >>> zeros((1, 64, 2, 16), QuantSpec(bits=4, granularity=PerChannel((0, 1, 2)))).stored.dtype
-    dtype(int4)
+    >>> zeros((1, 64, 2, 16), QuantSpec(bits=4, granularity=PerChannel((0, 1, 2)))).stored.nbytes
+    1024
     """
     shape, spec = checks.static_ints("shape", shape), checked_spec(spec)
     zero = lax.optimization_barrier(jnp.zeros((), dtype))  # else XLA computes it all while compiling, in minutes
-    return packed(quantize(jnp.broadcast_to(zero, shape), spec, qparams))
-
-
-def packed(q: QArray) -> QArray:
-    """A QArray in the fewest bytes: integers of 4 bits and fewer two in a byte."""
-    dtype = packed_dtype(q.spec)
-    return dataclasses.replace(q, values=q.values.astype(dtype)) if dtype else q
+    return at_rest(quantize(jnp.broadcast_to(zero, shape), spec, qparams))
 
 
 def dynamic_slice(operand: QArray, start_indices: Sequence[ArrayLike], slice_sizes: Sequence[int]) -> QArray:
@@ -97,7 +91,7 @@ def dynamic_slice(operand: QArray, start_indices: Sequence[ArrayLike], slice_siz
     sizes = checks.static_ints("slice_sizes", slice_sizes)
     _check_fits("slice_sizes", sizes, q.shape)
     starts = _one_for_each_axis("start_indices", start_indices, q.shape)
-    return window(q, _windows("start_indices", q.shape, groups_of(q), starts, sizes))
+    return window(q, _windows("start_indices", q.shape, q.groups, starts, sizes))
 
 
 def update_slice(
@@ -150,7 +144,7 @@ def update_slice(
     new = checked_qarray("new", new) if isinstance(new, QArray) else checks.float_array("new", new)
     _check_fits("new", new.shape, cache.shape)
     index = _one_for_each_axis("index", index, cache.shape)
-    windows = _windows("index", cache.shape, groups_of(cache), index, new.shape)
+    windows = _windows("index", cache.shape, cache.groups, index, new.shape)
     of = "a QArray as `new`" if isinstance(new, QArray) else str(cache.spec)
     key = checks.rounding_key(key, cache.spec.rounding == "stochastic" and not isinstance(new, QArray), of)
     starts = {axis: start for axis, (start, _) in windows.items()}
@@ -171,15 +165,6 @@ def as_cache(q: QArray) -> Quantized:
     return dataclasses.replace(inside(q), zero_point=of_rank(q.zero_point, q.ndim))
 
 
-def _written(v: Array, new: Array, windows: Windows) -> Array:
-    """An array with a part of new values, in place if nothing else needs it."""
-    if not jnp.issubdtype(v.dtype, jnp.floating) or jnp.finfo(v.dtype).bits != 8:
-        return with_part(v, new, windows)
-    # As bytes: XLA:CPU would convert all the float8 of the array to float16, and back.
-    in_bytes = lambda v: lax.bitcast_convert_type(v, jnp.uint8)
-    return lax.bitcast_convert_type(with_part(in_bytes(v), in_bytes(new), windows), v.dtype)
-
-
 class Write(NamedTuple):
     """A write of new values into a cache.
 
@@ -188,12 +173,14 @@ class Write(NamedTuple):
       shape: of the new values.
       groups: of these, along each axis.
       keeps: whether the scales of the cache stay.
+      whole: the axes of the cache of which all is written, and the axes of the new values that run along them.
     """
 
     cache: Quantized
     shape: tuple[int, ...]
     groups: tuple[int, ...]
     keeps: bool
+    whole: Mapping[int, int]
 
     @classmethod
     def of(cls, cache: Quantized, shape: tuple[int, ...]) -> "Write":
@@ -208,7 +195,8 @@ class Write(NamedTuple):
             _check_whole_groups(cache, shape)
         each = zip(cache.groups, shape, cache.shape, strict=True)
         groups = (size if g == n else g * size // max(n, 1) if g > 1 else g for g, size, n in each)
-        return cls(cache, shape, tuple(groups), keeps)
+        whole = {i: i for i, n in enumerate(cache.shape) if n == shape[i]}
+        return cls(cache, shape, tuple(groups), keeps, whole)
 
     @classmethod
     def of_many(cls, cache: Quantized, shape: tuple[int, ...], axes: Sequence[int | None]) -> "Write":
@@ -217,16 +205,14 @@ class Write(NamedTuple):
         one = cls.of(cache, tuple(sizes.get(axis, 1) for axis in range(cache.ndim)))
         counts = (1,) * len(shape) if one.keeps else shape
         groups = (n if axis is None else one.groups[axis] for axis, n in zip(axes, counts, strict=True))
-        return cls(cache, shape, tuple(groups), one.keeps)
+        whole = {axis: i for i, axis in enumerate(axes) if axis is not None and axis in one.whole}
+        return cls(cache, shape, tuple(groups), one.keeps, whole)
 
     def at(self, windows: Windows, new: Array | Quantized, key: Array | None = None) -> Quantized:
         """The cache with new values where the windows are."""
         q, places = self.quantized(new, key), windows_of_groups(self.cache.groups, self.cache.shape, windows)
-        cache = self._with_scales(q, lambda v, new: _written(v, new, places))
-        there = permutation(cache.order, cache.ndim)
-        values = transposed(q.values, there).astype(cache.stored.dtype)
-        as_stored = {there.index(axis): window for axis, window in windows.items()}
-        return dataclasses.replace(cache, stored=_written(cache.stored, values, as_stored), sums=None, summed=None)
+        cache = self._with_scales(q, lambda v, new: written(v, new, places))
+        return with_values(cache.without_sums(), q.values, windows)
 
     def from_index(self, index: Sequence[Any], new: Array | Quantized) -> Quantized:
         """The cache with new values from a traced index on."""
@@ -235,10 +221,15 @@ class Write(NamedTuple):
     def by(self, write: Callable[[Array, Array], Array], new: Array | Quantized) -> Quantized:
         """The cache with many parts written anew, as `write(array, new)` does for values and for scales."""
         q = self.quantized(new)
-        cache = self._with_scales(q, write)
-        values = cache.stored if cache.order is None else cache.values
-        values = write(values, q.values.astype(values.dtype))
-        return dataclasses.replace(cache, stored=values, order=None, sums=None, summed=None)
+        cache = self._with_scales(q, write).without_sums()
+        axis = self.whole.get(cache.ndim + cache.pairs[0]) if cache.pairs and not cache.order else None
+        if cache.pairs and axis is not None:
+            return dataclasses.replace(cache, stored=write(cache.stored, in_pairs(q.values, axis, cache.pairs[1])))
+        form = Form.of(cache)._replace(order=None)
+        if form.pairs or cache.order:
+            cache = cache.ordered()
+        cache = dataclasses.replace(cache, stored=write(cache.stored, q.values.astype(cache.stored.dtype)))
+        return dataclasses.replace(cache, **form.stored(cache))
 
     def _with_scales(self, q: Quantized, write: Callable[[Array, Array], Array]) -> Quantized:
         """The cache with the scales of the new values, unless its own stay."""

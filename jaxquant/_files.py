@@ -2,7 +2,6 @@
 """Pytrees on disk, integers packed: .npz and .safetensors, with a schema version and a digest, without pickle."""
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
@@ -20,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ._arrays._at_rest import Form, at_rest
 from ._arrays._codes import with_own_sums
 from ._arrays._gram import Gram
 from ._arrays._histogram import Histogram
 from ._arrays._json import frozen_from_json, frozen_to_json, spec_from_json, spec_to_json
 from ._arrays._pack import pack, unpack
-from ._arrays._qarray import QArray, checked_qarray
+from ._arrays._qarray import QArray, changed, checked_qarray, packed_dtype
 from ._arrays._qparams import Log2QParams, QParams
 from ._arrays._range import Range
 from ._base import _checks as checks
@@ -231,8 +231,8 @@ def _described(name: str, leaf: PyTree) -> tuple[dict, dict[str, np.ndarray]]:
             said["frozen"] = frozen_to_json(leaf.frozen)
         if leaf.order:  # how it lies in memory; here values have the axes of the array
             said["order"] = list(leaf.order)
-        if leaf.stored.dtype != leaf.spec.dtype:
-            said["stored"] = str(leaf.stored.dtype)
+        if leaf.pairs or leaf.stored.dtype != leaf.spec.dtype:
+            said["stored"] = str(jnp.dtype(packed_dtype(leaf.spec)))
         if leaf.summed is not None:  # along which axes; they are made again of the values
             said["sums"] = _summed_axes(leaf)
         with named_in_errors(name):
@@ -321,10 +321,9 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> PyTree:
     if parts["values"].shape != shape or not checks.is_float(described["dtype"]):
         raise ValueError(f"the arrays of {name!r} do not fit {spec} and {dtype}")
     order = tuple(described["order"]) if "order" in described else None
-    if "stored" in described:
-        parts["values"] = parts["values"].astype({"int4": jnp.int4, "uint4": jnp.uint4}[described["stored"]])
     frozen = frozen_from_json(described.get("frozen"))
     q = checked_qarray(name, QArray(**parts, spec=spec, dtype=dtype, order=order, frozen=frozen))
+    q = at_rest(q) if "stored" in described else q
     return with_own_sums(q, tuple(described["sums"])) if "sums" in described else q
 
 
@@ -361,7 +360,7 @@ def _lying_like(like: PyTree, leaf: PyTree) -> PyTree:
     """A leaf with the order and the dtype in memory of another, and with sums if that has some."""
     if not isinstance(leaf, QArray):
         return leaf
-    q = dataclasses.replace(leaf, values=leaf.values.astype(like.stored.dtype), order=like.order)
+    q = changed(leaf, **Form.of(like).stored(leaf), sums=None, summed=None)
     return q if like.summed is None else with_own_sums(q, tuple(_summed_axes(like)))
 
 

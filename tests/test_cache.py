@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import re
 
 import in_float32  # noqa: F401 - an execution
@@ -28,6 +29,7 @@ from jaxquant import (
     mxfp8_spec,
     nvfp4_spec,
     quantize,
+    stored_for,
 )
 from jaxquant.cache import dynamic_slice, update_slice, zeros
 
@@ -99,7 +101,10 @@ def same(got, want):
 
 def stored_like(q, cache):
     """What quantize gives, as the cache holds it."""
-    return dataclasses.replace(q, values=q.values.astype(cache.stored.dtype))
+    if q.spec.bits > 4:
+        return q
+    half = dataclasses.replace(q, values=q.values.astype(jnp.int4 if q.spec.signed else jnp.uint4))
+    return stored_for(half, "cpu" if cache.pairs else "tpu")
 
 
 def full(spec, seed=0, shape=SHAPE):
@@ -126,7 +131,7 @@ def test_an_empty_cache_is_zeros(name):
     spec = SPECS[name]
     empty = zeros(SHAPE, spec, dtype=jnp.bfloat16)
     same(empty, stored_like(quantize(jnp.zeros(SHAPE, jnp.bfloat16), spec), empty))
-    assert empty.stored.dtype == ({True: jnp.int4, False: jnp.uint4}[spec.signed] if spec.bits == 4 else spec.dtype)
+    assert empty.stored.size == math.prod(SHAPE) // (2 if spec.bits == 4 else 1)
     assert not np.asarray(dequantize(empty)).any()
     same(jax.jit(lambda: zeros(SHAPE, spec, dtype=jnp.bfloat16))(), empty)
 
@@ -167,7 +172,7 @@ def test_scales_that_a_part_cannot_change_stay(name):
     steps = np.round(new / spread(scale, sizes)) + spread(zero, sizes)
     want[tuple(slice(i, i + n) for i, n in zip((0, 2, 0, 0), sizes, strict=True))] = steps.clip(spec.qmin, spec.qmax)
     assert_same_bits(got.values, want)
-    same(dataclasses.replace(got, values=cache.values.astype(cache.stored.dtype)), cache)
+    same(stored_like(dataclasses.replace(got, values=cache.values), cache), cache)
     if groups:  # of two, or of the whole shape
         return
     q = quantize(new, spec, QParams(scale * 2, zero))
@@ -177,13 +182,31 @@ def test_scales_that_a_part_cannot_change_stay(name):
 
 @cases("order", [((-1, -2),), ((-2, -1, -3),)])
 def test_a_cache_is_written_as_it_lies(order):
-    cache = full(SPECS["int4"])
+    cache = stored_for(full(SPECS["int4"]), "tpu")
     got = written_at(
         dataclasses.replace(cache, values=cache.stored, order=order), random(B, 1, H, D, seed=1), (0, 3, 0, 0)
     )
     assert (got.order, got.stored.dtype) == (order, jnp.int4)
     want = update_slice(cache, random(B, 1, H, D, seed=1), (0, 3, 0, 0))
     same(dataclasses.replace(got, values=got.values.astype(jnp.int4), order=None), want)
+
+
+@pytest.mark.parametrize(("shape", "pairs"), [((2, 12), (-1, 2)), ((2, 6, 5), (-2, 1))])
+def test_a_part_that_begins_or_ends_in_a_byte_leaves_its_other_half(shape, pairs):
+    """Written along the axis of the pairs, at each start, beyond the last, too."""
+    spec = QuantSpec(bits=4, granularity=PerChannel((0, 1)))
+    cache = quantize(random(*shape), spec)
+    half = stored_for(dataclasses.replace(cache, values=cache.values.astype(jnp.int4)), "cpu")
+    assert (half.pairs, half.stored.size, half.shape) == (pairs, cache.size // 2, shape)
+    write = jax.jit(
+        lambda caches, new, start: [update_slice(v, new, (0, start, *[0] * len(shape[2:]))) for v in caches]
+    )
+    for size in 1, 2, 3, 5, shape[1]:
+        new = random(2, size, *shape[2:], seed=size)
+        for start in range(shape[1]):
+            got, want = write((half, cache), new, jnp.int32(start))
+            assert got.pairs == pairs
+            same(dataclasses.replace(got, values=got.values), want)
 
 
 @pytest.mark.slow
@@ -256,7 +279,7 @@ def test_a_donated_cache_is_written_in_place(name):
     memory, text = program.memory_analysis(), program.as_text()
     assert memory.alias_size_in_bytes == cache.nbytes  # all arrays of it
     assert memory.temp_size_in_bytes < cache.nbytes // 32
-    whole = r"(?:s|u|f)\w+\[2,512,4,16\]\S* "
+    whole = rf"(?:s|u|f)\w+\[2,512,4,{cache.stored.shape[-1]}\]\S* "
     assert re.search(whole + r"(?:\S*fusion|dynamic-update-slice)\(", text)
     assert not re.search(whole + r"copy\(", text)
     assert "f16[2,512,4,16]" not in text  # as which a CPU would copy float8
@@ -351,7 +374,8 @@ def test_an_index_is_that_of_the_real_values(name):
     got = jax.jit(lambda q: {part: (p := f(q), dequantize(p)) for part, f in PARTS.items()})(q)
     for part, f in PARTS.items():
         assert_same_bits(got[part][1], f(real(q)), part)
-        assert got[part][0].stored.dtype == q.stored.dtype
+        cuts_pairs = bool(q.pairs) and part in ("features", "scalar")
+        assert got[part][0].stored.dtype == (q.spec.dtype if cuts_pairs else q.stored.dtype)
     same(PARTS["of each"](q), got["of each"][0])
 
 

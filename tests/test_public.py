@@ -51,6 +51,7 @@ PUBLIC = {
     "scale_gradient",
     "to_log2",
     "unpack",
+    "stored_for",
     "float8_spec",
     "mxfp8_spec",
     "mxfp6_spec",

@@ -20,6 +20,7 @@ from jaxquant import (
     dequantize,
     dot_general,
     quantize,
+    stored_for,
 )
 from jaxquant._spec._spec import qparams_shape
 from jaxquant.cache import update_slice
@@ -139,10 +140,13 @@ def test_an_order_in_memory_is_seen_by_none(order):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("signed", [True, False])
-def test_four_bits_in_memory_are_seen_by_none(signed):
+def test_four_bits_in_memory_are_seen_by_none(signed, platform):
     q = quantized(PerChannel((0, -1)), bits=4, signed=signed, symmetric=True)
     half = dataclasses.replace(q, values=q.values.astype(jnp.int4 if signed else jnp.uint4))
+    half = stored_for(half, platform)
+    assert half.pairs == {"cpu": (-1, 4), "tpu": None}[platform]
     jax.tree.map(assert_same_bits, as_arrays(half), as_arrays(q))
     assert (half.shape, q.nbytes - half.nbytes) == (q.shape, q.size // 2)
     assert half[0].stored.dtype == half.stored.dtype
@@ -158,10 +162,11 @@ def test_four_bits_in_memory_are_seen_by_none(signed):
 def test_what_is_no_array_may_stand_in_its_place():
     """Shapes, None and specs of a tree map; in an order, too."""
     q = quantized(PerChannel((0, -1)), bits=4, symmetric=True)
-    for lying in (q, dataclasses.replace(q, order=(-1, -2)), dataclasses.replace(q, values=q.values.astype(jnp.int4))):
+    half = dataclasses.replace(q, values=q.values.astype(jnp.int4))
+    for lying in (q, dataclasses.replace(q, order=(-1, -2)), half, stored_for(half, "cpu")):
         shapes = jax.eval_shape(lambda lying=lying: lying)
         assert (shapes.shape, shapes.values.shape, shapes.values.dtype) == (q.shape, q.shape, q.values.dtype)
-        assert dataclasses.replace(shapes, scale=None).stored.shape == lying.stored.shape
+        assert lying.pairs or dataclasses.replace(shapes, scale=None).stored.shape == lying.stored.shape
         nothing = jax.tree.map(lambda _: None, lying)
         assert nothing.values is None
         assert "values=None" in repr(nothing)

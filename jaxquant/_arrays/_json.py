@@ -57,14 +57,14 @@ def frozen_from_json(said: dict[str, Any] | None) -> Frozen | None:
 def _static_to_bytes(static: Static) -> bytes:
     said = {"spec": spec_to_json(static.spec), "dtype": str(jnp.dtype(static.dtype)), "order": static.order}
     frozen = static.frozen and frozen_to_json(static.frozen)
-    return json.dumps(said | {"frozen": frozen, "summed": static.summed}).encode()
+    return json.dumps(said | {"frozen": frozen, "summed": static.summed, "pairs": static.pairs}).encode()
 
 
 def _static_from_bytes(data: bytes) -> Static:
     said = json.loads(data)
-    order, frozen = said["order"], frozen_from_json(said["frozen"])
+    order, pairs = (said.get(name) and tuple(said[name]) for name in ("order", "pairs"))
     spec, dtype = spec_from_json(said["spec"]), jnp.dtype(said["dtype"])
-    return Static(spec, dtype, order and tuple(order), frozen, said["summed"])
+    return Static(spec, dtype, order, frozen_from_json(said["frozen"]), said["summed"], pairs)
 
 
 jax.export.register_pytree_node_serialization(

@@ -18,11 +18,10 @@ from jax.typing import DTypeLike
 
 from .._base import _checks as checks
 from .._base import _groups as grouping
-from .._base import _numerics as num
 from .._base._sharding import is_inside_shard_map
 from .._spec._granularity import PerChannel, PerTensor, granularity_of
 from .._spec._spec import QuantSpec
-from ._quantized import Quantized, in_memory, permutation, shape_of, values_of
+from ._quantized import Quantized, Stored, in_memory, permutation
 
 
 class Frozen(NamedTuple):
@@ -42,7 +41,7 @@ class Frozen(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
-class QArray(checks.NotAnArray):
+class QArray(Stored, checks.NotAnArray):
     """A quantized array: `real = (values - zero_point) * scale`. A pytree of its arrays.
 
     Attributes:
@@ -58,8 +57,10 @@ class QArray(checks.NotAnArray):
         `shape` and all functions of a QArray see the axes of the array in any case.
       frozen: static, what `q.freeze` made it from and for: `shape`, `from_qparams`, `static_inputs`, `activation`. A
         call that serves it otherwise raises. None if something else made it.
-      stored: the leaf of the pytree, the values as they lie in memory: in `order`, and as int4 or uint4, two in a byte,
-        where `q.freeze` leaves weights of 4 bits and fewer whose inputs are in float.
+      stored: the leaf of the pytree, the values as they lie in memory: in `order`, and of 4 bits and fewer two in a
+        byte in caches and in weights that `q.freeze` left for inputs in float. See `stored_for`.
+      pairs: static, (axis, distance): two values this far apart along the axis, counted from the end, lie in one uint8
+        of `stored`. None if none do.
       sums: int32 where `q.freeze` made it for inputs with a zero point, else None: the sums of the values (of unsigned
         ones less 128) along the axes where it has size 1. Contractions along these axes read them; others compute their
         own.
@@ -73,11 +74,7 @@ class QArray(checks.NotAnArray):
     values, `dot_general` contracts.
     """
 
-    @property
-    def _own_values(self) -> Any:
-        return values_of(self.stored, self.order, self.spec)
-
-    values: Any = _own_values  # computed where it is read, and a field for `dataclasses.replace`; kept is `stored`
+    values: Any = Stored.values  # computed where it is read, and a field for `dataclasses.replace`; kept is `stored`
     scale: Array
     zero_point: Array
     spec: QuantSpec
@@ -88,40 +85,21 @@ class QArray(checks.NotAnArray):
     stored: Array = dataclasses.field(init=False, repr=False)
     sums: Any = dataclasses.field(init=False, repr=False)
     summed: int | None = dataclasses.field(init=False, repr=False)
+    pairs: tuple[int, int] | None = dataclasses.field(init=False, repr=False)
 
     def __init__(
         self, values: Any, scale: Any, zero_point: Any, spec: QuantSpec, dtype: DTypeLike,
         order: tuple[int, ...] | None = None, tensor_scale: Any = None, frozen: Frozen | None = None,
     ):  # fmt: skip
         stored = in_memory(values, lambda ndim: permutation(order, ndim)) if order else values
-        arrays = {"stored": stored, "scale": scale, "zero_point": zero_point, "tensor_scale": tensor_scale}
-        vars(self).update(arrays, spec=spec, dtype=dtype, order=order, frozen=frozen, sums=None, summed=None)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return shape_of(self.stored, self.order)
-
-    @property
-    def ndim(self) -> int:
-        """The rank of the array."""
-        return self.stored.ndim
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.stored.size
+        vars(self).update(stored=stored, scale=scale, zero_point=zero_point, tensor_scale=tensor_scale)
+        vars(self).update(spec=spec, dtype=dtype, order=order, frozen=frozen, sums=None, summed=None, pairs=None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays in memory; int4, uint4 and float4 take half a byte."""
         bits = lambda v: (jnp.iinfo if jnp.issubdtype(v.dtype, jnp.integer) else jnp.finfo)(v.dtype).bits
         return sum(math.ceil(math.prod(v.shape) * bits(v) / 8) for v in jax.tree.leaves(self))
-
-    @property
-    def step(self) -> Array:
-        """The real value of one level, float32 in the shape of scale."""
-        return num.product_of_scales(self.scale.astype(jnp.float32), self.tensor_scale)
 
     @property
     def T(self) -> "QArray":
@@ -131,7 +109,8 @@ class QArray(checks.NotAnArray):
     def reshape(self, *shape: Any) -> "QArray":
         """The QArray in another shape, given as for an array; one size may be -1."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-        return _reshaped(self, jax.eval_shape(lambda v: v.reshape(sizes), _like(self)).shape)
+        like = jax.ShapeDtypeStruct(self.shape, self.spec.dtype)
+        return _reshaped(self, jax.eval_shape(lambda v: v.reshape(sizes), like).shape)
 
     def __getitem__(self, index: Any) -> "QArray":
         """The part at an index of the first axes: integers, static or traced, and static slices, as of an array.
@@ -147,17 +126,13 @@ class QArray(checks.NotAnArray):
         return window(self, windows, picked)
 
 
-def _like(q: QArray) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(q.shape, q.spec.dtype)
-
-
 def inside(q: QArray) -> Quantized:
     """The array as the package computes with it, with scales of its rank."""
     scale, zero_point, tensor_scale = (
         None if v is None else grouping.of_rank(v, q.ndim) for v in (q.scale, q.zero_point, q.tensor_scale)
     )
     zero_point = None if q.spec.symmetric else zero_point
-    return Quantized(q.stored, scale, zero_point, q.spec, q.dtype, q.order, tensor_scale, q.sums, q.summed)
+    return Quantized(q.stored, scale, zero_point, q.spec, q.dtype, q.order, tensor_scale, q.sums, q.summed, q.pairs)
 
 
 def outside(q: Quantized, frozen: Frozen | None = None, spec: QuantSpec | None = None) -> QArray:
@@ -237,11 +212,6 @@ def real_values(q: QArray, dtype: DTypeLike, guarded: bool = True) -> Array:
     return inside(q).real(dtype, guarded)
 
 
-def groups_of(q: QArray) -> tuple[int, ...]:
-    """The number of groups with a scale along each axis of `q`."""
-    return (1,) * (q.ndim - q.scale.ndim) + q.scale.shape
-
-
 def _indexed(q: QArray, index: Any) -> tuple[grouping.Windows, list[int]]:
     """The part at an index, as windows, and the axes of which one element is picked."""
     entries = [checks.unwrapped(i) for i in (index if isinstance(index, tuple) else (index,))]
@@ -260,7 +230,7 @@ def _indexed(q: QArray, index: Any) -> tuple[grouping.Windows, list[int]]:
     for axis, i in enumerate(entries):
         if isinstance(i, slice):
             start, size = _bounds(i, q.shape[axis])
-            windows[axis] = window_of("index", q.shape, groups_of(q), axis, start, size)
+            windows[axis] = window_of("index", q.shape, q.groups, axis, start, size)
         else:
             windows[axis] = start_of("index", i, axis, q.shape, 1), 1
             picked.append(axis)
@@ -329,17 +299,18 @@ class Static(NamedTuple):
     order: tuple[int, ...] | None
     frozen: Frozen | None
     summed: int | None
+    pairs: tuple[int, int] | None
 
 
 def _with_keys(q: QArray) -> tuple[list[tuple[Any, Array]], Static]:
     # By another name in another order, so that what restores arrays by their paths does not take one for the other.
-    arrays = {"stored" if q.order else "values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
+    arrays = {"stored" if q.order or q.pairs else "values": q.stored, "scale": q.scale, "zero_point": q.zero_point}
     if q.spec.has_tensor_scale:  # by the spec, not by what is there: trees of other leaves have the same structure
         arrays["tensor_scale"] = q.tensor_scale
     if q.summed is not None:
         arrays["sums"] = q.sums
     keyed = [(jax.tree_util.GetAttrKey(name), v) for name, v in arrays.items()]
-    return keyed, Static(q.spec, q.dtype, q.order, q.frozen, q.summed)
+    return keyed, Static(q.spec, q.dtype, q.order, q.frozen, q.summed, q.pairs)
 
 
 def _of_arrays(static: Static, arrays: Any) -> QArray:
@@ -358,7 +329,7 @@ def checked_qarray(name: str, q: object) -> QArray:
     if not isinstance(q, QArray):
         raise TypeError(f"`{name}` must be a QArray, got {checks.kind(q)}. Make one by quantize(x, spec).")
     check_dtypes(name, q)
-    groups = groups_of(q)
+    groups = q.groups
     whole = len(groups) == q.ndim and q.spec.granularity.fits(groups, q.shape)
     of_tensor = ""
     if q.spec.has_tensor_scale:
@@ -393,7 +364,7 @@ def check_sums(name: str, q: QArray) -> None:
 def check_dtypes(name: str, q: QArray) -> None:
     """Raises for arrays that something has cast: integers in floats are other numbers, and scales other scales."""
     expected = {
-        "values": [q.spec.dtype, *filter(None, [packed_dtype(q.spec)])],
+        "values": ["uint8"] if q.pairs else [q.spec.dtype, *filter(None, [packed_dtype(q.spec)])],
         "scale": [q.spec.scale_dtype],
         "zero_point": [q.spec.dtype],
     }

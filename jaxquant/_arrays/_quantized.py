@@ -3,7 +3,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +16,60 @@ from jax.typing import DTypeLike
 from .._base import _checks as checks
 from .._base import _groups as grouping
 from .._base import _numerics as num
-from .._platform._cpu import transposed
+from .._platform._cpu import apart_of_pairs, transposed
 from .._spec._spec import QuantSpec
 from ._grid import Grid
+
+
+class Stored:
+    """What a QArray and a Quantized are alike in: values that lie in memory in an order and in pairs, with scales."""
+
+    stored: Any
+    scale: Any
+    spec: QuantSpec
+    order: tuple[int, ...] | None
+    tensor_scale: Any
+    pairs: tuple[int, int] | None
+
+    @property
+    def values(self) -> Any:
+        """The integers, or floats of a format, in the order of the axes and in the dtype of the spec."""
+        values, to = self.stored, self.spec.dtype
+        if isinstance(values, jax.ShapeDtypeStruct):
+            moved = self.order or self.pairs
+            return values.update(shape=self.shape, dtype=to, sharding=None if moved else values.sharding)
+        if self.pairs and checks.is_array(values):
+            values = apart_of_pairs(values, values.ndim + self.pairs[0], self.pairs[1], to)
+        values = in_memory(values, lambda ndim: back(self.order, ndim)) if self.order else values
+        return values.astype(to) if getattr(values, "dtype", None) in (jnp.int4, jnp.uint4) else values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        paired = self.ndim + self.pairs[0] if self.pairs else None
+        shape = [2 * n if i == paired else n for i, n in enumerate(self.stored.shape)]
+        return tuple(shape[i] for i in back(self.order, len(shape)))
+
+    @property
+    def ndim(self) -> int:
+        """The rank of the values."""
+        return self.stored.ndim
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The number of groups with a scale along each axis."""
+        return (1,) * (self.ndim - self.scale.ndim) + self.scale.shape
+
+    @property
+    def size(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def step(self) -> Array:
+        """The real value of one level, float32 in the shape of scale."""
+        return num.product_of_scales(self.scale.astype(jnp.float32), self.tensor_scale)
+
 
 OF_GROUPS = "scale", "zero_point", "tensor_scale"
 
@@ -25,10 +77,10 @@ OF_GROUPS = "scale", "zero_point", "tensor_scale"
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("stored", *OF_GROUPS, "sums"),
-    meta_fields=("spec", "dtype", "order", "summed"),
+    meta_fields=("spec", "dtype", "order", "summed", "pairs"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class Quantized:
+class Quantized(Stored):
     """`real = (values - zero_point) * scale`; a pytree. QArray is its public face: `inside` and `outside`.
 
     Attributes:
@@ -39,7 +91,7 @@ class Quantized:
       dtype: static, the dtype of the real values.
       order: static, as in QArray.
       tensor_scale: of the rank of the values, where the spec has one; else None.
-      sums, summed: as in QArray.
+      sums, summed, pairs: as in QArray.
     """
 
     stored: Any
@@ -51,36 +103,12 @@ class Quantized:
     tensor_scale: Any = None
     sums: Any = None
     summed: int | None = None
-
-    @property
-    def values(self) -> Array:
-        """The integers, or floats of a format, in the order of the axes and in the dtype of the spec."""
-        return values_of(self.stored, self.order, self.spec)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
-        return shape_of(self.stored, self.order)
-
-    @property
-    def ndim(self) -> int:
-        """The rank of the values."""
-        return self.stored.ndim
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """The number of groups with a scale along each axis."""
-        return self.scale.shape
-
-    @property
-    def step(self) -> Array:
-        """The real value of one level, float32."""
-        return num.product_of_scales(self.scale.astype(jnp.float32), self.tensor_scale)
+    pairs: tuple[int, int] | None = None
 
     @property
     def own_sums(self) -> Array | None:
         """The sums of the values, unless these are a part of what was summed, such as a shard."""
-        return None if self.sums is None or self.sums.size * self.summed != self.stored.size else self.sums
+        return None if self.sums is None or self.sums.size * self.summed != self.size else self.sums
 
     def real(self, dtype: DTypeLike, guarded: bool = True) -> Array:
         """`(values - zero_point) * scale`, computed in float32 (float64 for float64) and rounded once to `dtype`."""
@@ -108,7 +136,12 @@ class Quantized:
 
     def ordered(self) -> "Quantized":
         """The array with its values stored in the order of its axes, in the dtype of the spec."""
-        return self if self.stored is None else dataclasses.replace(self, stored=self.values, order=None)
+        return self if self.stored is None else dataclasses.replace(self, stored=self.values, order=None, pairs=None)
+
+    def lies_whole(self, axes: Iterable[int]) -> bool:
+        """Whether axes lie in memory as they are, before those in another order or in pairs."""
+        moved = max(len(self.order or ()), -self.pairs[0] if self.pairs else 0)
+        return all(axis < self.ndim - moved for axis in axes)
 
     def without_sums(self) -> "Quantized":
         return dataclasses.replace(self, sums=None, summed=None)
@@ -123,16 +156,16 @@ class Quantized:
 
     def taken(self, index: Array) -> "Quantized":
         """The parts along the first axis at indices, which are in bounds."""
-        q, new, n = self.ordered(), range(index.ndim - 1), self.shape[0]
+        q = self if self.lies_whole([0]) else self.ordered()
+        new, n = range(index.ndim - 1), self.shape[0]
         at = lambda v: v.at[index].get(mode="promise_in_bounds")
         return q.move(at, lambda v: lax.expand_dims(v, new) if v.shape[0] == 1 else at(grouping.apart(v, 0, n)))
 
     def window(self, windows: grouping.Windows, picked: Sequence[int] = ()) -> "Quantized":
         """A part that cuts no group, without the axes of which one element is picked."""
         cut = lambda v, windows: lax.squeeze(grouping.part(v, windows), picked)
-        in_place = all(axis < self.ndim - len(self.order or ()) for axis in windows)
         of_groups = lambda v: cut(v, grouping.windows_of_groups(v.shape, self.shape, windows))
-        return (self if in_place else self.ordered()).move(lambda v: cut(v, windows), of_groups)
+        return (self if self.lies_whole(windows) else self.ordered()).move(lambda v: cut(v, windows), of_groups)
 
 
 def moved(f: Callable[[Array], Sequence[Any]], v: Any, n: int) -> Sequence[Any]:
@@ -147,19 +180,6 @@ def _real(q: Quantized, dtype: DTypeLike, guarded: bool) -> Array:
     values = grid.real(q.values.astype(grid.scale.dtype), guarded)
     # Guarded once more: of integers, which are never NaN, LLVM knows that `|steps| * 0` is 0, and drops the sum.
     return num.downcast(num.guard(values) if guarded else values, dtype)
-
-
-def values_of(stored: Any, order: Sequence[int] | None, spec: QuantSpec) -> Any:
-    """The values of what is stored, in the order of the axes and in the dtype of the spec."""
-    values = in_memory(stored, lambda ndim: back(order, ndim)) if order else stored
-    if getattr(values, "dtype", None) not in (jnp.int4, jnp.uint4):
-        return values
-    return values.update(dtype=spec.dtype) if isinstance(values, jax.ShapeDtypeStruct) else values.astype(spec.dtype)
-
-
-def shape_of(stored: Any, order: Sequence[int] | None) -> tuple[int, ...]:
-    """The shape of the values of what is stored."""
-    return tuple(stored.shape[i] for i in back(order, len(stored.shape))) if order else stored.shape
 
 
 def permutation(order: Sequence[int] | None, ndim: int) -> tuple[int, ...]:

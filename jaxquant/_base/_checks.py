@@ -223,19 +223,8 @@ def static_ints(name: str, value: object) -> tuple[int, ...]:
     return tuple(static_int(name, n) for n in value)
 
 
-def prng_key(name: str, value: object) -> Array:
-    """Returns one PRNG key, typed or of the old kind."""
-    value = unwrapped(value)
-    typed = is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    if not is_array(value) or not (typed or value.dtype == np.uint32):
-        raise TypeError(f"`{name}` must be a PRNG key, got {kind(value)}. Make one by jax.random.key(seed).")
-    if value.shape != (() if typed else (2,)):
-        raise ValueError(f"`{name}` must be one PRNG key, got an array of shape {value.shape}. Pass one of them.")
-    return value
-
-
 def rounding_key(key: Array | None, rounds: bool, given: str) -> Array | None:
-    """Returns the PRNG key for stochastic rounding, or None; `given` says what has no stochastic rounding."""
+    """Returns the PRNG key for stochastic rounding, typed or of the old kind, or None; `given` says what has none."""
     if key is None:
         return None
     if not rounds:
@@ -243,7 +232,13 @@ def rounding_key(key: Array | None, rounds: bool, given: str) -> Array | None:
             f"`key` is for stochastic rounding alone, got one with {given}. Drop it, or give a spec "
             "rounding='stochastic'."
         )
-    return prng_key("key", key)
+    key = unwrapped(key)
+    typed = is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not is_array(key) or not (typed or key.dtype == np.uint32):
+        raise TypeError(f"`key` must be a PRNG key, got {kind(key)}. Make one by jax.random.key(seed).")
+    if key.shape != (() if typed else (2,)):
+        raise ValueError(f"`key` must be one PRNG key, got an array of shape {key.shape}. Pass one of them.")
+    return key
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> str:

@@ -252,7 +252,7 @@ def _as_stored(
     """An operand and its axes as they lie in memory: XLA:CPU has no int8 kernel for a contraction of a transpose."""
     there = permutation(q.order, q.ndim)
     free = [i for i in there if i not in (*contracted, *batch)]
-    if not q.order or free != sorted(free):  # the free axes of the result are in the order of the array's
+    if q.pairs or not q.order or free != sorted(free):  # the free axes of the result are in the order of the array's
         return q, contracted, batch
     at = lambda axes: tuple(there.index(i) for i in axes)
     as_stored = dataclasses.replace(q, order=None)

@@ -28,7 +28,7 @@ from .._base._checks import is_float
 from .._base._gradients import custom_vjp
 from .._base._sharding import is_explicit, shard_like
 from .._platform._dots import in_wide_sums
-from .._platform._tiles import in_bytes, in_tiles, nibble, tile_of, written
+from .._platform._tiles import in_tiles, tile_of, written
 from ._contract import ContractionOp, differentiated
 from ._operands import QuantizedOperand, flagged
 
@@ -143,30 +143,13 @@ def by_columns(op: ContractionOp, product: Callable[..., Array], side: int, oper
     if axis is None or not tile or is_explicit(other):
         return product(*operands)
 
-    q = getattr(operands[side], "quantized", operands[side])
-    in_pairs = str(q.stored.dtype) in ("int4", "uint4") and not q.order and axis == len(shape) - 1
-    picked = lambda start: lambda v: grouping.picked(v, axis, shape[axis], start, tile)
-    with_weight = lambda operands, weight: [weight if i == side else v for i, v in enumerate(operands)]
-
     def of_tile(start: Array, *operands: Any) -> Array:
-        of_values = lambda v: lax.dynamic_slice_in_dim(v, start, tile, axis)
-        return product(*with_weight(operands, operands[side].move(of_values, picked(start))))
+        def of_values(v: Array) -> Array:
+            pair = shape[axis] // v.shape[axis]  # 2 where neighbours along this axis lie in a byte
+            return lax.dynamic_slice_in_dim(v, start // pair, tile // pair, axis)
 
-    def bytes_before(*operands: Any) -> Sequence[Any]:
-        return with_weight(operands, operands[side].without_sums().move(in_bytes, lambda v: v))
+        weight = operands[side].move(of_values, lambda v: grouping.picked(v, axis, shape[axis], start, tile))
+        return product(*(weight if i == side else v for i, v in enumerate(operands)))
 
-    def of_pairs(start: Array, *operands: Any) -> Array:
-        """Of columns that lie two in a byte: the products with the first ones and with the second ones."""
-
-        def of_half(i: int) -> Array:
-            of_values = lambda v: nibble(lax.dynamic_slice_in_dim(v, start // 2, tile // 2, axis), i, q.spec.dtype)
-            half = lambda v: lax.slice_in_dim(v, i, tile, 2, axis) if v.shape[axis] > 1 else v
-            of_groups = lambda v: half(picked(start)(v))
-            return product(*with_weight(operands, operands[side].move(of_values, of_groups)))
-
-        y = jnp.stack([of_half(0), of_half(1)], of_result + 1)
-        return lax.reshape(y, [*y.shape[:of_result], tile, *y.shape[of_result + 2 :]])
-
-    how = (of_pairs, bytes_before) if in_pairs else (of_tile, lambda *operands: operands)
-    value = in_tiles(product, *how, (of_result, shape[axis], tile), lax.stop_gradient(tuple(operands)))
+    value = in_tiles(product, of_tile, (of_result, shape[axis], tile), lax.stop_gradient(tuple(operands)))
     return with_gradient_of(product(*operands), value)

@@ -23,10 +23,9 @@ def tile_of(rows: Any, size: int, columns: int) -> int:
 
 
 def in_tiles(
-    whole: Callable[..., Array], part: Callable[..., Array], before: Callable[..., Sequence[Any]],
-    columns: tuple[int, int, int], args: Sequence[Any],
-) -> Array:  # fmt: skip
-    """`whole(*args)`; on XLA:CPU put together of `part(start, *before(*args))`.
+    whole: Callable[..., Array], part: Callable[..., Array], columns: tuple[int, int, int], args: Sequence[Any]
+) -> Array:
+    """`whole(*args)`; on XLA:CPU put together of `part(start, *args)`.
 
     `columns` are the axis along which it is put together, its length, and how many columns a part has.
 
@@ -36,7 +35,6 @@ def in_tiles(
     axis, length, tile = columns
 
     def by_tiles(*args: Any) -> Array:
-        args = tuple(before(*args))
         first = part(jnp.int32(0), *args)  # for its type alone: XLA drops the value
         shape = [length if i == axis else n for i, n in enumerate(first.shape)]
         start, _ = vary_together(jnp.zeros(shape, first.dtype), first)
@@ -47,16 +45,6 @@ def in_tiles(
         return lax.fori_loop(0, length // tile, put, start)
 
     return lax.platform_dependent(*args, cpu=by_tiles, default=whole)
-
-
-def in_bytes(v: Array) -> Array:
-    """Integers of 4 bits, two in a byte along the last axis. XLA:CPU unpacks all before a loop; bytes it does not."""
-    return lax.bitcast_convert_type(lax.reshape(v, (*v.shape[:-1], v.shape[-1] // 2, 2)), jnp.uint8)
-
-
-def nibble(v: Array, i: int, dtype: Any) -> Array:
-    """The first or the second of the integers in each byte, in a dtype of 8 bits."""
-    return lax.bitcast_convert_type(v if i else v << 4, jnp.dtype(dtype)) >> 4
 
 
 def written(v: Array) -> Array:

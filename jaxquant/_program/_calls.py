@@ -195,7 +195,7 @@ class _Carry:
 
     def changing(self, outs: Sequence[Any]) -> list[Any]:
         rest = [v for v, c in zip(outs, self.constant, strict=True) if not c]
-        return [v.ordered() if isinstance(v, QuantizedParam) else v for v in rest]  # all turns alike
+        return [v.of_turn() if isinstance(v, QuantizedParam) else v for v in rest]
 
 
 def _in_loop(values: Sequence[Any], body: Jaxpr) -> list[Any]:
@@ -229,7 +229,7 @@ def _as_y(v: Any) -> Any:
     """A result of an iteration, to be stacked, a cache in integers; nothing of a parameter, which nothing reads."""
     if isinstance(v, Unquantized) or (isinstance(v, QuantizedParam) and not v.is_cache):
         return None
-    return v.ordered() if isinstance(v, QuantizedParam) else v
+    return v.of_turn() if isinstance(v, QuantizedParam) else v
 
 
 def _walk_scan(walk: Walk, eqn: JaxprEqn, ins: list[Origin], place: Place) -> Sequence[Origin]:
@@ -347,7 +347,7 @@ def _evaluate_cond(replace: Replacements, step: Step) -> Sequence[Any]:
         def all_seen(qparams, key, *args):
             outs, observed = f(qparams, key, *args)
             # All branches alike: a part may have lost the sums that the whole came with.
-            outs = [v.ordered().without_sums() if isinstance(v, QuantizedParam) else v for v in outs]
+            outs = [v.of_turn().without_sums() if isinstance(v, QuantizedParam) else v for v in outs]
             return outs, {k: v.merged(observed[k]) if k in observed else v for k, v in nothing.items()}
 
         return all_seen

@@ -513,7 +513,7 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Any]) -> list[QuantizedParam]:
         of_groups([flags(part) for part in parts]) if any(part.nan_flags is not None for part in parts) else None,
         tuple(dict.fromkeys(path for part in parts for path in part.paths)),
         casts,
-        is_cache=of.is_cache,
+        form=of.form,
     )
     return [joined]
 

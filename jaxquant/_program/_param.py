@@ -11,6 +11,7 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from .._arrays._at_rest import Form
 from .._arrays._qparams import QParams
 from .._arrays._quantized import Quantized, moved
 from .._arrays._straight_through import Fitted, fitted_to_stack, quantize_straight_through
@@ -35,7 +36,7 @@ class QuantizedParam:
       paths: of the parameter; of several that were concatenated, all.
       casts: what casts it has been through.
       is_value: whether it is a named value, which has a range of its own on each device.
-      is_cache: whether it is a cache, which is written in parts; `paths` is its one path.
+      form: of a cache, which is written in parts and whose one path `paths` is: how it came; None of what is none.
     """
 
     quantized: Quantized
@@ -45,7 +46,11 @@ class QuantizedParam:
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     casts: tuple[_Cast, ...] = dataclasses.field(default=(), metadata={"static": True})
     is_value: bool = dataclasses.field(default=False, metadata={"static": True})
-    is_cache: bool = dataclasses.field(default=False, metadata={"static": True})
+    form: Form | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def is_cache(self) -> bool:
+        return self.form is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,6 +73,12 @@ class QuantizedParam:
     def ordered(self) -> "QuantizedParam":
         """The parameter with its integers as its values are, in order and dtype: what moves them counts on it."""
         return dataclasses.replace(self, quantized=self.quantized.ordered())
+
+    def of_turn(self) -> "QuantizedParam":
+        """The parameter as every iteration of a loop, and every branch, has it."""
+        if self.form is None:
+            return self.ordered()
+        return dataclasses.replace(self, quantized=self.form.of_turn(self.quantized))
 
     def without_sums(self) -> "QuantizedParam":
         return dataclasses.replace(self, quantized=self.quantized.without_sums())
@@ -184,8 +195,7 @@ def stacked(parameter: Any, n: int) -> Any:
     """The parameter to be scanned along its first axis, of length `n`: with values for each element of that."""
     if isinstance(parameter, Unquantized):
         return parameter.apart([0]) if parameter.is_stack([0]) else stacked(parameter.quantized(), n)
-    order = parameter.quantized.order
-    if order and len(order) == parameter.quantized.ndim:
+    if not parameter.quantized.lies_whole([0]):
         parameter = parameter.ordered()
     return parameter.move(lambda v: v, lambda v: grouping.apart(v, 0, n))
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from .._arrays._affine import quantize
-from .._arrays._qarray import QArray, changed, groups_of, outside
+from .._arrays._at_rest import Form, at_rest
+from .._arrays._qarray import QArray, changed, outside
 from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._base._checks import PyTree
-from .._cache import packed
 from .._paths import is_qarray, named_in_errors, with_paths
 from .._spec._granularity import PerChannel, PerTensor, granularity_of
 from .._spec._rule import Rule, first_rule
@@ -30,14 +30,14 @@ class Cache(NamedTuple):
       path: begins with the name of the argument, but in the one that holds the parameters.
       rule: that chose it; its `activation` is the spec.
       shape, dtype: of its real values.
-      stored: the dtype that holds its integers, where it came in integers; else None.
+      form: how its integers lie in memory, where it came in integers; else None.
     """
 
     path: str
     rule: Rule
     shape: tuple[int, ...]
     dtype: np.dtype
-    stored: Any = None
+    form: Form | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -53,8 +53,8 @@ class Cache(NamedTuple):
         """The cache in integers, as it is passed or as it is made of floats."""
         with named_in_errors(self.path, rule=self.rule):
             if not is_qarray(value):
-                return packed(quantize(value, self.spec))
-            if value.spec != self.spec or groups_of(value) != groups_shape(self.spec, self.shape):
+                return at_rest(quantize(value, self.spec))
+            if value.spec != self.spec or value.groups != groups_shape(self.spec, self.shape):
                 raise ValueError(
                     f"the cache is a QArray with {value.spec} and a scale of shape {value.scale.shape}, and the rule "
                     f"says {self.spec}. Make it by jaxquant.cache.zeros({self.shape}, spec) with the spec of the rule, "
@@ -69,7 +69,9 @@ class Cache(NamedTuple):
             is_shared = granularity == PerTensor() != q.spec.granularity  # the one scale of a part is of a group
             return outside(q, spec=dataclasses.replace(q.spec, granularity=PerChannel(0))) if is_shared else outside(q)
         whole = outside(q, spec=self.spec)
-        return packed(whole) if self.stored is None else changed(whole, stored=whole.stored.astype(self.stored))
+        if self.form is None:
+            return at_rest(whole)
+        return whole if self.form == Form.of(whole) else changed(whole, **self.form.stored(whole))
 
     def nbytes(self, value: PyTree) -> int:
         """Its bytes in integers, with scales."""

@@ -13,7 +13,7 @@ from jax import Array
 
 from .._arrays._affine import qparams_of_shape
 from .._arrays._codes import takes_sums
-from .._arrays._qarray import QArray, groups_of
+from .._arrays._qarray import QArray
 from .._arrays._qparams import QParams
 from .._base import _checks as checks
 from .._base._checks import PyTree
@@ -411,7 +411,7 @@ class Entries:
 def _check_frozen_by(entry: Entry, q: QArray, qparams: QParams | None) -> None:
     plain = lambda spec: vars(spec) | {"granularity": None}
     expected = entry.groups or (1,) * q.ndim
-    if plain(q.spec) != plain(entry.spec) or groups_of(q) != expected:
+    if plain(q.spec) != plain(entry.spec) or q.groups != expected:
         raise ValueError(
             f"the parameter is a QArray with {q.spec} and a scale of shape {q.scale.shape}, and the rule "
             f"makes {entry.spec} of it, with a scale of shape {entry.groups}. Freeze it with the rules it "

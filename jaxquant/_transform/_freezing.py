@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._arrays._affine import quantize
+from .._arrays._at_rest import at_rest
 from .._arrays._codes import with_own_sums
 from .._arrays._grid import frame_of, grid_of
-from .._arrays._qarray import Frozen, QArray, changed, check_dtypes, check_sums, packed_dtype
+from .._arrays._qarray import Frozen, QArray, changed, check_dtypes, check_sums
 from .._arrays._qparams import QParams
 from .._base import _checks as checks
 from .._base._checks import PyTree
@@ -38,9 +39,9 @@ def freeze_leaf(
     with named_in_errors(path, rule=entry.rule):
         check_reads(entry, "frozen")
         own = entries.noise_key(key, path) if entry.spec.rounding == "stochastic" and key is not None else None
-        packed = None if entry.is_multiplied else packed_dtype(entry.spec)
+        platform = None if entry.is_multiplied else jax.default_backend()
         summed = None if entry.summed is None else tuple(sorted(entry.summed))
-        form = _Form(entry.spec, packed, entry.order, summed)
+        form = _Form(entry.spec, platform, entry.order, summed)
         q, total = _quantized(checks.float_array("x", leaf), known, own, form)
         refuse_not_finite(leaf, total)
     has_static_inputs = any(qparams.get(name) is not None for name in entries.inputs_of(entry.key))
@@ -49,10 +50,10 @@ def freeze_leaf(
 
 
 class _Form(NamedTuple):
-    """The form in which the integers of a parameter are made and lie; static. `packed` holds several in a byte."""
+    """The form in which the integers of a parameter are made and lie; static. Several in a byte for a `platform`."""
 
     spec: QuantSpec
-    packed: Any
+    platform: str | None
     order: tuple[int, ...] | None
     summed: tuple[int, ...] | None
 
@@ -61,8 +62,8 @@ class _Form(NamedTuple):
 def _quantized(leaf: Array, qparams: QParams | None, key: Array | None, form: _Form) -> tuple[QArray, Array]:
     """A parameter in integers, and its sum, which is finite only where all its values are."""
     q = quantize(leaf, form.spec, qparams, key=key)
-    values = q.values.astype(form.packed or q.values.dtype)
-    q = dataclasses.replace(q, values=values, order=form.order, dtype=leaf.dtype)
+    q = dataclasses.replace(q, order=form.order, dtype=leaf.dtype)
+    q = at_rest(q, form.platform, is_weight=True) if form.platform else q
     return q if form.summed is None else with_own_sums(q, form.summed), jnp.sum(leaf)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from .._arrays._affine import fake_quant
+from .._arrays._at_rest import Form
 from .._arrays._qarray import QArray, inside
 from .._arrays._qparams import QParams
 from .._arrays._quantized import Quantized
@@ -96,7 +97,7 @@ class Quantizing(Evaluator):
         q = cache.quantized(value)
         # Only what comes in float is differentiated.
         real = None if isinstance(value, QArray) else fake_quant(value, cache.spec)
-        return dataclasses.replace(_parameter(cache.path, as_cache(q), cache.spec, real), is_cache=True)
+        return dataclasses.replace(_parameter(cache.path, as_cache(q), cache.spec, real), form=Form.of(q))
 
     def result(self, v: Any) -> Any:
         """A result of the function: a cache leaves it in integers."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._arrays._at_rest import Form
 from .._base._checks import PyTree
 from .._paths import is_qarray
 from .._program._calls import CALLS
@@ -62,9 +63,9 @@ class Source(NamedTuple):
         # The function sees integers as what they stand for: an array of the shape, and the sharding, they have.
         jaxpr, consts = traced(flat, [v.values.astype(v.dtype) if is_qarray(v) else v for v in arrays])
         params, origins, matched = origins_of(call, jaxpr.invars, self.argnum, self.caches)
-        stored = lambda v: v.stored.dtype if is_qarray(v) else None
+        form = lambda v: Form.of(v) if is_qarray(v) else None
         caches = [
-            cache._replace(stored=stored(v)) if cache and cache.is_wanted else None
+            cache._replace(form=form(v)) if cache and cache.is_wanted else None
             for cache, v in zip(matched, arrays, strict=True)
         ]
         paths = [origin.path for origin in origins]
