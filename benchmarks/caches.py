@@ -60,6 +60,7 @@ KINDS = {  # a cache, and the spec of the other operand
     "float8": ("float8", ROWS),
     "int4": ("int4", ROWS),
 }
+GOALS = {("int8", 2048): 1.0, ("int4", 512): 1.5, ("int4", 2048): 1.5}
 
 
 def attention(spec, caches, new, t):
@@ -89,8 +90,7 @@ def step_rows(rounds, *lengths):
         )
         runs = {name: run(*kind) for name, kind in {"float32": ("float32", None), **KINDS}.items()}
         for name, ratio in ratios(runs, "float32", rounds).items():
-            goal = 1.0 if (name, tokens) == ("int8", 1024) else None
-            yield f"{tokens:,} tokens, {name}", ratio, verdict(ratio, goal)
+            yield f"{tokens:,} tokens, {name}", ratio, verdict(ratio, GOALS.get((name, tokens)))
 
 
 def in_float(program, size):
@@ -234,7 +234,7 @@ def quality_rows(seeds):
 
 PACKAGES = ("optax",)
 PARTS = {
-    "step": Part(("measured: a step", "time to float32", "goal"), step_rows, 31, (512, 2048)),
+    "step": Part(("measured: a step", "time to float32", "goal"), step_rows, 31, (512, 2048, 8192)),
     "v5e": Part(
         ("estimated by XLA: a step on a v5e", "cycles to bfloat16", "bytes to bfloat16", "goal of cycles", "reads"),
         estimated_rows,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._arrays._at_rest import Form, at_rest
+from ._arrays._at_rest import Form, at_rest, lying_as
 from ._arrays._codes import with_own_sums
 from ._arrays._gram import Gram
 from ._arrays._histogram import Histogram
@@ -360,7 +360,7 @@ def _lying_like(like: PyTree, leaf: PyTree) -> PyTree:
     """A leaf with the order and the dtype in memory of another, and with sums if that has some."""
     if not isinstance(leaf, QArray):
         return leaf
-    q = changed(leaf, **Form.of(like).stored(leaf), sums=None, summed=None)
+    q = changed(lying_as(leaf, Form.of(like)), sums=None, summed=None)
     return q if like.summed is None else with_own_sums(q, tuple(_summed_axes(like)))
 
 

@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 from exact import x64
 from inputs import ones
+from lanes import cases
 
 import jaxquant
 from jaxquant import (
@@ -237,18 +238,22 @@ def test_an_order_in_memory_comes_back_and_the_file_has_the_axes_of_the_array(tm
     np.testing.assert_array_equal(read("lying"), read("own"))
 
 
-@both
-def test_four_bits_in_memory_come_back(tmp_path, suffix):
-    for spec, groups in ((weight_spec(4, channel_axis=1), (1, 6)), (QuantSpec(bits=3, signed=False), ())):
-        q = qarray(spec, (4, 6), groups)
-        values = np.asarray(q.values).astype(jnp.int4 if spec.signed else jnp.uint4)
-        half = {"w": stored_for(dataclasses.replace(q, values=jax.device_put(values)), "cpu")}
-        assert half["w"].pairs
-        assert all_bits(there_and_back(tmp_path / f"half{suffix}", half)) == all_bits(half)
-        assert all_bits(load(tmp_path / f"half{suffix}", like={"w": q})) == all_bits({"w": q})
-        assert all_bits(load(tmp_path / f"half{suffix}", like=jax.eval_shape(lambda half=half: half))) == all_bits(half)
-        there_and_back(tmp_path / f"own{suffix}", {"w": q})
-        assert abs((tmp_path / f"half{suffix}").stat().st_size - (tmp_path / f"own{suffix}").stat().st_size) < 50
+FOUR_BITS = (weight_spec(4, channel_axis=1), (1, 6)), (QuantSpec(bits=3, signed=False), ())
+
+
+@cases(
+    ("suffix", "spec", "groups"), [(suffix, *of) for suffix in SUFFIXES for of in FOUR_BITS], [(".npz", *FOUR_BITS[0])]
+)
+def test_four_bits_in_memory_come_back(tmp_path, suffix, spec, groups):
+    q = qarray(spec, (4, 6), groups)
+    values = np.asarray(q.values).astype(jnp.int4 if spec.signed else jnp.uint4)
+    half = {"w": stored_for(dataclasses.replace(q, values=jax.device_put(values)), "cpu")}
+    assert half["w"].pairs
+    assert all_bits(there_and_back(tmp_path / f"half{suffix}", half)) == all_bits(half)
+    assert all_bits(load(tmp_path / f"half{suffix}", like={"w": q})) == all_bits({"w": q})
+    assert all_bits(load(tmp_path / f"half{suffix}", like=jax.eval_shape(lambda: half))) == all_bits(half)
+    there_and_back(tmp_path / f"own{suffix}", {"w": q})
+    assert abs((tmp_path / f"half{suffix}").stat().st_size - (tmp_path / f"own{suffix}").stat().st_size) < 50
 
 
 @both

@@ -777,6 +777,7 @@ def test_a_histogram_counts_signs_exponents_and_five_bits(granularity):
         assert_same_bits(got, counts_of(v))
 
 
+@pytest.mark.filterwarnings("ignore:`percentile` 50 cuts 'h'")
 @cases("percentile", [50, 99.9, 100])
 def test_a_range_of_a_histogram_holds_the_percentile_and_little_more(percentile):
     columns = distributions(1000)
@@ -801,6 +802,18 @@ def test_a_histogram_leaves_out_half_on_each_side_a_thousandth_by_default(left_o
     x_min, x_max = range_from_histogram(h, *percentile)
     assert -4.125 < x_min <= -4
     assert 4 <= x_max < 4.125
+
+
+def test_a_percentile_that_cuts_off_massive_values_warns():
+    """Of both signs, with the entry and its largest value; not of one that is under ten times the range."""
+    rows = [np.append(np.linspace(-1, 1, 10_000), v) for v in (9.0, -3120.0, 40.0)]
+    h = {"down:input": Histogram(np.stack([counts_of(F(v)) for v in rows]))}
+    with pytest.warns(
+        UserWarning, match="`percentile` 99.9 cuts 'down:input', which reaches 3072, off at 1. A"
+    ) as found:
+        range_from_histogram(h)
+    assert (len(found), found[0].filename) == (1, __file__)
+    range_from_histogram(Histogram(h["down:input"].counts[[0, 0, 0]]))
 
 
 def test_a_range_of_an_empty_histogram_is_neutral():

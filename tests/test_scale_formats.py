@@ -117,6 +117,49 @@ def test_nvfp4_is_the_formula_of_its_definition(compared):
 
 
 @bits
+def test_an_input_in_nvfp4_has_a_static_scale_of_the_tensor():
+    """One for the q, k and v of each layer, of all batches; what is larger saturates, and no row counts for another."""
+    seen, x = (np.random.default_rng(i).standard_t(4, size=(2, *SHAPE)).astype(F) for i in range(2))
+    x[0, 0, 5] = 1e3
+    of_layer = lambda _, wx: (None, [wx[1] @ w for w in wx[0]])  # by weights of 127, so that nothing else is rounded
+    f = lambda params, x: jax.lax.scan(of_layer, None, (params, x))[1]
+    q = jq.quantize_fn(f, [Rule("**", QuantSpec(), nvfp4_spec())])
+    params = [np.broadcast_to(np.eye(64, dtype=F) * 127, (2, 64, 64))] * 3
+
+    @jax.jit
+    def run(x, of_rows):
+        ranges = jq.merge(*(q.observe(params, batch) for batch in (seen, seen / 2)))
+        qparams = {name: v for name, v in q.init_qparams(params, x, ranges=ranges).items() if name.endswith("input")}
+        qparams |= dict.fromkeys("012")
+        trained = lambda x, qparams: q(params, x, qparams=qparams)
+        frozen = q.freeze(params, x, qparams=qparams)
+        served = q(frozen, x, qparams=qparams), q(frozen, x[:, of_rows], qparams=qparams)
+        loss = lambda x, qparams: sum(map(jnp.sum, trained(x, qparams)))
+        return qparams, trained(x, qparams), served, jax.grad(loss, (0, 1))(x, qparams)
+
+    qparams, trained, (served, rows), (of_x, of_qparams) = run(x, np.arange(3, 4))
+    tensor = np.abs(seen).max((1, 2)) / F(6) / F(448)
+    assert [name for name, v in qparams.items() if v is not None] == ["0:input"]
+    assert_same_bits(qparams["0:input"].scale, tensor)
+    tensor, in_blocks = tensor[:, None, None], x.reshape(2, 32, 4, 16)
+    of_block = np.minimum(np.abs(in_blocks).max(-1) / F(6) / tensor, F(448))
+    scale = of_block.astype(ml_dtypes.float8_e4m3fn).astype(F)
+    codes = cast((in_blocks / (scale * tensor)[..., None]).reshape(SHAPE[0], -1).clip(-6, 6), "float4_e2m1fn")
+    want = (codes.reshape(in_blocks.shape).astype(np.float64) * scale[..., None] * 127).astype(F).reshape(
+        x.shape
+    ) * tensor
+    for got, same, row in zip(served, trained, rows, strict=True):
+        assert_same_bits(got, same)
+        assert_same_bits(np.asarray(got) + F(0), want + F(0))
+        assert_same_bits(row, np.asarray(got)[:, 3:4])
+    beyond = np.abs(x) > 7 * 448 * tensor  # the tie of the last level with the next one, 8
+    assert_same_bits(of_x, np.where(beyond, F(0), F(3 * 127)))
+    assert not np.asarray(of_qparams["0:input"].scale).any()
+    with pytest.raises(ValueError, match="must have shape"):
+        q(params, x, qparams=qparams | {"0:input": QParams(np.ones((2, 32, 4), F), np.zeros((2, 32, 4), F))})
+
+
+@bits
 def test_scales_of_half_precision_are_rounded_to_nearest():
     spec = lambda dtype: QuantSpec(bits=4, granularity=PerBlock(-1, 32), scale_dtype=dtype)
     x = np.random.default_rng(0).normal(size=(50, 64)).astype(F)

@@ -2,6 +2,7 @@
 """Integers of 4 bits and fewer as they lie in memory: two in a byte, as a platform reads and writes them fastest."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -36,11 +37,11 @@ class Form(NamedTuple):
         """
         dtype = packed_dtype(q.spec)
         if dtype is None or platform != "cpu":
-            return cls(dtype or q.spec.dtype, q.order, None)
+            return cls(jnp.dtype(dtype or q.spec.dtype), q.order, None)
         sizes = [q.shape[axis] for axis in permutation(q.order, q.ndim)]
         for axis in (-2, -1) if is_weight else (-1, -2):
             if -axis <= q.ndim and sizes[axis] % 2 == 0:
-                return cls(jnp.uint8, q.order, (axis, 1 if axis == -2 else math.gcd(sizes[axis] // 2, 8)))
+                return cls(jnp.dtype(jnp.uint8), q.order, (axis, 1 if axis == -2 else math.gcd(sizes[axis] // 2, 8)))
         return cls(q.spec.dtype, q.order, None)
 
     def of_turn(self, q: Quantized) -> Quantized:
@@ -53,16 +54,20 @@ class Form(NamedTuple):
     def stored(self, q: QArray | Quantized) -> dict[str, Any]:
         """The fields of an array with values that lie so."""
         values = in_memory(q.values, lambda ndim: permutation(self.order, ndim)) if self.order else q.values
-        values = (
-            in_pairs(values, values.ndim + self.pairs[0], self.pairs[1]) if self.pairs else values.astype(self.dtype)
-        )
-        return {"stored": values, "order": self.order, "pairs": self.pairs}
+        lie = lambda v: in_pairs(v, v.ndim + self.pairs[0], self.pairs[1]) if self.pairs else v.astype(self.dtype)
+        return {"stored": lie(values), "order": self.order, "pairs": self.pairs}
 
 
 def at_rest(q: QArray, platform: str | None = None, is_weight: bool = False) -> QArray:
     """A QArray as it lies on a platform, by default on that of new arrays."""
     form = Form.on(platform or jax.default_backend(), q, is_weight or q.frozen is not None)
-    return q if form == Form.of(q) else changed(q, **form.stored(q))
+    return q if form == Form.of(q) else lying_as(q, form)
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def lying_as(q: QArray, form: Form) -> QArray:
+    """A QArray whose values lie in a form."""
+    return changed(q, **form.stored(q))
 
 
 def stored_for(tree: PyTree, platform: str) -> PyTree:
@@ -88,9 +93,9 @@ def stored_for(tree: PyTree, platform: str) -> PyTree:
 
     Source: this package; measured in docs/weight_only.md and docs/generate.md.
 
-    >>> from jaxquant import QuantSpec, stored_for
+    >>> from jaxquant import PerChannel, QuantSpec, stored_for
     >>> from jaxquant.cache import zeros
-    >>> cache = zeros((1, 64, 2, 16), QuantSpec(bits=4))
+    >>> cache = zeros((1, 64, 2, 16), QuantSpec(bits=4, granularity=PerChannel((0, 1, 2))))
     >>> stored_for(cache, "tpu").stored.dtype, stored_for(cache, "cpu").stored.shape
     (dtype(int4), (1, 64, 2, 8))
     """

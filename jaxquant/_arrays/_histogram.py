@@ -2,10 +2,12 @@
 """A histogram of fixed bins, for percentiles over many batches."""
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -179,6 +181,8 @@ def range_from_histogram(h: Histogram | Mapping[str, Histogram], percentile: flo
       TypeError: for anything but a Histogram or dict of them, or a percentile that is no static number.
       ValueError: for a percentile outside (0, 100].
 
+    Warns of a range, outside of jit, that some values exceed more than tenfold.
+
     Source: as `histogram`.
 
     >>> import jax.numpy as jnp
@@ -192,4 +196,23 @@ def range_from_histogram(h: Histogram | Mapping[str, Histogram], percentile: flo
         _checked_counts("h", h)
         return _range_of_counts(h.counts, outside)
 
-    return for_each(of, Histogram, "range_from_histogram", h=h)
+    ranges = for_each(of, Histogram, "range_from_histogram", h=h)
+    for name, one in h.items() if isinstance(h, Mapping) else [("h", h)]:
+        r = ranges[name] if isinstance(h, Mapping) else ranges
+        if isinstance(one, Histogram) and not isinstance(one.counts, jax.core.Tracer):
+            _warn_of_massive(name, np.maximum(np.abs(r.x_min), np.abs(r.x_max)), np.asarray(one.counts), percentile)
+    return ranges
+
+
+def _warn_of_massive(name: str, end: np.ndarray, counts: np.ndarray, percentile: float) -> None:
+    """Warns of a range that counted values exceed more than tenfold: language models live on such."""
+    bins = np.abs(np.arange(_BINS) - (_BINS - 1) / 2).astype(np.int32)  # of magnitudes, from 0
+    largest = (np.where(counts > 0, bins, 0).max(-1) << (23 - _FRACTION_BITS)).view(np.float32)
+    cut = end * 10 < largest
+    if cut.any():
+        at = np.unravel_index(np.argmax(np.where(cut, largest, 0)), largest.shape)
+        warnings.warn(
+            f"`percentile` {percentile} cuts {name!r}, which reaches {largest[at]:.4g}, off at {end[at]:.3g}. "
+            "A language model lives on massive values: report(q, ...) says what that costs; PerToken() clips none.",
+            stacklevel=3,
+        )

@@ -36,19 +36,18 @@ class Stored:
         """The integers, or floats of a format, in the order of the axes and in the dtype of the spec."""
         values, to = self.stored, self.spec.dtype
         if isinstance(values, jax.ShapeDtypeStruct):
-            moved = self.order or self.pairs
-            return values.update(shape=self.shape, dtype=to, sharding=None if moved else values.sharding)
+            sharding = None if self.order or self.pairs else values.sharding
+            return values.update(shape=self.shape, dtype=to, sharding=sharding)
         if self.pairs and checks.is_array(values):
-            values = apart_of_pairs(values, values.ndim + self.pairs[0], self.pairs[1], to)
+            values = apart_of_pairs(values, self.ndim + self.pairs[0], self.pairs[1], to)
         values = in_memory(values, lambda ndim: back(self.order, ndim)) if self.order else values
         return values.astype(to) if getattr(values, "dtype", None) in (jnp.int4, jnp.uint4) else values
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the values."""
-        paired = self.ndim + self.pairs[0] if self.pairs else None
-        shape = [2 * n if i == paired else n for i, n in enumerate(self.stored.shape)]
-        return tuple(shape[i] for i in back(self.order, len(shape)))
+        shape, paired = self.stored.shape, self.ndim + self.pairs[0] if self.pairs else None
+        return tuple(shape[i] * (2 if i == paired else 1) for i in back(self.order, len(shape)))
 
     @property
     def ndim(self) -> int:
@@ -58,7 +57,7 @@ class Stored:
     @property
     def groups(self) -> tuple[int, ...]:
         """The number of groups with a scale along each axis."""
-        return (1,) * (self.ndim - self.scale.ndim) + self.scale.shape
+        return (1,) * (0 if self.stored is None else self.ndim - self.scale.ndim) + self.scale.shape
 
     @property
     def size(self) -> int:
@@ -140,8 +139,8 @@ class Quantized(Stored):
 
     def lies_whole(self, axes: Iterable[int]) -> bool:
         """Whether axes lie in memory as they are, before those in another order or in pairs."""
-        moved = max(len(self.order or ()), -self.pairs[0] if self.pairs else 0)
-        return all(axis < self.ndim - moved for axis in axes)
+        last = max(len(self.order or ()), -self.pairs[0] if self.pairs else 0)
+        return not last or all(axis < self.ndim - last for axis in axes)
 
     def without_sums(self) -> "Quantized":
         return dataclasses.replace(self, sums=None, summed=None)
@@ -156,8 +155,7 @@ class Quantized(Stored):
 
     def taken(self, index: Array) -> "Quantized":
         """The parts along the first axis at indices, which are in bounds."""
-        q = self if self.lies_whole([0]) else self.ordered()
-        new, n = range(index.ndim - 1), self.shape[0]
+        q, new, n = self if self.lies_whole([0]) else self.ordered(), range(index.ndim - 1), self.shape[0]
         at = lambda v: v.at[index].get(mode="promise_in_bounds")
         return q.move(at, lambda v: lax.expand_dims(v, new) if v.shape[0] == 1 else at(grouping.apart(v, 0, n)))
 

@@ -40,7 +40,8 @@ class Range(NamedTuple):
 
     def checked(self, other: "Range") -> tuple["Range", "Range"]:
         """Both in float32; raises for different shapes."""
-        a, b = (Range(*checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32))) for r in (self, other))
+        real = lambda name, v: checks.real(name, v, jnp.dtype(jnp.float32))
+        a, b = (Range(real("x_min", r.x_min), real("x_max", r.x_max)) for r in (self, other))
         for name, of_a, of_b in zip(self._fields, a, b, strict=True):
             checks.shape(f"{name} of b", of_b, of_a.shape, "the shape in `a`")
         return a, b
@@ -207,7 +208,7 @@ def qparams_from_range(r: Range | Mapping[str, Range], spec: QuantSpec, *, bits:
     frame = frame_of(checked_spec(spec), bits)
 
     def of(r: Range) -> QParams:
-        x_min, x_max = checks.ends(("x_min", "x_max"), tuple(r), jnp.dtype(jnp.float32))
+        x_min, x_max = (checks.real(name, v, jnp.dtype(jnp.float32)) for name, v in r._asdict().items())
         checks.shape("x_max", x_max, x_min.shape, "the shape of `x_min`, one range for each scale")
         return _qparams_from_range(x_min, x_max, frame)
 

@@ -16,12 +16,14 @@ from .._base import _numerics as num
 from .._base._groups import broadcast_groups
 from .._base._sharding import shard_like, vary_together
 from .._platform._cpu import computed_apart, nan_where
+from .._spec._granularity import PerTensor
+from .._spec._scale_formats import RoundedOfTensor
 from .._spec._spec import QuantSpec
 from ._affine import as_trained, fake_quant_bwd, gradient_of_fitted, levels_of, noise_for, passed, quantized_of
 from ._grid import Frame, Grid, frame_of, grid_of
 from ._qparams import QParams
 from ._quantized import OF_GROUPS, Quantized
-from ._range import LARGEST, finite_or, grid_of_range, range_of
+from ._range import LARGEST, Range, finite_or, grid_of_range, qparams_from_range, range_of
 
 # The names of what a site keeps for its backward pass, for policies of jax.checkpoint.
 CODES, SCALES = "jaxquant_codes", "jaxquant_scales"
@@ -35,6 +37,34 @@ class Fitted(NamedTuple):
 
     def grid(self, frame: Frame) -> Grid:
         return Grid(self.scale, None, frame, self.tensor_scale)
+
+
+class OfTensor(NamedTuple):
+    """A static scale of the tensor, beside which scales of blocks follow the values; it has no gradient."""
+
+    tensor_scale: Array
+
+    def fitted(self, x: Array, spec: QuantSpec) -> Fitted:
+        """The scales of blocks of x; what is larger than the scale of the tensor allows for saturates."""
+        assert isinstance(spec.scales, RoundedOfTensor)
+        x_min, x_max, _ = range_of(lax.stop_gradient(x), spec)
+        scale = grid_of_range(x_min, x_max, frame_of(spec, is_fitted=True)).scale
+        tensor_scale = lax.stop_gradient(jnp.reshape(self.tensor_scale, (1,) * x.ndim))
+        return Fitted(spec.scales.beside(scale, tensor_scale), tensor_scale)
+
+
+def range_spec(spec: QuantSpec, is_weight: bool = False) -> QuantSpec:
+    """The spec that an operand is observed with: of an input with a scale of the tensor, one range."""
+    if is_weight or not spec.has_tensor_scale:
+        return spec
+    return dataclasses.replace(spec, granularity=PerTensor(), scale_dtype="float32")
+
+
+def tensor_qparams(r: Range, spec: QuantSpec) -> QParams:
+    """The scale of the tensor for inputs in a range, as QParams, whose zero point is 0."""
+    assert isinstance(spec.scales, RoundedOfTensor)
+    scale, zero_point = qparams_from_range(r, range_spec(spec))
+    return QParams(spec.scales.of_tensor(scale), zero_point)
 
 
 @jax.custom_vjp
@@ -116,7 +146,7 @@ def fitted_to_stack(x: Array, spec: QuantSpec) -> Fitted:
 
 def straight_through(
     x: Array, spec: QuantSpec, contracted: tuple[int, ...] | None, key: Array | None,
-    qparams: QParams | Fitted | None = None, keeps_codes: bool = False,
+    qparams: QParams | Fitted | OfTensor | None = None, keeps_codes: bool = False,
 ) -> tuple[Any, Quantized, Array | None]:  # fmt: skip
     """Quantizes one operand of a contraction.
 
@@ -129,6 +159,7 @@ def straight_through(
       result, of size 1 along the contracted axes: NaN where the values along these hold a NaN or an infinity, else 0.
       None for `contracted=None`: for products of floats, which have NaN themselves.
     """
+    qparams = qparams.fitted(x, spec) if isinstance(qparams, OfTensor) else qparams
     frame, noise = frame_of(spec, is_fitted=not isinstance(qparams, QParams)), noise_for(x, spec, key)
     values = lax.stop_gradient(x)
     if contracted is None:

@@ -16,8 +16,9 @@ from .._base._sharding import replicated
 from .._spec._spec import QuantSpec
 from ._affine import quantize
 from ._histogram import added_counts
-from ._qarray import QArray, real_values
+from ._qarray import QArray, outside, real_values
 from ._qparams import QParams
+from ._straight_through import OfTensor, quantize_straight_through
 
 _COUNTED_BITS = 8  # levels are counted up to here
 
@@ -60,10 +61,13 @@ def to_nearest(spec: QuantSpec) -> QuantSpec:
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))
-def tally(x: Array, spec: QuantSpec, qparams: QParams | None = None) -> Tally:
+def tally(x: Array, spec: QuantSpec, qparams: QParams | OfTensor | None = None) -> Tally:
     """The tally of one array, rounded to nearest."""
     spec, (x, qparams) = to_nearest(spec), jax.tree.map(replicated, (x, qparams))
-    q = quantize(x, spec, qparams)
+    if isinstance(qparams, OfTensor):
+        q = outside(quantize_straight_through(x, spec, None, None, qparams)[1])
+    else:
+        q = quantize(x, spec, qparams)
     x, real = x.astype(jnp.float32), real_values(q, jnp.dtype(jnp.float32))
     finite = jnp.isfinite(x)
     count = lambda mask: jnp.sum(mask, dtype=jnp.uint32)

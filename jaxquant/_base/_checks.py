@@ -158,11 +158,6 @@ def real(name: str, value: object, dtype: DTypeLike) -> Array:
     return float_array_in(name, value, dtype)
 
 
-def ends(names: tuple[str, str], values: tuple[Any, Any], dtype: DTypeLike) -> tuple[Array, Array]:
-    """Returns both ends of a range in the dtype of the computation."""
-    return real(names[0], values[0], dtype), real(names[1], values[1], dtype)
-
-
 def shape(name: str, array: Array, expected: tuple[int, ...], why: str) -> None:
     """Refuses an array of another shape; `why` says what the shape stands for."""
     if array.shape != expected:

@@ -5,6 +5,7 @@ Each function is the plain program elsewhere, by `lax.platform_dependent` or as 
 exported for several platforms, or compiled for one that is not there. All give the same bits on every platform.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ def transposed(v: Array, axes: Sequence[int]) -> Array:
     return lax.optimization_barrier(lax.transpose(v.astype(wide), axes)).astype(v.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("axis", "distance", "dtype"), inline=True)
 def apart_of_pairs(v: Array, axis: int, distance: int, dtype: DTypeLike) -> Array:
     """The values of 4 bits that lie two in a byte: of two at this distance along an axis the first in the lower half.
 

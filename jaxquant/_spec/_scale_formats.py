@@ -126,11 +126,16 @@ class RoundedOfTensor(Rounded):
     def of_largest(self, largest: Array, qmax: Any, rule: str) -> Array:
         return quotient(largest, qmax, TINY)  # blocks of zeros must not be the largest
 
+    def of_tensor(self, largest: Array) -> Array:
+        """The scale of a tensor whose largest block has this scale. No step is below TINY."""
+        return lax.max(divide(largest, self.float.qmax), np.float32(TINY / self.float.unit))
+
+    def beside(self, scale: Array, of_tensor: Array) -> Array:
+        return computed_once(lambda scale: self._nearest(divide(scale, of_tensor)), scale)
+
     def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
-        largest = jnp.max(num.select(scale == scale, scale, 0), initial=0.0)
-        # No step is below TINY.
-        of_tensor = lax.max(divide(largest, self.float.qmax), np.float32(TINY / self.float.unit))
-        return computed_once(lambda scale: self._nearest(divide(scale, of_tensor)), scale), of_tensor
+        of_tensor = self.of_tensor(jnp.max(num.select(scale == scale, scale, 0), initial=0.0))
+        return self.beside(scale, of_tensor), of_tensor
 
     def neighbours(self, scale: Array) -> list[Array]:
         # But of the largest, of which the scale of the tensor is derived.

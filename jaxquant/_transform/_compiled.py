@@ -14,7 +14,14 @@ from jax.typing import DTypeLike
 from .._arrays._affine import fake_quant
 from .._arrays._qparams import QParams
 from .._arrays._quantized import Quantized
-from .._arrays._straight_through import CODES, SCALES, straight_through, with_gradient_of
+from .._arrays._straight_through import (
+    CODES,
+    SCALES,
+    OfTensor,
+    quantize_straight_through,
+    straight_through,
+    with_gradient_of,
+)
 from .._contract._contract import ContractionOp, contract
 from .._contract._dot import Dot, quantized_dot
 from .._contract._in_groups import in_groups
@@ -156,6 +163,9 @@ not_differentiated.defvjp(lambda y, lacking: (y, None), _refuse_gradient)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def fake_quantized(x: Array, spec: QuantSpec, qparams: QParams | None, key: Array | None) -> Array:
+def fake_quantized(x: Array, spec: QuantSpec, qparams: QParams | OfTensor | None, key: Array | None) -> Array:
     """`fake_quant`, compiled once for a shape."""
+    if isinstance(qparams, OfTensor):
+        real, q, _ = quantize_straight_through(x, spec, None, key, qparams)
+        return with_gradient_of(real, q.real(x.dtype))
     return fake_quant(x, spec, qparams, key=key)

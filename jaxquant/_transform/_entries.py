@@ -15,6 +15,7 @@ from .._arrays._affine import qparams_of_shape
 from .._arrays._codes import takes_sums
 from .._arrays._qarray import QArray
 from .._arrays._qparams import QParams
+from .._arrays._straight_through import OfTensor, range_spec
 from .._base import _checks as checks
 from .._base._checks import PyTree
 from .._history import BINS, DelayedQParams, GradientHistory, empty_history
@@ -76,7 +77,7 @@ class Entry:
     @property
     def groups(self) -> tuple[int, ...]:
         """The shape of its qparams."""
-        return *(n for _, n in self.stack), *qparams_shape(self.spec, self.shape)
+        return *(n for _, n in self.stack), *qparams_shape(range_spec(self.spec, self.is_weight), self.shape)
 
     @property
     def size(self) -> int:
@@ -188,7 +189,8 @@ def _entry(key: str, decision: Decision, side: int, leaves: Mapping[str, Any]) -
             spec=spec,
             shape=operand.shape,
             dtype=operand.dtype,
-            is_dynamic=spec.granularity.is_dynamic or kind.is_dynamic or decision.is_folded,
+            is_dynamic=decision.is_folded
+            or (not spec.has_tensor_scale and (spec.granularity.is_dynamic or kind.is_dynamic)),
             scaled_by=decision.scaled_by,
             location=contraction.location,
             stack=contraction.stack,
@@ -386,6 +388,8 @@ class Entries:
             turns = f", in each of {math.prod(n for _, n in entry.stack)} turns of a scan" if entry.stack else ""
             ndim = len(entry.groups) if entry.stack else len(entry.shape)
             scale, zero_point = qparams_of_shape(qparams, entry.spec, entry.groups, ndim, f"{why}{entry.shape}{turns}")
+            if entry.spec.has_tensor_scale and not entry.is_weight:
+                return OfTensor(scale.reshape(entry.groups))
             return QParams(scale.reshape(entry.groups), zero_point.reshape(entry.groups))
 
     def check_frozen(

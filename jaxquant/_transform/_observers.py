@@ -14,6 +14,7 @@ from .._arrays._gram import Gram, gram
 from .._arrays._histogram import Histogram, histogram
 from .._arrays._qparams import QParams
 from .._arrays._range import Range, observe
+from .._arrays._straight_through import range_spec
 from .._arrays._tally import tally, tally_across
 from .._base import _checks as checks
 from .._base._checks import PyTree
@@ -156,13 +157,13 @@ def _zeros(like: PyTree) -> PyTree:
 
 
 RANGES = Observer(
-    lambda given: observe(given.counted, given.spec),
+    lambda given: observe(given.counted, range_spec(given.spec)),
     lambda r: Range(jnp.full(r.x_min.shape, jnp.inf), jnp.full(r.x_max.shape, -jnp.inf)),
     lambda r, axes: Range(lax.pmin(r.x_min, tuple(axes)), lax.pmax(r.x_max, tuple(axes))),
     lambda decisions: uses_of_inputs(decisions, has_range),
 )
 HISTOGRAMS = Observer(
-    lambda given: histogram(given.counted, given.spec),
+    lambda given: histogram(given.counted, range_spec(given.spec)),
     _zeros,
     lambda h, axes: Histogram(lax.psum(h.counts, tuple(axes))),
     lambda decisions: uses_of_inputs(decisions, has_range),

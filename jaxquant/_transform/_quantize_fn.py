@@ -19,6 +19,7 @@ from jax import Array
 from .._arrays._fit import fit_qparams
 from .._arrays._qparams import QParams
 from .._arrays._range import Range, observe, qparams_from_range
+from .._arrays._straight_through import tensor_qparams
 from .._arrays._tally import Tally
 from .._base import _checks as checks
 from .._base._checks import PyTree
@@ -493,6 +494,8 @@ def _of_input(r: object, entry: Entry) -> QParams | None:
             "no batch has reached this input, whose range is Range(inf, -inf): a branch not taken, or a loop without a "
             "turn. Observe batches that do; or make it dynamic by ranges[entry] = None, or static by a Range you know."
         )
+    if entry.spec.has_tensor_scale:
+        return tensor_qparams(r, entry.spec)
     refuse_unsigned_below_zero(r.x_min, r.x_max, entry.spec)
     return qparams_from_range(r, entry.spec)
 

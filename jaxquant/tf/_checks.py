@@ -6,8 +6,15 @@ from typing import Any
 
 import jax.core
 import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
 
 from .._base import _checks as checks
+
+
+def ends(names: tuple[str, str], values: tuple[Any, Any], dtype: DTypeLike) -> tuple[Array, Array]:
+    """Returns both ends of a range in the dtype of the computation."""
+    return checks.real(names[0], values[0], dtype), checks.real(names[1], values[1], dtype)
 
 
 def ignored_name(value: object) -> None:

@@ -15,7 +15,7 @@ from .._base import _numerics as num
 from .._base._gradients import custom_vjp
 from .._base._sharding import shard_like, vary_together
 from .._platform._division import divide
-from ._checks import ignored_name, ordered
+from ._checks import ends, ignored_name, ordered
 from ._nudge import Nudged, along_axis, masked_product, nudge, per_channel
 
 
@@ -102,7 +102,7 @@ def _constant_range(x: Array, x_min: ArrayLike | None, x_max: ArrayLike | None) 
     )
     dtype = num.compute_dtype(x.dtype)
     ordered(("min", "max"), values, dtype, np.less, "min < max")
-    return vary_together(x, *checks.ends(("min", "max"), values, dtype))
+    return vary_together(x, *ends(("min", "max"), values, dtype))
 
 
 def _cotangent(gradients: ArrayLike, inputs: Array) -> Array:
@@ -204,7 +204,7 @@ def _scalar_range(x: Array, x_min: ArrayLike | None, x_max: ArrayLike | None) ->
 def _range(
     x: Array, x_min: ArrayLike | None, x_max: ArrayLike | None, shape: tuple[int, ...], why: str
 ) -> tuple[Array, Array, Array]:
-    lo, hi = checks.ends(("min", "max"), (x_min, x_max), num.compute_dtype(x.dtype))
+    lo, hi = ends(("min", "max"), (x_min, x_max), num.compute_dtype(x.dtype))
     checks.shape("min", lo, shape, why)
     checks.shape("max", hi, shape, why)
     return vary_together(x, lo, hi)

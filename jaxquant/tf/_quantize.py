@@ -14,7 +14,7 @@ from .._arrays._pack import integer_array
 from .._base import _checks as checks
 from .._base import _numerics as num
 from .._platform._division import divide
-from ._checks import ignored_name, optional_axis, ordered, shape_of_range
+from ._checks import ends, ignored_name, optional_axis, ordered, shape_of_range
 from ._nudge import along_axis, divide_number, largest_scale, per_channel
 
 _NAMES = ("int8", "uint8", "int16", "uint16", "int32")
@@ -149,7 +149,7 @@ _RANGE = ("min_range", "max_range")
 
 def _range(values: tuple[Any, Any], dtype: np.dtype, x: Array, axis: int | None) -> tuple[Array, Array]:
     """The range: one value an end, of rank 0 or 1, or one for each slice along `axis`."""
-    low, high = checks.ends(_RANGE, values, dtype)
+    low, high = ends(_RANGE, values, dtype)
     if axis is None:
         low, high = (v.reshape(()) if v.shape == (1,) else v for v in (low, high))
     for end, v in zip(_RANGE, (low, high), strict=True):

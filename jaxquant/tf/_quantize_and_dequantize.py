@@ -15,7 +15,7 @@ from .._base import _numerics as num
 from .._base._gradients import custom_vjp
 from .._base._sharding import shard_like, vary_together
 from .._platform._division import divide
-from ._checks import ignored_name, optional_axis, ordered, shape_of_range
+from ._checks import ends, ignored_name, optional_axis, ordered, shape_of_range
 from ._nudge import along_axis, largest_scale, masked_product, per_channel
 
 
@@ -92,7 +92,7 @@ def _options(ndim: int, levels: tuple[float, float], range_given: bool, round_mo
 
 def _with_range(x: Array, x_min: ArrayLike, x_max: ArrayLike, options: _Options) -> tuple[Array, Array, Array]:
     dtype, names = num.compute_dtype(x.dtype), ("input_min", "input_max")
-    lo, hi = checks.ends(names, (x_min, x_max), dtype)
+    lo, hi = ends(names, (x_min, x_max), dtype)
     for end, v in zip(names, (lo, hi), strict=True):
         if options.range_given or v.ndim:
             checks.shape(end, v, *shape_of_range(x.shape, options.axis))
