@@ -15,7 +15,6 @@ import pytest
 import safetensors.numpy
 from exact import x64
 from inputs import ones
-from lanes import cases
 
 import jaxquant
 from jaxquant import (
@@ -241,9 +240,9 @@ def test_an_order_in_memory_comes_back_and_the_file_has_the_axes_of_the_array(tm
 FOUR_BITS = (weight_spec(4, channel_axis=1), (1, 6)), (QuantSpec(bits=3, signed=False), ())
 
 
-@cases(
-    ("suffix", "spec", "groups"), [(suffix, *of) for suffix in SUFFIXES for of in FOUR_BITS], [(".npz", *FOUR_BITS[0])]
-)
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize(("spec", "groups"), FOUR_BITS)
 def test_four_bits_in_memory_come_back(tmp_path, suffix, spec, groups):
     q = qarray(spec, (4, 6), groups)
     values = np.asarray(q.values).astype(jnp.int4 if spec.signed else jnp.uint4)

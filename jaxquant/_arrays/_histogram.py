@@ -181,7 +181,7 @@ def range_from_histogram(h: Histogram | Mapping[str, Histogram], percentile: flo
       TypeError: for anything but a Histogram or dict of them, or a percentile that is no static number.
       ValueError: for a percentile outside (0, 100].
 
-    Warns of a range, outside of jit, that some values exceed more than tenfold.
+    Warns outside of jit where some values exceed the range more than tenfold.
 
     Source: as `histogram`.
 

@@ -60,7 +60,7 @@ class QArray(Stored, checks.NotAnArray):
       stored: the leaf of the pytree, the values as they lie in memory: in `order`, and of 4 bits and fewer two in a
         byte in caches and in weights that `q.freeze` left for inputs in float. See `stored_for`.
       pairs: static, (axis, distance): two values this far apart along the axis, counted from the end, lie in one uint8
-        of `stored`. None if none do.
+        of `stored`, so that nothing is scanned or vmapped along that axis. None if none do.
       sums: int32 where `q.freeze` made it for inputs with a zero point, else None: the sums of the values (of unsigned
         ones less 128) along the axes where it has size 1. Contractions along these axes read them; others compute their
         own.
@@ -206,10 +206,10 @@ def changed(q: QArray, **fields: Any) -> QArray:
     return new
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
-def real_values(q: QArray, dtype: DTypeLike, guarded: bool = True) -> Array:
+@functools.partial(jax.jit, static_argnames="dtype")
+def real_values(q: QArray, dtype: DTypeLike) -> Array:
     """`(values - zero_point) * scale` in `dtype`."""
-    return inside(q).real(dtype, guarded)
+    return inside(q).real(dtype)
 
 
 def _indexed(q: QArray, index: Any) -> tuple[grouping.Windows, list[int]]:

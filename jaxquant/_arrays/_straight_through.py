@@ -17,7 +17,7 @@ from .._base._groups import broadcast_groups
 from .._base._sharding import shard_like, vary_together
 from .._platform._cpu import computed_apart, nan_where
 from .._spec._granularity import PerTensor
-from .._spec._scale_formats import RoundedOfTensor
+from .._spec._scale_formats import TINY, RoundedOfTensor
 from .._spec._spec import QuantSpec
 from ._affine import as_trained, fake_quant_bwd, gradient_of_fitted, levels_of, noise_for, passed, quantized_of
 from ._grid import Frame, Grid, frame_of, grid_of
@@ -49,8 +49,9 @@ class OfTensor(NamedTuple):
         assert isinstance(spec.scales, RoundedOfTensor)
         x_min, x_max, _ = range_of(lax.stop_gradient(x), spec)
         scale = grid_of_range(x_min, x_max, frame_of(spec, is_fitted=True)).scale
-        tensor_scale = lax.stop_gradient(jnp.reshape(self.tensor_scale, (1,) * x.ndim))
-        return Fitted(spec.scales.beside(scale, tensor_scale), tensor_scale)
+        of_tensor = lax.stop_gradient(jnp.reshape(self.tensor_scale, (1,) * x.ndim))
+        of_tensor = num.select(of_tensor < np.inf, lax.max(of_tensor, np.float32(TINY / spec.scales.unit)), np.nan)
+        return Fitted(spec.scales.beside(scale, of_tensor), of_tensor)
 
 
 def range_spec(spec: QuantSpec, is_weight: bool = False) -> QuantSpec:

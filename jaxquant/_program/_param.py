@@ -36,7 +36,7 @@ class QuantizedParam:
       paths: of the parameter; of several that were concatenated, all.
       casts: what casts it has been through.
       is_value: whether it is a named value, which has a range of its own on each device.
-      form: of a cache, which is written in parts and whose one path `paths` is: how it came; None of what is none.
+      form: how a cache lay in memory when it came; `paths` is its one path, and it is written in parts. Else None.
     """
 
     quantized: Quantized
