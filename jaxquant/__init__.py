@@ -3,6 +3,8 @@
 
 from . import cache as cache
 from . import delayed as delayed
+from . import litert as litert
+from . import onnx as onnx
 from . import solve as solve
 from . import tf as tf
 from . import typing as typing

@@ -9,4 +9,5 @@ from ._report import ReportRow as ReportRow
 from ._transform._plan import Op as Op
 from ._transform._plan import Plan as Plan
 from ._transform._plan import Site as Site
+from ._transform._plan import Value as Value
 from ._transform._quantize_fn import QuantizedFunction as QuantizedFunction

@@ -6,16 +6,15 @@
 # model in the same runtime.
 #
 #     trained ─▶ q.freeze ─┬─▶ jax.export ─▶ StableHLO ─▶ XLA
-#                          ├─▶ q.at_sites ─▶ jax2onnx ─▶ ONNX Runtime
-#                          ├─▶ q.at_sites ─▶ litert-converter ─▶ LiteRT
+#                          ├─▶ jaxquant.onnx.export ─▶ ONNX Runtime
+#                          ├─▶ jaxquant.litert.export ─▶ LiteRT
 #                          └─▶ words of int32 ─▶ safetensors ─▶ what reads the layout
 #
-# It needs `pip install 'jaxquant[notebooks,onnx,litert,safetensors]'` and the scripts of `docs/roads`.
+# It needs `pip install 'jaxquant[notebooks,onnx,litert,safetensors]'`.
 
 # %%
 # SPDX-License-Identifier: Apache-2.0
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -46,10 +45,6 @@ from jaxquant import (
     to_log2,
     weight_spec,
 )  # fmt: skip
-
-sys.path.insert(0, str(Path(jaxquant.__file__).parents[1] / "docs" / "roads"))
-import litert_flatbuffer
-import onnx_graph
 
 output = Path("output")
 output.mkdir(exist_ok=True)
@@ -141,6 +136,7 @@ print(f"right: float {accuracy(float_logits):.1f} %, 8 bits {accuracy(want):.1f}
 
 # %%
 float_model = lambda x: model(float_params, x)
+in_float = quantize_fn(lambda _, x: float_model(x), [])
 served = lambda params, qparams, x: q(params, x, qparams=qparams)
 
 
@@ -167,8 +163,8 @@ def onnx(graph):
         name = session.get_inputs()[0].name
         return len(written), lambda x: session.run(None, {name: x})[0]
 
-    quantized = onnx_graph.onnx_model(q, frozen, x, qparams=qparams, graph=graph)
-    return run(quantized), run(onnx_graph.emitted(float_model, x))
+    quantized = jaxquant.onnx.export(q, frozen, x, qparams=qparams, graph=graph)
+    return run(quantized), run(jaxquant.onnx.export(in_float, {}, x))
 
 
 def litert():
@@ -184,8 +180,8 @@ def litert():
 
         return len(written), call
 
-    quantized = litert_flatbuffer.flatbuffer(q, frozen, x, qparams=qparams)
-    return run(quantized), run(litert_flatbuffer.converted(float_model, x))
+    quantized = jaxquant.litert.export(q, frozen, x, qparams=qparams)
+    return run(quantized), run(jaxquant.litert.export(in_float, {}, x))
 
 
 # %% [markdown]

@@ -25,10 +25,14 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "_files": "",
     "_contract": "_operands _contract _lowering _digits _native _conv_gradient _weight_only _in_groups _conv"
     " _dot_gradient _dot _ragged _ops",
-    "_program": "_jaxpr _origin _param _writes _moves _walk _evaluate _calls",
+    "_runtime": "_wide _kernels _onnxruntime _litert _runtimes",
+    "_program": "_jaxpr _origin _param _writes _moves _walk _evaluate _calls _fusing",
     "_transform": "_quant_point _plan _axes _caches _match _backward _errors _choose _layout _entries _sites"
-    " _decide _call _misuse _freezing _mask _compiled _observers _source _evaluate _quantizing _observing _viewing"
-    " _quantize_fn",
+    " _fused _decide _call _misuse _freezing _mask _compiled _observers _initial _source _evaluate _quantizing"
+    " _observing _viewing _quantize_fn",
+    "_export": "_straight_line _values _onnx_nodes _onnx_sites _onnx_values _onnx _flatbuffer _litert",
+    "litert": "",
+    "onnx": "",
     "_report": "",
     "cache": "",
     "delayed": "",
@@ -40,7 +44,11 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
 FLOORS = [[f"{folder}/{file}".strip("/") for file in files.split(" ")] for folder, files in FOLDERS.items()]
 FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}
 OUTSIDE = {"jax", "numpy"}
-EXTRAS = {"_files": "safetensors"}  # imported by the function that needs it
+EXTRAS = {  # imported by the function that needs it
+    "_files": ["safetensors"],
+    "_export/_flatbuffer": ["jaxlib", "litert_converter"],
+    "_export/_onnx_nodes": ["jax2onnx", "onnx"],
+}
 FILES = {str(p.relative_to(ROOT).with_suffix("")): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}
 
 
@@ -77,10 +85,10 @@ def test_imports_go_down(name):
             assert all(is_below(target, name) for target in inside(name, dots, module, names)), (name, names)
         else:
             top = module.split(".")[0]
-            assert top in OUTSIDE or top in sys.stdlib_module_names or top == EXTRAS.get(name), (name, module)
+            assert top in OUTSIDE or top in sys.stdlib_module_names or top in EXTRAS.get(name, []), (name, module)
             full = [module, *(f"{module}.{n}" for n in names)]
             assert not any("_src" in m for m in full)
-            reads_jax = name.startswith(("_program/", "solve/_graph/")) or name == "_platform/_primitive"
+            reads_jax = name.startswith(("_program/", "_export/", "solve/_graph/")) or name == "_platform/_primitive"
             assert reads_jax or not any(m.startswith("jax.extend") for m in full)
 
 
@@ -134,7 +142,15 @@ def test_every_file_names_its_licence_and_stays_short(path):
 
 PUBLIC = {
     name
-    for module in (jaxquant, jaxquant.cache, jaxquant.delayed, jaxquant.solve, jaxquant.tf)
+    for module in (
+        jaxquant,
+        jaxquant.cache,
+        jaxquant.delayed,
+        jaxquant.litert,
+        jaxquant.onnx,
+        jaxquant.solve,
+        jaxquant.tf,
+    )
     for name in vars(module)
     if not name.startswith("_")
 }

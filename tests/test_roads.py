@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantized function in other runtimes, by the scripts of docs/roads: how many values differ there."""
+"""The quantized function in other runtimes, by jaxquant.onnx and jaxquant.litert: how many values differ there."""
 
 import functools
 import pathlib
-import sys
-import tempfile
 
 import jax
 import jax.export
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from runtimes import run_onnx
 from shipped import (
     A8,
     ALPHABET,
@@ -42,7 +41,6 @@ from jaxquant import (
 )
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "docs" / "roads"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
 
@@ -95,30 +93,9 @@ def steps(y, want, qparams):
 def onnx():
     pytest.importorskip("jax2onnx")
     pytest.importorskip("onnxruntime")
-    import onnx_graph
+    import jaxquant.onnx
 
-    return onnx_graph
-
-
-def run_onnx(model, *args, optimized=True, outputs=None, is_exact=True, entries=()):
-    """The results in ONNX Runtime, and the ops of the graph that it ran."""
-    import onnx
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    levels = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
-    if is_exact:  # else products saturate without VNNI
-        options.add_session_config_entry("session.x64quantprecision", "1")
-    for name, value in entries:
-        options.add_session_config_entry(name, value)
-    with tempfile.TemporaryDirectory() as folder:
-        options.optimized_model_filepath = f"{folder}/optimized.onnx"
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        names = [v.name for v in session.get_inputs()]
-        results = session.run(outputs, dict(zip(names, map(np.asarray, args), strict=True)))
-        ops = [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
-    return results if outputs else results[0], ops
+    return jaxquant.onnx
 
 
 @pytest.mark.parametrize("optimized", [False, True])
@@ -126,7 +103,7 @@ def run_onnx(model, *args, optimized=True, outputs=None, is_exact=True, entries=
 def test_the_integer_graph_of_the_cnn_has_the_same_bits(batch, optimized, compared):
     frozen, qparams, x, want = served(quantized_cnn)
     any_batch = jax.ShapeDtypeStruct(jax.export.symbolic_shape("batch, 8, 8, 1"), jnp.float32)
-    model = onnx().onnx_model(quantized_cnn, frozen, x if batch == "597" else any_batch, qparams=qparams)
+    model = onnx().export(quantized_cnn, frozen, x if batch == "597" else any_batch, qparams=qparams)
     y, ops = run_onnx(model, x, optimized=optimized)
     assert (ops.count("ConvInteger"), ops.count("MatMulInteger")) == (3, 1)
     compared("ONNX Runtime", "digits CNN, integers", y.size, (y != want).sum())
@@ -137,7 +114,7 @@ def test_the_integer_graph_of_the_cnn_has_the_same_bits(batch, optimized, compar
 @pytest.mark.parametrize("optimized", [False, True])
 def test_the_qdq_graph_of_the_cnn_is_off_by_one_step_at_most(optimized, compared):
     frozen, qparams, x, want = served(int8_cnn)
-    model = onnx().onnx_model(int8_cnn, frozen, x, qparams=qparams, graph="qdq")
+    model = onnx().export(int8_cnn, frozen, x, qparams=qparams, graph="qdq")
     y, ops = run_onnx(model, x, optimized=optimized)
     assert ops.count("DequantizeLinear") >= 8
     off = steps(y, want, qparams)
@@ -148,7 +125,7 @@ def test_the_qdq_graph_of_the_cnn_is_off_by_one_step_at_most(optimized, compared
 
 def test_every_integer_product_of_the_language_model_is_exact(compared):
     frozen, qparams, x, want = served(int8_language_model)
-    model = onnx().onnx_model(int8_language_model, frozen, x, qparams=qparams)
+    model = onnx().export(int8_language_model, frozen, x, qparams=qparams)
     from onnx import ValueInfoProto, numpy_helper
 
     products = [node for node in model.graph.node if node.op_type == "MatMulInteger"]
@@ -175,7 +152,7 @@ def test_products_are_exact_without_vnni(compared):
     q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", W8, A8)])
     params, x = {"w": counted(1, 64, 96)}, counted(2, 512, 64)
     qparams = q.init_qparams(params, x)
-    model, want = onnx().onnx_model(q, params, x, qparams=qparams, graph="qdq"), q(params, x, qparams=qparams)
+    model, want = onnx().export(q, params, x, qparams=qparams, graph="qdq"), q(params, x, qparams=qparams)
     saturating = (run_onnx(model, x, is_exact=False)[0] != want).sum()
     compared("ONNX Runtime", "fused pairs without x64quantprecision", want.size, saturating)
     assert (run_onnx(model, x)[0] != want).sum() == 0
@@ -185,7 +162,7 @@ def test_fused_pairs_of_the_language_model_are_its_integer_graph():
     frozen, qparams, x, _ = served(quantized_language_model)
     results = {}
     for graph in ("integers", "qdq"):
-        model = onnx().onnx_model(quantized_language_model, frozen, x, qparams=qparams, graph=graph)
+        model = onnx().export(quantized_language_model, frozen, x, qparams=qparams, graph=graph)
         results[graph], ops = run_onnx(model, x)
         assert ops.count({"integers": "MatMulInteger", "qdq": "MatMulIntegerToFloat"}[graph]) == 9
     assert (results["integers"] != results["qdq"]).sum() == 0
@@ -233,7 +210,7 @@ def test_integer_graphs_of_other_ops_have_the_same_bits(name):
     q = quantize_fn(f, rules)
     qparams = q.init_qparams(params, x, method="minmax")
     for values in (params, q.freeze(params, x, qparams=qparams)):
-        model = onnx().onnx_model(q, values, x * 1.5, qparams=qparams)  # 1.5: clipped
+        model = onnx().export(q, values, x * 1.5, qparams=qparams)  # 1.5: clipped
         y, ops = run_onnx(model, x * 1.5)
         assert not {"MatMul", "Conv", "Einsum", "Gemm"} & set(ops)
         assert (y != np.asarray(jax.jit(q)(values, x * 1.5, qparams=qparams))).sum() == 0
@@ -335,7 +312,7 @@ def test_a_weight_alone_is_a_matmul_nbits_of_our_integers(name, is_frozen):
     x = jnp.zeros((1, *row))
     qparams, frozen = q.init_qparams(params, x), q.freeze(params, x)
     given = {"qparams": None if is_frozen else qparams}
-    model = onnx().onnx_model(q, frozen if is_frozen else params, rows, **given)
+    model = onnx().export(q, frozen if is_frozen else params, rows, **given)
     (integers, scale, zero_point), of = unpacked(model), frozen["w"]
     offset = (8 if spec.bits <= 4 else 128) if spec.signed else 0
     for got, want in (
@@ -361,7 +338,7 @@ def test_a_weight_alone_is_a_matmul_nbits_of_our_integers(name, is_frozen):
 @pytest.mark.parametrize("name", WEIGHTS_ALONE)
 def test_a_weight_alone_has_the_same_bits_where_sums_are_exact(name, optimized, compared):
     q, params, qparams, rows = weight_alone(name)
-    model = onnx().onnx_model(q, params, rows, qparams=qparams)
+    model = onnx().export(q, params, rows, qparams=qparams)
     for n in (1, 37):
         x = np.float32(np.random.default_rng(n).integers(-8, 9, (n, *rows.shape[1:])))
         y, want = run_onnx(model, x, optimized=optimized)[0], np.asarray(jax.jit(q)(params, x, qparams=qparams))
@@ -372,7 +349,7 @@ def test_a_weight_alone_has_the_same_bits_where_sums_are_exact(name, optimized, 
 def test_a_weight_alone_of_a_vector():
     q, params, qparams, _ = weight_alone("4 bits in groups")
     x = jnp.arange(64.0) - 20
-    y, ops = run_onnx(onnx().onnx_model(q, params, x, qparams=qparams), x)
+    y, ops = run_onnx(onnx().export(q, params, x, qparams=qparams), x)
     assert "MatMulNBits" in ops
     assert (y != q(params, x, qparams=qparams)).sum() == 0
 
@@ -384,7 +361,7 @@ def test_weights_alone_of_layers_in_a_scan_are_one_each():
         normal(2, 5, 64),
     )
     frozen = q.freeze({"w": normal(1, 3, 64, 64)}, x)
-    y, ops = run_onnx(onnx().onnx_model(q, frozen, x, qparams=None), x)
+    y, ops = run_onnx(onnx().export(q, frozen, x, qparams=None), x)
     assert ops == ["MatMulNBits", "Tanh"] * 3
     np.testing.assert_allclose(y, q(frozen, x), rtol=1e-5, atol=1e-5)
 
@@ -399,7 +376,7 @@ def test_weights_alone_stand_beside_other_products(compared):
     params["c"] = jnp.round(params["c"] * 8)
     q, x = quantize_fn(model, rules), np.float32(np.random.default_rng(9).integers(-8, 9, (32, 64)))
     qparams = with_whole_sums(q.init_qparams(params, x))
-    graph = onnx().onnx_model(q, q.freeze(params, x, qparams=qparams), x, qparams={"b:input": qparams["b:input"]})
+    graph = onnx().export(q, q.freeze(params, x, qparams=qparams), x, qparams={"b:input": qparams["b:input"]})
     ops = [node.op_type for node in graph.graph.node]
     assert [ops.count(name) for name in ("MatMulNBits", "MatMulInteger", "DequantizeLinear")] == [2, 1, 0]
     assert ops.count("MatMul") + ops.count("Gemm") == 1
@@ -412,7 +389,7 @@ def test_weights_alone_stand_beside_other_products(compared):
 def test_an_accuracy_level_of_4_makes_the_inputs_integers():
     q, params, qparams, _ = weight_alone("8 bits")
     x = normal(3, 37, 64)
-    y, _ = run_onnx(onnx().onnx_model(q, params, x, qparams=qparams, accuracy_level=4), x)
+    y, _ = run_onnx(onnx().export(q, params, x, qparams=qparams, accuracy_level=4), x)
     off = np.abs(y - q(params, x, qparams=qparams))
     assert (off > 1e-4).mean() > 0.5
     half_a_step = np.abs(x).max(1, keepdims=True) / 254
@@ -435,7 +412,7 @@ PAIRS = {
 def test_other_weights_alone_are_pairs(name, compared):
     f, shape, row, spec, graph = PAIRS[name]
     q, params, x = quantize_fn(f, [("w", spec)]), {"w": normal(1, *shape)}, normal(2, 32, *row)
-    model = onnx().onnx_model(q, params, x, qparams=q.init_qparams(params, x), graph=graph)
+    model = onnx().export(q, params, x, qparams=q.init_qparams(params, x), graph=graph)
     y, ops = run_onnx(model, x, optimized=False)
     assert [name for name in ops if name not in ("Transpose", "Reshape")] == ["DequantizeLinear", "MatMul"]
     np.testing.assert_allclose(y, q(params, x), rtol=1e-5, atol=1e-5)
@@ -450,7 +427,7 @@ def test_groups_that_are_no_blocks_are_an_error():
     with pytest.raises(
         ValueError, match=r"Scales of shape \(3, 5\), of an array of shape \(24, 5\): ONNX has no blocks"
     ):
-        onnx().onnx_model(q, params, ROWS, qparams=q.init_qparams(params, ROWS))
+        onnx().export(q, params, ROWS, qparams=q.init_qparams(params, ROWS))
 
 
 TWO = quantize_fn(lambda p, x, y: (x @ p["w"], {"y": y + x[:, :5]}), [Rule("w", W8, A8)])
@@ -459,7 +436,7 @@ TWO = quantize_fn(lambda p, x, y: (x @ p["w"], {"y": y + x[:, :5]}), [Rule("w", 
 def test_arguments_and_results_may_be_several():
     params, rows = {"w": normal(1, 24, 5)}, np.ones((32, 5), np.float32)
     qparams = TWO.init_qparams(params, ROWS, rows)
-    model = onnx().onnx_model(TWO, params, ROWS, rows, qparams=qparams)
+    model = onnx().export(TWO, params, ROWS, rows, qparams=qparams)
     assert (len(model.graph.input), len(model.graph.output)) == (2, 2)
     (y, other), _ = run_onnx(model, ROWS, rows, outputs=[v.name for v in model.graph.output])
     want = TWO(params, ROWS, rows, qparams=qparams)
@@ -473,7 +450,7 @@ def test_a_tied_embedding_is_in_the_file_once():
     q = quantize_fn(f, [Rule("w", W8, TOKEN)])
     params, tokens = {"embedding": normal(1, 64, 16), "w": normal(2, 16, 16)}, jnp.arange(12).reshape(2, 6)
     frozen = q.freeze(params, tokens)
-    model = onnx().onnx_model(q, frozen, tokens, qparams=None)
+    model = onnx().export(q, frozen, tokens, qparams=None)
     tables = [v for v in initializers(model).values() if v.size == 64 * 16]
     assert len(tables) == 1
     y, _ = run_onnx(model, tokens)
@@ -483,7 +460,7 @@ def test_a_tied_embedding_is_in_the_file_once():
 def test_names_of_inputs_and_outputs_are_those_given():
     params, rows = {"w": normal(1, 24, 5)}, np.ones((32, 5), np.float32)
     names = ["x", "more"], ["y", "sum"]
-    model = onnx().onnx_model(TWO, params, ROWS, rows, qparams=TWO.init_qparams(params, ROWS, rows), names=names)
+    model = onnx().export(TWO, params, ROWS, rows, qparams=TWO.init_qparams(params, ROWS, rows), names=names)
     assert tuple([v.name for v in of] for of in (model.graph.input, model.graph.output)) == names
 
 
@@ -492,9 +469,9 @@ def test_what_an_onnx_graph_cannot_take_says_what_to_do():
     args = {"w": normal(1, 24, 5)}, {"mean": jnp.float32(1)}, ROWS
     qparams = q.init_qparams(*args)
     with pytest.raises(ValueError, match=r"Argument 1 of q must be an array.*got a dict.*Close over state"):
-        onnx().onnx_model(q, *args, qparams=qparams)
-    with pytest.raises(ValueError, match=r"`graph` must be \"integers\" or \"qdq\", got 'QDQ'"):
-        onnx().onnx_model(q, *args, qparams=qparams, graph="QDQ")
+        onnx().export(q, *args, qparams=qparams)
+    with pytest.raises(ValueError, match=r"`graph` must be one of integers, qdq, got 'QDQ'"):
+        onnx().export(q, *args, qparams=qparams, graph="QDQ")
 
 
 @pytest.mark.parametrize(
@@ -506,7 +483,7 @@ def test_what_a_runtime_has_no_integers_for_is_an_error(road, spec, qparams, mes
     q = quantize_fn(lambda p, x: x @ p["w"], [Rule("w", float8_spec() if spec.dtype != jnp.int8 else W8, spec)])
     params = {"w": normal(1, 24, 5)}
     known = q.init_qparams(params, ROWS) if qparams else None
-    convert = onnx().onnx_model if road == "onnx" else litert().flatbuffer
+    convert = onnx().export if road == "onnx" else litert().export
     with pytest.raises(ValueError, match=message):
         convert(q, params, ROWS, qparams=known)
 
@@ -518,9 +495,9 @@ def test_what_a_runtime_has_no_integers_for_is_an_error(road, spec, qparams, mes
 def litert():
     pytest.importorskip("litert_converter")
     pytest.importorskip("ai_edge_litert")
-    import litert_flatbuffer
+    import jaxquant.litert
 
-    return litert_flatbuffer
+    return jaxquant.litert
 
 
 def run_litert(model, x, kernels):
@@ -541,7 +518,7 @@ def run_litert(model, x, kernels):
 @pytest.mark.parametrize("kernels", ["reference", "optimized"])
 def test_the_flatbuffer_of_the_cnn_is_off_by_one_step_at_most(kernels, compared):
     frozen, qparams, x, want = served(int8_cnn)
-    model = litert().flatbuffer(int8_cnn, frozen, x, qparams=qparams)
+    model = litert().export(int8_cnn, frozen, x, qparams=qparams)
     y, ops = run_litert(model, x, kernels)
     assert ops == ["QUANTIZE", "DEPTHWISE_CONV_2D", "CONV_2D", "CONV_2D", "RESHAPE", "FULLY_CONNECTED", "DEQUANTIZE"]
     off = steps(y, want, qparams)
@@ -553,7 +530,7 @@ def test_the_flatbuffer_of_the_cnn_is_off_by_one_step_at_most(kernels, compared)
 @pytest.mark.parametrize("kernels", ["reference", "optimized"])
 def test_the_flatbuffer_of_the_language_model_is_off_by_one_step_at_most(kernels, compared):
     frozen, qparams, x, want = served(int8_language_model)
-    model = litert().flatbuffer(int8_language_model, frozen, x, qparams=qparams)
+    model = litert().export(int8_language_model, frozen, x, qparams=qparams)
     y, ops = run_litert(model, x, kernels)
     assert ops.count("FULLY_CONNECTED") == 9
     off = steps(y, want, qparams)
@@ -565,7 +542,7 @@ def test_the_flatbuffer_of_the_language_model_is_off_by_one_step_at_most(kernels
 def test_a_flatbuffer_of_several_results():
     params, rows = {"w": normal(1, 24, 5)}, np.ones((32, 5), np.float32)
     qparams = TWO.init_qparams(params, ROWS, rows)
-    model = litert().flatbuffer(TWO, params, ROWS, rows, qparams=qparams)
+    model = litert().export(TWO, params, ROWS, rows, qparams=qparams)
     from ai_edge_litert.interpreter import Interpreter
 
     run = Interpreter(model_content=model).get_signature_runner()
@@ -590,7 +567,7 @@ def test_an_average_pool_wants_one_grid_on_both_sides(compared):
         qparams = q.init_qparams(params, x)
         if points:
             qparams["pooled"] = qparams["features"]
-        model = litert().flatbuffer(q, params, x, qparams=qparams)
+        model = litert().export(q, params, x, qparams=qparams)
         off[points] = steps(run_litert(model, x, "reference")[0], np.asarray(q(params, x, qparams=qparams)), qparams)
         compared(
             "LiteRT", f"average pool {'with' if points else 'without'} points, by a step", 640, off[points][1:].sum()

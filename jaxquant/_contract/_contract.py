@@ -69,6 +69,10 @@ class ContractionOp(abc.ABC):
     def exact(self, a: Quantized, b: Quantized, *more: Array) -> Array:
         """The value of quantized operands, float32, which no execution, order or platform changes."""
 
+    def accumulated(self, a: Quantized, b: Quantized) -> Array:
+        """The sums of products of `values - zero_point`, int32, of up to 8 bits with one scale along them."""
+        raise NotImplementedError(f"{type(self).__name__} has no such sums")
+
     @abc.abstractmethod
     def operand_gradient(
         self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding, *more: Array

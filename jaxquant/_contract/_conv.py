@@ -125,7 +125,7 @@ class Conv(ContractionOp):
 
     def exact(self, a: Quantized, b: Quantized, *more: Array) -> Array:
         """The scaled integer convolution; or of floats as they are."""
-        length = math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
+        length = self._length(b)
         specs, summed, shapes = (a.spec, b.spec), self.contracted_axes((a.ndim, b.ndim)), (a.shape, b.shape)
         if is_native(self.execution, a, b, summed):
             acc = self.of_dtype(jnp.float32).real(*_of_one_dtype(a, b))
@@ -134,6 +134,13 @@ class Conv(ContractionOp):
         (a, *_), (b, *_) = parts = in_digits(a, b, summed, lambda: lowering.takes(length, *specs))
         acc = sum_of_digits(*parts, specs, length, lowering.check, lambda x, w: lowering.product(self, x, w, length))
         return scaled(acc, self.in_output(0, a.scale, shapes), self.in_output(1, b.scale, shapes))
+
+    def accumulated(self, a: Quantized, b: Quantized) -> Array:
+        check_int32(self._length(b), a.spec, b.spec)
+        return self._in_integers(a, b, self._length(b))
+
+    def _length(self, b: Quantized) -> int:
+        return math.prod(b.shape) // max(b.shape[self.dimensions.rhs_spec[0]], 1)
 
     def operand_gradient(
         self, side: int, g: Array, q: Quantized, shape: tuple[int, ...], rounding: Rounding, *more: Array

@@ -103,11 +103,21 @@ class Dot(ContractionOp):
         add = lambda total, blocks: (total + block(*blocks), None)
         return lax.scan(add, total, stacked)[0]
 
-    def _native(self, a: Quantized, b: Quantized) -> Array:
+    def _at_rest(self, a: Quantized, b: Quantized) -> tuple["Dot", Quantized, Quantized]:
+        """The operands, and the product, in the order in which they lie in memory."""
         (a, ca, ba), (b, cb, bb) = (
             _as_stored(q, *axes) for q, *axes in zip((a, b), self.contracted, self.batch, strict=True)
         )
-        dot = dataclasses.replace(self, contracted=(ca, cb), batch=(ba, bb))
+        return dataclasses.replace(self, contracted=(ca, cb), batch=(ba, bb)), a, b
+
+    def accumulated(self, a: Quantized, b: Quantized) -> Array:
+        dot, a, b = self._at_rest(a, b)
+        length = math.prod(a.shape[i] for i in dot.contracted[0])
+        check_int32(length, a.spec, b.spec)
+        return dot._in_integers(a, b, length)
+
+    def _native(self, a: Quantized, b: Quantized) -> Array:
+        dot, a, b = self._at_rest(a, b)
         acc, scales = native_dot(a, b, (dot.contracted, dot.batch))
         return scaled(acc, *(dot.in_output(side, v, (a.shape, b.shape)) for side, v in enumerate(scales)))
 

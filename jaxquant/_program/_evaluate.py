@@ -3,6 +3,7 @@
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,6 +69,21 @@ class Inputs(NamedTuple):
         return vary_together(seen, ins)[0] if seen else seen
 
 
+class Replacement(NamedTuple):
+    """The function that takes the place of an equation.
+
+    Attributes:
+      compute: (eqn, ins, scope) -> the result.
+      beside: the values of the program that it gets in `ins`, behind the operands of the equation.
+    """
+
+    compute: Callable[..., Any]
+    beside: Sequence[Any] = ()
+
+
+_NONE = Replacement(lambda *_: None)
+
+
 class Step(NamedTuple):
     """An equation that is evaluated: with which operands, where, and with what beside them."""
 
@@ -81,7 +97,7 @@ class Replacements:
     """The replacements of contractions, and the treatment of the rest.
 
     Attributes:
-      contractions: of each location the function (eqn, ins, scope) -> result.
+      contractions: of each location the replacement.
       custom: of each call with a custom derivative, around a contraction, "keep" or "inline".
       with_integers: which results of a branch have integers.
       read: (parameter, by what) -> its values, where anything computes with it; by None for a derivative alone.
@@ -90,7 +106,7 @@ class Replacements:
     """
 
     def __init__(
-        self, contractions: Mapping[Location, Callable], custom: Mapping[Location, str],
+        self, contractions: Mapping[Location, Replacement], custom: Mapping[Location, str],
         with_integers: Mapping[Location, Sequence[bool]], read: Callable[..., Array], inputs: Inputs,
         calls: Mapping[str, Call],
     ):  # fmt: skip
@@ -104,17 +120,21 @@ class Replacements:
         """The results of a program."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         value = lambda v: v.val if isinstance(v, Literal) else env[v]
-        uses = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
+        beside = lambda i: self.contractions.get((*location, i), _NONE).beside
+        read = [
+            [v for v in (*eqn.invars, *beside(i)) if not isinstance(v, Literal)] for i, eqn in enumerate(jaxpr.eqns)
+        ]
+        uses = collections.Counter(itertools.chain(*read))
         for i, eqn in enumerate(jaxpr.eqns):
             here, move = (*location, i), MOVES.get(eqn.primitive.name)
-            for v in (v for v in eqn.invars if not isinstance(v, Literal)):
+            for v in read[i]:
                 if isinstance(env[v], Unquantized) and not self._takes(eqn, here, env[v], uses[v] == 1):
                     env[v] = env[v].quantized()  # for all that use it
-            ins = [value(v) for v in eqn.invars]
+            ins = [value(v) for v in (*eqn.invars, *beside(i))]
             has_parameter = any(isinstance(v, QuantizedParam | Unquantized) for v in ins)
             if here in self.contractions:
                 with eqn.ctx.manager:  # such as another mesh
-                    outs = [self.contractions[here](eqn, ins, scope)]
+                    outs = [self.contractions[here].compute(eqn, ins, scope)]
             elif here in self.around or (has_parameter and kind(eqn) in self.calls):
                 with jax.named_scope(str(eqn.source_info.name_stack)):  # which is part of the names inside
                     outs = self.calls[kind(eqn)].evaluate(self, Step(eqn, ins, here, scope))

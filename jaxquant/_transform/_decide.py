@@ -11,6 +11,7 @@ from .._spec._rule import Rule
 from . import _errors as errors
 from ._choose import Decision, choose
 from ._entries import Entries, entries_of, gradient_entries, keyed, reads_of, with_reads
+from ._fused import Fused, Fusing, with_keys
 from ._match import Matcher, Matches, gathered_by_data, is_wanted, ops_of
 from ._plan import Plan, Site
 from ._sites import Sites, counts_of, sites_of
@@ -26,6 +27,7 @@ class Decisions(NamedTuple):
       custom: of each call with a custom derivative, around such an op, "keep" or "inline".
       entries: of the function.
       sites: of the ops and of reads, by where they are.
+      fused: of each value that is quantized for a runtime, by where it is named.
     """
 
     plan: Plan
@@ -34,6 +36,7 @@ class Decisions(NamedTuple):
     custom: Mapping[Location, str]
     entries: Entries
     sites: Sites
+    fused: Mapping[Location, Fused]
 
     def taken_once(self) -> frozenset[str]:
         """The keys of inputs that one op alone quantizes."""
@@ -42,22 +45,38 @@ class Decisions(NamedTuple):
         return frozenset(key for key, n in times.items() if n == 1)
 
 
-def decide(
-    walk: Walk, matcher: Matcher, strict: bool, static: Set[str], frozen: Set[str], caches: Sequence[Site]
-) -> Decisions:
+class Given(NamedTuple):
+    """What is known about the arguments of a call.
+
+    Attributes:
+      static: the entries that have qparams.
+      frozen: the parameters that are integers already.
+      caches: the sites of what is neither.
+    """
+
+    static: Set[str]
+    frozen: Set[str]
+    caches: Sequence[Site]
+
+
+def decide(walk: Walk, matcher: Matcher, strict: bool, given: Given, fusing: Fusing | None) -> Decisions:
     """Matches rules and sites; every error of selection is raised here.
 
-    `static` are the entries that have qparams; `frozen` the parameters that are integers already; `caches` the sites of
-    what is neither.
+    `fusing` is of the runtime that serves the function, if there is one.
     """
+    static, frozen, caches = given
     found = ops_of([matcher.with_roles(contraction) for contraction in walk.found()])
     errors.refuse_captured_model(found, matcher)
     matches = matcher.match(found)
-    decisions = keyed(choose(matches.ops, matcher, strict))
+    chosen = choose(matches.ops, matcher, strict)
+    fused = fusing.fused(chosen) if fusing else {}
+    decisions = keyed(chosen, {at: of.tied for at, of in fused.items() if of.tied is not None})
+    fused = with_keys(fused, decisions)
     used, reads = entries_of(decisions, matcher.leaves), reads_of(decisions, walk.reads)
     entries, everywhere = with_reads(used, reads, matcher, matches.ops)
     states = {key: "frozen" if key in frozen else "static" if key in static else "dynamic" for key in entries}
-    of_sites = sites_of(decisions, entries, everywhere, states, frozen)
+    kernels = {at: of.words for at, of in fused.items()} | (fusing.left(decisions, fused) if fusing else {})
+    of_sites = sites_of(decisions, entries, everywhere, states, frozen, kernels)
     sites = [*caches, *of_sites.of_ops.values(), *of_sites.of_reads.values()]
 
     quantized = {of.contraction.location: of for of in decisions if any(choice.spec for choice in of.operands)}
@@ -79,7 +98,7 @@ def decide(
     keys = {location: [choice.keys for choice in decision.operands] for location, decision in quantized.items()}
     left = {site.name: site.why for site in sites if site.spec is None}
     plan = Plan(tuple(sites), counts_of(matcher, paths))
-    return Decisions(plan, quantized, others, custom, Entries(entries, keys, left, gradients), of_sites)
+    return Decisions(plan, quantized, others, custom, Entries(entries, keys, left, gradients), of_sites, fused)
 
 
 def _check_all_used(deciding: Iterable[Rule], matches: Matches, matcher: Matcher) -> None:
@@ -93,6 +112,12 @@ def _check_all_used(deciding: Iterable[Rule], matches: Matches, matcher: Matcher
 
 def _check_strict(sites: Sequence[Site], strict: bool) -> None:
     without = [site.name for site in sites if site.rule is None and not site.spec and site.kind != "closed"]
+    floats = [f"{site.name!r} ({site.kernel})" for site in sites if site.is_in_float]
+    if strict and floats:
+        raise ValueError(
+            f"`strict=True` wants integers between the ops of a runtime, and it would compute {', '.join(floats)}. "
+            "Leave these out of the function, write them by ops that the runtime has kernels for, or drop `strict`."
+        )
     if strict and without:
         raise ValueError(
             f"`strict=True` needs a rule for every site, got none for {', '.join(map(repr, without))}. Quantize them, "

@@ -135,8 +135,11 @@ def gradient_entries(decisions: Iterable[Decision]) -> dict[str, GradientEntry]:
     return found
 
 
-def keyed(decisions: Sequence[Decision]) -> list[Decision]:
-    """The decisions with the keys of what is quantized; inputs of one value that are quantized alike have one key."""
+def keyed(decisions: Sequence[Decision], ties: Mapping[Location, Location]) -> list[Decision]:
+    """The decisions with the keys of what is quantized; inputs of one value that are quantized alike have one key.
+
+    `ties` says of values that have the grid of another where that was named, which is before.
+    """
     first: dict[Any, str] = {}
     values: dict[Location, tuple[str, ...]] = {}
 
@@ -144,8 +147,8 @@ def keyed(decisions: Sequence[Decision]) -> list[Decision]:
         contraction = decision.contraction
         if choice.spec is None or choice.cache is not None:
             return ()
-        if choice.point is not None:
-            return values[choice.point]
+        if (point := ties.get(contraction.location, choice.point)) is not None:
+            return values[point]
         origin = choice.operand.origin
         if choice.is_weight:
             return origin.parts

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from .._base import _checks as checks
 from .._program._origin import Origin
+from .._runtime._kernels import Kernels
 from .._spec._rule import KINDS, Rule, pattern_in_words, shadowed
 from ._match import MatchedOp, Matcher, gathered_by_data, is_wanted
+from ._plan import Plan
 
 
 def differentiates(name: str) -> ValueError:
@@ -18,6 +20,16 @@ def differentiates(name: str) -> ValueError:
         'the derivative belongs to the model, say so by a Rule("**", None, kind="gradient"), which leaves it in float, '
         "or by one with specs."
     )
+
+
+def refuse_dynamic(plan: Plan, kernels: Kernels | None) -> None:
+    """Kernels of a runtime have ranges that are known before they run."""
+    site = next((site for site in plan if site.kernel and site.state == "dynamic"), None)
+    if kernels is not None and site is not None:
+        raise ValueError(
+            f"At {site.name!r}: {kernels.name!r} computes the value with a range that is known before it runs, got no "
+            "qparams for it. Pass qparams=q.init_qparams(params, ..., ranges=q.observe(params, ...))."
+        )
 
 
 def left_in_float(op: MatchedOp, name: str, origin: Origin, left: Sequence[tuple[str, Rule]]) -> ValueError:

@@ -13,7 +13,7 @@ from .._arrays._qparams import QParams
 from .._base._checks import PyTree
 from .._paths import is_qarray
 from .._program._calls import CALLS
-from .._program._evaluate import Replacements, Scope
+from .._program._evaluate import Replacement, Replacements, Scope
 from .._program._jaxpr import NAME, JaxprEqn
 from .._program._param import QuantizedParam, quantized_now
 from ._caches import Cache
@@ -28,9 +28,11 @@ class Evaluator(abc.ABC):
     Attributes:
       lacking: the reads of parameters in float, in one evaluation, that had no value to be given.
       takes_integers: whether ops that no rule quantizes get parameters which are integers as they are.
+      takes_values: whether values that a runtime computes get what they are computed from.
     """
 
     takes_integers = False
+    takes_values = False
 
     def __init__(self):
         self.lacking: list[ReadInFloat] = []
@@ -83,9 +85,10 @@ def evaluated(
 ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
     """The arrays among the results of a program, and what is observed; qparams that are None are dynamic."""
     decisions, entries = program.decisions, program.decisions.entries.of
+    fused = {at: of.values for at, of in decisions.fused.items()} if how.takes_values else {}
     ops = {
-        location: functools.partial(how.named if of.contraction.op == NAME else how.op, of)
-        for location, of in {**decisions.of, **(decisions.left if how.takes_integers else {})}.items()
+        at: Replacement(functools.partial(how.named if of.contraction.op == NAME else how.op, of), fused.get(at, ()))
+        for at, of in {**decisions.of, **(decisions.left if how.takes_integers else {})}.items()
     }
     run = Replacements(ops, decisions.custom, program.walk.with_integers, how.read, observation.inputs, CALLS)
     is_weight = lambda name: name in entries and entries[name].is_weight

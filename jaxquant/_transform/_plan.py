@@ -15,11 +15,11 @@ from .._spec._rule import pattern_in_words
 from .._spec._spec import QuantSpec
 
 _HEADER = (
-    *("site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "bytes"),
+    *("site", "op", "shape", "K", "quantized to", "entry", "its spec", "state", "rule", "kernel", "bytes"),
     "left in float because",
 )
 _NO_OPERAND = "matched, but no operand"
-_OPTIONAL = "entry", "its spec", "bytes", "left in float because"
+_OPTIONAL = "entry", "its spec", "kernel", "bytes", "left in float because"
 
 
 class Site(NamedTuple):
@@ -47,6 +47,8 @@ class Site(NamedTuple):
         values. Empty if it is none.
       is_in_groups: whether floats meet it, with scales that vary along what is summed: `execution="native"` then has
         sums of groups on TPUs and GPUs.
+      kernel: of a value that a runtime computes, the ops that its kernel is for, or what made the floats that it
+        quantizes; of an op that no kernel computes, why. Empty of others.
       nbytes: of a cache, its bytes in integers with their scales; 0 of others.
       state: "static" if quantized with the qparams of the entry, "dynamic" with the range of the values at hand,
         "frozen" if the parameter is integers already; empty if it is left in float.
@@ -72,6 +74,13 @@ class Site(NamedTuple):
     scaled_by: str = ""
     cache: str = ""
     is_in_groups: bool = False
+    kernel: str = ""
+
+    @property
+    def is_in_float(self) -> bool:
+        """Whether a runtime computes it in float, or what it is quantized from."""
+        is_of_floats = self.kernel.startswith("quantized from float") and not self.kernel.endswith("an argument")
+        return is_of_floats or self.kernel.startswith("in float")
 
     @property
     def quantized_to(self) -> str:
@@ -99,6 +108,33 @@ class Op(NamedTuple):
 
     def __call__(self, *operands: Array) -> Array:
         return self.lax_op(*operands)
+
+
+class Value(NamedTuple):
+    """A value that a runtime computes in integers, as `at_sites` hands it to the function for values.
+
+    Attributes:
+      site: of the value, with its `qparams`.
+      kind: "layer", "add", "mean", "average_pool", "max_pool", "concatenate"; or "quantize" for a value of floats.
+      op: of a layer the contraction; else the op, with its static arguments.
+      low, high: the limits of an activation; None where there is none.
+      bias_axes: the axes of the result of a layer, once it is moved, that the axes of its bias are.
+      move: from an array as the contraction gives it to one as the value is.
+      result: ShapeDtypeStruct of the value.
+      input: of a layer, the site of its input.
+      is_weight_first: whether the weight of a layer is the first operand of the contraction.
+    """
+
+    site: Site
+    kind: str
+    op: Op
+    low: float | None = None
+    high: float | None = None
+    bias_axes: tuple[int, ...] = ()
+    move: Callable[[Array], Array] = lambda v: v
+    result: Any = None
+    input: Site | None = None
+    is_weight_first: bool = False
 
 
 class Count(NamedTuple):
@@ -156,6 +192,7 @@ class Plan:
                 "-" if not site.entry_spec else "same" if site.entry_spec == site.spec else in_words(site.entry_spec),
                 site.state or "-",
                 "-" if site.rule is None else pattern_in_words(site.rule),
+                site.kernel,
                 f"{site.nbytes:,}" if site.nbytes else "",
                 site.why,
             )
@@ -177,6 +214,9 @@ class Plan:
         of_caches = f"caches: {len(caches)} ({sum(site.nbytes for site in caches):,} bytes; {floats:,} in float)"
         lines = f"{quantized} of {len(self)} sites are quantized", f"parameters: {parameters or 'none'}"
         lines = (*lines, of_caches) if caches else lines
+        values, floats = (sum(map(of, self)) for of in (lambda site: bool(site.kernel), lambda site: site.is_in_float))
+        if values:
+            lines = *lines, f"runtime: {values - floats} values by its kernels, {floats} computed in float"
         in_groups = sum(site.is_in_groups for site in self)
         if in_groups and self.execution == "native":
             lines = *lines, f"native: {in_groups} by sums of groups on TPUs and GPUs; CPUs have the exact value"

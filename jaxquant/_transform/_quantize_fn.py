@@ -12,23 +12,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.ad_checkpoint
 import jax.core
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from .._arrays._fit import fit_qparams
 from .._arrays._qparams import QParams
-from .._arrays._range import Range, observe, qparams_from_range
-from .._arrays._straight_through import tensor_qparams
 from .._arrays._tally import Tally
 from .._base import _checks as checks
 from .._base._checks import PyTree
 from .._contract._dot import LOWERINGS
 from .._contract._lowering import checked_execution
 from .._history import DelayedQParams
-from .._params import checked_lsq_gradient, refuse_lost_scales, refuse_unsigned_below_zero, with_lsq_gradient
+from .._params import checked_lsq_gradient, refuse_lost_scales, with_lsq_gradient
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
+from .._runtime._kernels import Kernels
+from .._runtime._runtimes import RUNTIMES
 from .._spec._rule import Rules, checked_rules, pattern_in_words
+from . import _errors as errors
 from ._caches import CacheRules
 from ._call import OWN_ARGUMENTS, Call, Static, call_of, may_take, with_own
 from ._choose import is_stochastic
@@ -36,6 +34,8 @@ from ._decide import Decisions
 from ._entries import Entries, Entry
 from ._evaluate import evaluated
 from ._freezing import Compared, freeze_leaf, refuse_changed, refuse_lost_ranges
+from ._fused import with_room_for_biases
+from ._initial import qparams_of_input, qparams_of_parameter
 from ._layout import Layout
 from ._mask import Mask
 from ._misuse import misuse
@@ -75,10 +75,12 @@ class QuantizedFunction:
     grad, vmap, checkpoint, scan, shard_map and jax.export. The original function is `q.__wrapped__`.
     """
 
-    def __init__(self, f: Callable, rules: Rules, params_argnum: int, execution: str, strict: bool):
+    def __init__(
+        self, f: Callable, rules: Rules, params_argnum: int, execution: str, strict: bool, kernels: Kernels | None
+    ):
         functools.update_wrapper(self, f, ("__module__", "__name__", "__qualname__"), ())
         self._f, self._rules, self._argnum = f, checked_rules(rules), params_argnum
-        self._execution, self._strict = execution, strict
+        self._execution, self._strict, self._kernels = execution, strict, kernels
         self._caches = CacheRules.of(f, self._rules)
         try:
             self.__signature__ = with_own(inspect.signature(f))
@@ -88,6 +90,11 @@ class QuantizedFunction:
         self._compared = Compared()
         # Jitted, because without it a call outside of jit would compile every loop in f again.
         self._jitted = jax.jit(self._evaluated, static_argnums=(0, 1))
+
+    @property
+    def runtime(self) -> str | None:
+        """The runtime whose bits the function has."""
+        return None if self._kernels is None else self._kernels.name
 
     def __repr__(self):
         name = getattr(self._f, "__qualname__", None) or type(self._f).__name__
@@ -251,7 +258,8 @@ class QuantizedFunction:
 
         Source: as `fit_qparams` and `qparams_from_range`.
         """
-        entries = self._planned(args, kwargs).entries
+        decisions = self._planned(args, kwargs)
+        entries = decisions.entries
         dynamic = ranges is not None and not ranges
         known = self.observe(*args, **kwargs) if ranges is None else ranges
         without = {key for key, entry in entries.of.items() if dynamic or not has_range(entry)}
@@ -266,10 +274,11 @@ class QuantizedFunction:
                         f"Drop it; or set the qparams that this gives, qparams[{key!r}] = qparams_from_range(...)."
                     )
                 made = (
-                    _of_parameter(params[key], entry, method) if entry.is_weight
-                    else _of_input(known.get(key), entry)
+                    qparams_of_parameter(params[key], entry, method) if entry.is_weight
+                    else qparams_of_input(known.get(key), entry)
                 )  # fmt: skip
                 found[key] = made and made._replace(spec=entry.spec)
+        found = with_room_for_biases(found, decisions.fused, params)
         return found | {key: gradient.empty() for key, gradient in entries.gradients.items()}
 
     def freeze(self, *args: Any, qparams: Mapping[str, Any] | None = None, **kwargs: Any) -> PyTree:
@@ -303,7 +312,12 @@ class QuantizedFunction:
         new = [freeze_leaf(path, leaf, entries, known, key) for path, leaf in with_paths(params)]
         return with_leaves(params, new)
 
-    def at_sites(self, site: Callable[[Site, Array], Any], op: Callable[..., Array] | None = None) -> Callable:
+    def at_sites(
+        self,
+        site: Callable[[Site, Array], Any],
+        op: Callable[..., Array] | None = None,
+        value: Callable[..., Array] | None = None,
+    ) -> Callable:
         """The function with another function at each site, instead of the quantizer: for reports and exporters.
 
         Args:
@@ -315,6 +329,10 @@ class QuantizedFunction:
             and `rhs` are what `site` returned, which may then be anything, such as integers with their qparams; an
             operand without a spec is passed as it is. A ragged dot also passes the sizes of its groups. None computes
             the op, in float.
+          value: (info, *operands) -> array, called in place of each value that a `runtime` computes in integers. `info`
+            is a Value with the site, the kind of its kernel, the op and the limits of an activation. Operands are the
+            input and the weight of a layer in the order of the contraction, the weight as `site` returned it, then its
+            bias; or what a sum, a mean or a pool takes; or the value itself. None computes it, in float.
 
         Returns:
           A function with the arguments of a call, without `key` and `lsq_gradient`.
@@ -337,6 +355,8 @@ class QuantizedFunction:
             raise TypeError(f"`site` must be a function (info, x) -> array, got {checks.kind(site)}.")
         if not (op is None or callable(op)):
             raise TypeError(f"`op` must be a function (info, lhs, rhs) -> array or None, got {checks.kind(op)}.")
+        if not (value is None or callable(value)):
+            raise TypeError(f"`value` must be a function (info, *operands) -> array, got {checks.kind(value)}.")
 
         def view(*args: Any, **kwargs: Any) -> PyTree:
             qparams = None if "qparams" in self._names else kwargs.pop("qparams", None)
@@ -344,7 +364,7 @@ class QuantizedFunction:
             with self._explained(args, kwargs):
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
                 program, static = self._checked(call, _How(), arrays, qparams)
-                evaluator, nothing = Viewing(program.decisions, site, op), Observation.of(program.decisions)
+                evaluator, nothing = Viewing(program.decisions, site, op, value), Observation.of(program.decisions)
                 outs, _ = evaluated(evaluator, program, arrays, static, nothing, None)
             return value_of(program.leaves(outs), Static.of(program.structure))
 
@@ -364,7 +384,9 @@ class QuantizedFunction:
                 refuse_lost_ranges(arrays, args[self._argnum], qparams)
                 entries = lambda: self._decided(call, how, arrays, key, qparams).entries
                 self._compared.check(arrays, args[self._argnum], qparams, entries)
-            leaves, structure, _, observed = self._jitted(call, how, arrays, key, qparams, mask)
+            leaves, structure, decisions, observed = self._jitted(call, how, arrays, key, qparams, mask)
+            if not how.is_float:
+                errors.refuse_dynamic(decisions.value.plan, self._kernels)
         return value_of(leaves, structure), observed
 
     def _planned(self, args: tuple, kwargs: dict[str, Any]) -> Decisions:
@@ -414,7 +436,8 @@ class QuantizedFunction:
         return {} if qparams is None else {"qparams": qparams}
 
     def _program(self, call: Call, arrays: Sequence[Any], static: Set[str]) -> Program:
-        return Source(self._f, self._rules, self._argnum, self._caches, self._strict).program(call, arrays, static)
+        source = Source(self._f, self._rules, self._argnum, self._caches, self._strict, self._kernels)
+        return source.program(call, arrays, static)
 
     def _evaluated(
         self,
@@ -468,40 +491,14 @@ class QuantizedFunction:
         return program, {**of_entries, **delayed}
 
 
-def _of_parameter(leaf: PyTree, entry: Entry, method: str) -> QParams | None:
-    if is_qarray(leaf):
-        if leaf.frozen and not leaf.frozen.from_qparams:  # whose scale is fitted to its values
-            return None
-        return QParams(leaf.step, leaf.zero_point.astype(jnp.float32))
-    if not entry.spec.signed and entry.spec.symmetric:
-        refuse_unsigned_below_zero(*observe(leaf, entry.spec), entry.spec)
-    return fit_qparams(leaf, entry.spec, method)
-
-
-def _of_input(r: object, entry: Entry) -> QParams | None:
-    if r is None:
-        return None
-    if not has_range(entry):
-        raise ValueError("the input is always dynamic, got a range for it. Drop it, or pass None.")
-    if not isinstance(r, Range):
-        raise TypeError(
-            f"a range of `ranges` must be a Range or None, got {checks.kind(r)}. Of a histogram: range_from_histogram."
-        )
-    checks.shape("x_min of the range", jnp.asarray(r.x_min), entry.groups, "one for each scale of the entry")
-    unseen = not isinstance(r.x_min, jax.core.Tracer) and bool(np.any(np.asarray(r.x_min) > np.asarray(r.x_max)))
-    if unseen:
-        raise ValueError(
-            "no batch has reached this input, whose range is Range(inf, -inf): a branch not taken, or a loop without a "
-            "turn. Observe batches that do; or make it dynamic by ranges[entry] = None, or static by a Range you know."
-        )
-    if entry.spec.has_tensor_scale:
-        return tensor_qparams(r, entry.spec)
-    refuse_unsigned_below_zero(r.x_min, r.x_max, entry.spec)
-    return qparams_from_range(r, entry.spec)
-
-
 def quantize_fn(
-    f: Callable, rules: Rules, *, params_argnum: int = 0, execution: str = "auto", strict: bool = False
+    f: Callable,
+    rules: Rules,
+    *,
+    params_argnum: int = 0,
+    execution: str = "auto",
+    strict: bool = False,
+    runtime: str | None = None,
 ) -> QuantizedFunction:
     """Quantizes the dots and convolutions of any function that JAX can trace, without a change to it.
 
@@ -521,7 +518,14 @@ def quantize_fn(
       execution: static, as in `dot_general`; does not affect the result, but for "native": float8 products of the
         device, in dot products also MX and NVFP4, forward and, where a rule has such a `gradient`, backward; and of
         weights in groups that meet floats, the sums that a TPU or GPU is fastest at.
-      strict: static bool. True makes sites that no rule matches an error.
+      strict: static bool. True makes sites that no rule matches an error; with a `runtime` also values that it would
+        compute in float between its integers.
+      runtime: static, "onnxruntime", "litert" (XNNPACK) or "litert_reference" (reference kernels, microcontrollers), to
+        compute what that runtime computes, bit for bit. What layers, sums, means, pools and concatenations take and
+        give gets a name, and a grid by the activation of the layer's rule, unless a rule of kind "value" has another.
+        Where a layer is followed by its bias, relu or relu6, its value is that of one kernel: an int32 bias added to
+        the sum of products, one multiplication, one rounding. Rules must be of 8-bit inputs with one static scale, and
+        of symmetric weights; other ops stay in float, and the plan names them. None adds and rounds in float.
 
     Returns:
       QuantizedFunction: a function with the arguments of f and `key=`, a PRNG key for stochastic rounding alone (if f
@@ -538,7 +542,8 @@ def quantize_fn(
         becomes of the derivative; for a parameter that a rule chooses and that goes where nothing can be replaced
         (pallas_call, FFI), or into a backward pass that f itself contains.
 
-    Source: Jacob et al., 2018, for the integer contraction; the gradient as `fake_quant`.
+    Source: Jacob et al., 2018, for the integer contraction; the gradient as `fake_quant`. Of runtimes their kernels:
+      ONNX Runtime 1.32 on x86, LiteRT 2.3.
 
     >>> import jax.numpy as jnp
     >>> from jaxquant import Rule, activation_spec, quantize_fn, weight_spec
@@ -559,4 +564,5 @@ def quantize_fn(
         )
     params_argnum = checks.static_int_between("params_argnum", params_argnum, 0, 255)
     execution = checked_execution(execution, LOWERINGS)
-    return QuantizedFunction(f, rules, params_argnum, execution, checks.static_bool("strict", strict))
+    kernels = None if runtime is None else RUNTIMES[checks.one_of("runtime", runtime, tuple(RUNTIMES))]
+    return QuantizedFunction(f, rules, params_argnum, execution, checks.static_bool("strict", strict), kernels)

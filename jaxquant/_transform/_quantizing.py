@@ -63,7 +63,7 @@ class Quantizing(Evaluator):
       once: the keys of what one op alone quantizes.
     """
 
-    takes_integers = True
+    takes_integers = takes_values = True
 
     def __init__(
         self, decisions: Decisions, observation: Observation, execution: str, key: Array | None,
@@ -262,7 +262,7 @@ class Quantizing(Evaluator):
 
     def named(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Any:
         """A value that is quantized where it is named, and travels on with its integers."""
-        (choice,), (v,) = decision.operands, ins
+        (choice,), (v, *beside) = decision.operands, ins
         assert choice.spec is not None
         if isinstance(v, QuantizedParam):
             if choice.point is not None:
@@ -274,6 +274,9 @@ class Quantizing(Evaluator):
             key = self._key(choice.spec, scope.key, (decision.contraction.location, 0))
             qparams = scope.qparams.get(choice.keys[0])
             real, q, _ = quantize_straight_through(v, choice.spec, tuple(range(v.ndim)), key, qparams, keeps_codes=True)
+            if (fused := self.decisions.fused.get(decision.contraction.location)) is not None:
+                integers = fused.integers(q, *lax.stop_gradient((v, beside)))
+                q = dataclasses.replace(q, stored=integers.astype(q.stored.dtype))
         return dataclasses.replace(_parameter(choice.keys[0], q, choice.spec, real), is_value=True)
 
     # Stochastic rounding

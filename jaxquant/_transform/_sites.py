@@ -28,14 +28,16 @@ class Sites(NamedTuple):
 
 def sites_of(
     decisions: Sequence[Decision], entries: Mapping[str, Entry], everywhere: Mapping[str, str],
-    states: Mapping[str, str], frozen: Set[str],
+    states: Mapping[str, str], frozen: Set[str], kernels: Mapping[Location, str],
 ) -> Sites:  # fmt: skip
     """The sites of ops, and of reads, whose names `everywhere` has by path.
 
-    `states` has "static", "dynamic" or "frozen" for each entry; `frozen` are the parameters that came in integers.
+    `states` has "static", "dynamic" or "frozen" for each entry; `frozen` are the parameters that came in integers;
+    `kernels` says of values that a runtime computes how it does.
     """
+    with_kernel = lambda decision, site: site._replace(kernel=kernels.get(decision.contraction.location, ""))
     of_ops = {
-        (decision.contraction.location, side): _site(decision, choice, entries, states, frozen)
+        (decision.contraction.location, side): with_kernel(decision, _site(decision, choice, entries, states, frozen))
         for decision in decisions
         for side, choice in enumerate(decision.operands)
         if decision.op.kind != "closed" or choice.operand.origin.path is not None

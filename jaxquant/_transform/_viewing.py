@@ -23,7 +23,8 @@ from ._choose import Choice, Decision
 from ._compiled import FloatOp
 from ._decide import Decisions
 from ._evaluate import Evaluator, in_float
-from ._plan import Op, Site
+from ._fused import Fused
+from ._plan import Op, Site, Value
 
 
 class Viewing(Evaluator):
@@ -33,11 +34,17 @@ class Viewing(Evaluator):
       decisions: about the function.
       site: (info, x) -> what the op gets in place of x.
       of_op: (info, *operands) -> the result of the op; None computes it.
+      of_value: (info, *operands) -> a value that a runtime computes in integers; None leaves it to the other two.
     """
 
-    def __init__(self, decisions: Decisions, site: Callable[[Site, Any], Any], of_op: Callable[..., Array] | None):
+    def __init__(
+        self, decisions: Decisions, site: Callable[[Site, Any], Any], of_op: Callable[..., Array] | None,
+        of_value: Callable[..., Array] | None,
+    ):  # fmt: skip
         super().__init__()
-        self.decisions, self.site, self.of_op = decisions, site, of_op
+        self.decisions, self.site, self.of_op, self.of_value = decisions, site, of_op, of_value
+        self.takes_values = of_value is not None
+        self.layers = {of.decision.contraction.location for of in decisions.fused.values() if of.decision}
 
     def parameter(self, path: str, value: PyTree, qparams: QParams | None, is_read: bool) -> PyTree:
         entry = self.decisions.entries.of.get(path)
@@ -54,6 +61,8 @@ class Viewing(Evaluator):
 
     def op(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Array:
         operands = [self.read(v, None) if isinstance(v, QuantizedParam) else v for v in ins]
+        if self.takes_values and decision.contraction.location in self.layers:  # its value is computed at its name
+            return FloatOp.of(eqn)(*operands)
         for side, choice in enumerate(decision.operands):
             is_given = choice.cache is None and (choice.point is None or self.of_op is not None)
             if choice.spec is not None and is_given:
@@ -68,7 +77,35 @@ class Viewing(Evaluator):
     def named(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Any:
         v = self.read(ins[0], None) if isinstance(ins[0], QuantizedParam) else ins[0]
         v = eqn.primitive.bind(v, **eqn.params)
+        if self.of_value is not None and (fused := self.decisions.fused.get(decision.contraction.location)):
+            return self._value(decision, fused, v, ins[1:], scope)
         return v if decision.operands[0].point is not None else self._at(decision, 0, v, scope)
+
+    def _value(self, decision: Decision, fused: Fused, v: Array, beside: Sequence[Any], scope: Scope) -> Array:
+        """A value that a runtime computes, of what its region takes; of floats, of itself."""
+        assert self.of_value is not None
+        site = self.decisions.sites.of_ops[decision.contraction.location, 0]
+        site = site._replace(qparams=scope.qparams.get(decision.operands[0].keys[0]))
+        result, region, layer = jax.ShapeDtypeStruct(v.shape, v.dtype), fused.region, fused.decision
+        if region is None:
+            made = self.of_value(Value(site, "quantize", Op("", {}, result, lambda v: v), result=result), v)
+        else:
+            eqn, operands, of_input = region.eqn, list(beside), None
+            for side, choice in enumerate(layer.operands if layer else ()):
+                if layer is not None and choice.is_weight:
+                    operands[side] = self._at(layer, side, beside[side], scope)
+                elif layer is not None:
+                    of_input = self.decisions.sites.of_ops[layer.contraction.location, side]
+                    of_input = of_input._replace(qparams=scope.qparams.get(choice.keys[0]))
+            out = avals(eqn.outvars)[0]
+            op = Op(
+                eqn.primitive.name, dict(params_of(eqn)), jax.ShapeDtypeStruct(out.shape, out.dtype), FloatOp.of(eqn)
+            )
+            limits = region.low, region.high
+            is_first = layer is not None and layer.operands[0].is_weight
+            info = Value(site, region.kind, op, *limits, region.bias_axes, region.move, result, of_input, is_first)
+            made = self.of_value(info, *operands)
+        return _checked_result("value", made, result, repr(site.name))
 
     def _at(self, decision: Decision, side: int, v: Any, scope: Scope) -> Any:
         """The result of the caller's function for an operand."""

@@ -14,7 +14,7 @@ from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._base._checks import PyTree
 from .._program._calls import CALLS
-from .._program._evaluate import Replacements, Scope
+from .._program._evaluate import Replacement, Replacements, Scope
 from .._program._jaxpr import JaxprEqn, avals
 from .._program._param import QuantizedParam
 from .._spec._granularity import PerTensor
@@ -85,7 +85,7 @@ class Wrapper(abc.ABC):
         program = self._program(call, arrays)
         self._check(program, arrays, given)
         changes = {at: self._changes(of, program) for at, of in program.decisions.of.items()}
-        of = {at: functools.partial(_changed, own) for at, own in changes.items()}
+        of = {at: Replacement(functools.partial(_changed, own)) for at, own in changes.items()}
         inputs = Observation.of(program.decisions).inputs
         replacements = Replacements(of, {}, program.walk.with_integers, _read, inputs, CALLS)
         changed = self._changed_weights(program)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of weight-only graphs in ONNX Runtime, to the float graph: `python docs/roads/onnx_times.py [THREADS]`.
+"""Times of weight-only graphs in ONNX Runtime, to the float graph: `python -m benchmarks.onnx_runtime [THREADS]`.
 
 Six products of 2048 x 2048, so that no cache holds the weights. Interleaved in one process, ratios of medians.
 """
@@ -11,8 +11,8 @@ import jax
 import jax.export
 import numpy as np
 import onnxruntime
-from onnx_graph import emitted, onnx_model
 
+import jaxquant.onnx
 from jaxquant import quantize_fn, weight_spec
 
 K, LAYERS, ROUNDS = 2048, 6, 25
@@ -34,7 +34,7 @@ jitted = jax.jit(products)
 
 def quantized(params, rows, spec, how):
     q = quantize_fn(products, [("*", spec)])
-    return onnx_model(q, q.freeze(params, rows), rows, qparams=None, **how)
+    return jaxquant.onnx.export(q, q.freeze(params, rows), rows, **how)
 
 
 def run_of(model, threads):
@@ -59,7 +59,7 @@ def main(threads=0):
     rng = np.random.default_rng(0)
     params = [np.float32(rng.normal(size=(K, K))) for _ in range(LAYERS)]
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"rows, {K}"), np.float32)
-    models = {"float": emitted(lambda x: products(params, x), rows)}
+    models = {"float": jaxquant.onnx.export(quantize_fn(products, []), params, rows)}
     models |= {name: quantized(params, rows, *of) for name, of in GRAPHS.items()}
     on_device = jax.device_put(params)
     runs = {name: run_of(model, threads) for name, model in models.items()}

@@ -1,95 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantized function as an ONNX graph: the function at its sites, emitted by jax2onnx.
-
-`pip install 'jaxquant[onnx]'`. jax2onnx makes the nodes of the program, this file the nodes of the sites. Two kinds of
-graph have the same integers:
-
-    "integers"  QuantizeLinear, MatMulInteger or ConvInteger, and the product of the scales; MatMulNBits, an op of
-                ONNX Runtime, where the weight alone is quantized
-    "qdq"       QuantizeLinear, DequantizeLinear, MatMul or Conv, which a runtime may fuse into integer kernels
-"""
+"""The sites of a function as nodes of an ONNX graph: products of integers, or of floats between Q/DQ pairs."""
 
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.core import ShapedArray
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax2onnx import to_onnx
-from jax2onnx.plugins.plugin_system import PrimitiveLeafPlugin, register_primitive
-from straight_line import straight_line
+from jax import Array, lax
 
-import jaxquant
-from jaxquant import PerChannel, PerTensor, QParams, QuantSpec
+from .._arrays._affine import quantize as quantized
+from .._arrays._fit import fit_qparams
+from .._arrays._qparams import QParams
+from .._spec._spec import QuantSpec
+from .._transform._plan import Op, Site
+from . import _onnx_nodes as nodes
+from ._values import moved
 
 TINY = np.float32(2.0**-126)  # no scale is smaller
-RUNTIME = "com.microsoft"  # the domain of ONNX Runtime's own ops
-
-
-def node(name, shape_and_dtype, compute=None, attributes=lambda params: params):
-    """A primitive that jax2onnx emits as the ONNX node of this name; `compute` is its value on NumPy arrays."""
-    primitive = Primitive(f"onnx_{name}")
-    primitive.def_abstract_eval(lambda *avals, **params: ShapedArray(*shape_and_dtype(*avals, **params)))
-    if compute is not None:
-        primitive.def_impl(lambda *values, **params: compute(*map(np.asarray, values), **params))
-
-    def lower(self, context, eqn):
-        ins = [context.get_value_for_var(v, name_hint=context.fresh_name("in")) for v in eqn.invars]
-        out = context.get_value_for_var(eqn.outvars[0], name_hint=context.fresh_name("out"))
-        result = getattr(context.builder, name)(*ins, _outputs=[out.name], **attributes(eqn.params))
-        result.type, result.shape = out.type, out.shape
-        context.bind_value_for_var(eqn.outvars[0], result)
-
-    about = {"onnx": [{"component": name, "doc": ""}], "jax_doc": "", "since": "0", "context": "jaxquant"}
-    register_primitive(jaxpr_primitive=primitive.name, component=primitive.name, testcases=[], **about)(
-        type(primitive.name, (PrimitiveLeafPlugin,), {"lower": lower})
-    )
-    return primitive
-
-
-def to_integers(x, scale, zero_point, axis):
-    """QuantizeLinear of constants, by the quantizer that it stands for."""
-    shape = () if axis is None else [-1 if i == axis else 1 for i in range(x.ndim)]
-    granularity = PerTensor() if axis is None else PerChannel(axis)
-    spec = QuantSpec(signed=zero_point.dtype == np.int8, symmetric=False, granularity=granularity)
-    qparams = QParams(*(jnp.asarray(v, jnp.float32).reshape(shape) for v in (scale, zero_point)))
-    return jaxquant.quantize(jnp.asarray(x), spec, qparams).values
-
-
-def attributes_of_axis(params):
-    return {} if params["axis"] is None else params
-
-
-def product(dtype):
-    return lambda x, w, *_: ((*jnp.broadcast_shapes(x.shape[:-2], w.shape[:-2]), x.shape[-2], w.shape[-1]), dtype)
-
-
-def conv_of(dtype):
-    return lambda x, w, *_, shape, **__: (shape, dtype)
-
-
-def attributes_of_conv(params):
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in params.items() if name != "shape"}
-
-
-quantize = node("QuantizeLinear", lambda x, s, z, axis: (x.shape, z.dtype), to_integers, attributes_of_axis)
-dequantize = node("DequantizeLinear", lambda x, s, z, axis: (x.shape, s.dtype), None, attributes_of_axis)
-matmul = node("MatMul", product(jnp.float32))
-matmul_integer = node("MatMulInteger", product(jnp.int32))
-matmul_nbits = node(
-    "MatMulNBits",
-    lambda x, *_, N, **__: ((*x.shape[:-1], N), x.dtype),
-    None,
-    lambda params: params | {"_domain": RUNTIME},
-)
-conv = node("Conv", conv_of(jnp.float32), None, attributes_of_conv)
-conv_integer = node("ConvInteger", conv_of(jnp.int32), None, attributes_of_conv)
-relu = node("Relu", lambda x: (x.shape, x.dtype))
 
 
 class Operand(NamedTuple):
@@ -102,40 +33,48 @@ class Operand(NamedTuple):
     is_weight: bool = False
 
     @property
-    def shape(self):
+    def dtype(self) -> np.dtype:
+        return self.x.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
         return self.x.shape
 
     @property
-    def ndim(self):
+    def ndim(self) -> int:
         return self.x.ndim
 
-    def with_one_axis(self):
+    def with_one_axis(self) -> "Operand":
         """The operand with the axes along which scales vary as one, where they lead: those of tokens."""
         axes = [i for i, n in enumerate(self.scale.shape) if n != 1]
         if len(axes) < 2:
             return self
         if axes != [*range(len(axes))]:
             raise ValueError(f"Scales of shape {self.scale.shape}: ONNX has one axis of them before opset 21.")
-        return Operand(*(v.reshape(-1, *v.shape[len(axes) :]) for v in self[:3]), self.spec)
+        return self.moved(lambda v: v.reshape(-1, *v.shape[len(axes) :]))
 
-    def integers(self):
+    def moved(self, move: Callable[[Array], Array]) -> "Operand":
+        """The operand with the array and its qparams moved alike."""
+        return self._replace(x=move(self.x), scale=move(self.scale), zero_point=move(self.zero_point))
+
+    def integers(self) -> tuple[Array, Array, Array, int | None]:
         """The integers, and their qparams as ONNX has them: one number, or one for each index of an axis."""
         if (joined := self.with_one_axis()) is not self:
-            q, *qparams = joined.integers()
-            return q.reshape(self.shape), *qparams
+            q, scale, zero_point, axis = joined.integers()
+            return q.reshape(self.shape), scale, zero_point, axis
         axes = [i for i, n in enumerate(self.scale.shape) if n != 1]
         axis = axes[0] if axes else None
-        qparams = [v.reshape(() if axis is None else (-1,)) for v in (self.scale, self.zero_point)]
-        return quantize.bind(self.x, *qparams, axis=axis), *qparams, axis
+        scale, zero_point = (v.reshape(() if axis is None else (-1,)) for v in (self.scale, self.zero_point))
+        return nodes.quantize.bind(self.x, scale, zero_point, axis=axis), scale, zero_point, axis
 
-    def real(self):
+    def real(self) -> Array:
         if (joined := self.with_one_axis()) is not self:
             return joined.real().reshape(self.shape)
         q, scale, zero_point, axis = self.integers()
-        return dequantize.bind(q, scale, zero_point, axis=axis)
+        return nodes.dequantize.bind(q, scale, zero_point, axis=axis)
 
 
-def along_blocks(v, shape):
+def along_blocks(v: Array, shape: Sequence[int]) -> Array:
     """Qparams of blocks of an array of this shape with one for each index of these axes."""
     for axis, n in enumerate(shape):
         if v.shape[axis] > 1:
@@ -143,9 +82,9 @@ def along_blocks(v, shape):
     return v
 
 
-def of_tokens(x, spec):
-    """The qparams of each token, by the formulas of `jaxquant.fit_qparams` in ops of ONNX."""
-    shape = jax.eval_shape(lambda x: jaxquant.fit_qparams(x, spec).scale, x).shape
+def of_tokens(x: Array, spec: QuantSpec) -> QParams:
+    """The qparams of each token, by the formulas of `fit_qparams` in ops of ONNX."""
+    shape = jax.eval_shape(lambda x: fit_qparams(x, spec).scale, x).shape
     axes = tuple(i for i, n in enumerate(shape) if n == 1)
     step = lambda width, levels: jnp.where(width > 0, jnp.maximum(width / levels, TINY), 1)
     if spec.symmetric:
@@ -156,9 +95,10 @@ def of_tokens(x, spec):
     return QParams(scale, jnp.clip(spec.qmin - jnp.round(low / scale), spec.qmin, spec.qmax))
 
 
-def site(info, x):
+def site(info: Site, x: Array) -> Any:
     """The operand of a site."""
     spec, qparams = info.spec, info.qparams
+    assert spec is not None
     if qparams is None and not info.is_per_token:
         raise ValueError(f"{info.name!r} is dynamic; expected qparams. Pass qparams=q.init_qparams(...).")
     if spec.dtype not in (jnp.int8, jnp.uint8):
@@ -178,7 +118,7 @@ def site(info, x):
     return operand if info.op in ("dot_general", "conv_general_dilated") else operand.real()
 
 
-def arranged(groups, shape, v):
+def arranged(groups: Sequence[Sequence[int]], shape: tuple[int, ...], v: Array) -> Array:
     """An operand of this shape, or its qparams, with an axis for each group of its axes."""
     if v.size != 1 and v.shape != shape:  # qparams along one axis of several that are joined, for instance
         whole = {i for group in groups if any(v.shape[j] > 1 for j in group) for i in group}
@@ -187,7 +127,7 @@ def arranged(groups, shape, v):
     return v.transpose(order).reshape([math.prod(v.shape[i] for i in group) for group in groups])
 
 
-def as_matrices(info, lhs, rhs):
+def as_matrices(info: Op, lhs: Any, rhs: Any) -> tuple[list[Any], Callable[[Array], Array]]:
     """Of a dot: the operands as matrices with batch axes in front, and the result from the product of these."""
     groups = []
     for side, v in enumerate((lhs, rhs)):
@@ -200,7 +140,7 @@ def as_matrices(info, lhs, rhs):
     return list(map(arrange, (lhs, rhs), groups)), lambda y: y.reshape(info.result.shape)
 
 
-def as_images(info, lhs, rhs):
+def as_images(info: Op, lhs: Any, rhs: Any) -> tuple[list[Any], Callable[[Array], Array]]:
     """Of a convolution: the operands as (N, C, ...) and (O, I, ...), and the result in its own order."""
     numbers = info.params["dimension_numbers"]
     moves = [lambda v: v.transpose(numbers.lhs_spec), lambda v: v.transpose(numbers.rhs_spec)]
@@ -208,11 +148,7 @@ def as_images(info, lhs, rhs):
     return [moved(v, move) for v, move in zip((lhs, rhs), moves, strict=True)], lambda y: y.transpose(back)
 
 
-def moved(v, move):
-    return Operand(*map(move, v[:3]), v.spec) if isinstance(v, Operand) else move(v)
-
-
-def refuse_blocks(*operands):
+def refuse_blocks(*operands: Any) -> None:
     """Raises for groups that none of the ops to come has."""
     for v in operands:
         if isinstance(v, Operand) and any(1 < s < n for s, n in zip(v.scale.shape, v.shape, strict=True)):
@@ -222,7 +158,7 @@ def refuse_blocks(*operands):
             )
 
 
-def attributes_of(info):
+def attributes_of(info: Op) -> dict[str, Any]:
     """The attributes of Conv and ConvInteger."""
     params, numbers = info.params, info.params["dimension_numbers"]
     if params["batch_group_count"] > 1 or any(n > 1 for n in params["lhs_dilation"]):
@@ -236,7 +172,7 @@ def attributes_of(info):
     }
 
 
-def block_of(weight, contracted):
+def block_of(weight: Operand, contracted: Sequence[int]) -> int | None:
     """The block size of MatMulNBits, at most 256: each block of the joined contracted axes has one scale.
 
     None if there is none: it is a power of two, of at least 16.
@@ -252,7 +188,7 @@ def block_of(weight, contracted):
     return 32 if run == length else None  # the last block is padded
 
 
-def side_in_blocks(info, operands):
+def side_in_blocks(info: Op, operands: Sequence[Any]) -> int | None:
     """On which side of a dot is the weight of a MatMulNBits; None if it is none."""
     axes, batch = info.params["dimension_numbers"] if info.name == "dot_general" else ((), ((), ()))
     for side, contracted in enumerate(axes):
@@ -264,7 +200,7 @@ def side_in_blocks(info, operands):
     return None
 
 
-def in_bytes(v, bits):
+def in_bytes(v: Array, bits: int) -> Array:
     """Unsigned integers as MatMulNBits has them: of 4 bits two in a byte, the first one low."""
     v = v.astype(jnp.uint8)
     if bits == 8:
@@ -273,13 +209,13 @@ def in_bytes(v, bits):
     return v[..., ::2] | v[..., 1::2] << 4
 
 
-def blocks_of(weight, contracted, free, block):
+def blocks_of(weight: Operand, contracted: Sequence[int], free: Sequence[int], block: int) -> tuple[list[Array], int]:
     """A weight as MatMulNBits has it: integers, scales and zero points for each free index and block; and the bits."""
     spec = weight.spec
     if spec.rounding == "stochastic":  # it would need a key; frozen integers are the same with any rounding
         spec = dataclasses.replace(spec, rounding="half_even")
     qparams = QParams(weight.scale, weight.zero_point.astype(jnp.float32))
-    q = jaxquant.quantize(weight.x, spec, qparams).values.astype(jnp.int32)
+    q = quantized(weight.x, spec, qparams).values.astype(jnp.int32)
     matrix = lambda v: arranged((free, contracted), weight.shape, along_blocks(v, weight.shape))
     q, scale, zero_point = map(matrix, (q, weight.scale, weight.zero_point.astype(jnp.int32)))
     scale, zero_point = (jnp.broadcast_to(v, q.shape)[:, ::block] for v in (scale, zero_point))
@@ -292,17 +228,18 @@ def blocks_of(weight, contracted, free, block):
     return arrays, bits
 
 
-def in_blocks(info, operands, side, accuracy_level):
+def in_blocks(info: Op, operands: Sequence[Any], side: int, accuracy_level: int) -> Array:
     """A dot with a weight on this side, which alone is quantized."""
     w, x = operands[side], operands[1 - side]
     axes = info.params["dimension_numbers"][0]
     summed, of_x = zip(*sorted(zip(axes[side], axes[1 - side], strict=True)), strict=True)  # blocks are of neighbours
     free, rows = ([i for i in range(v.ndim) if i not in of] for v, of in ((w, summed), (x, of_x)))
     block = block_of(w, summed)
+    assert block is not None
     arrays, bits = blocks_of(w, summed, free, block)
     x = arranged([*([[i] for i in rows] or [[]]), of_x], x.shape, x)
     attributes = {"K": x.shape[-1], "N": len(arrays[0]), "bits": bits, "block_size": block}
-    y = matmul_nbits.bind(x, *arrays, **attributes, accuracy_level=accuracy_level)
+    y = nodes.matmul_nbits.bind(x, *arrays, **attributes, accuracy_level=accuracy_level)
     if side == 1:
         return y.reshape(info.result.shape)
     of_weight, of_rows = info.result.shape[: len(free)], info.result.shape[len(free) :]
@@ -310,19 +247,19 @@ def in_blocks(info, operands, side, accuracy_level):
     return y.transpose(*range(len(of_rows), y.ndim), *range(len(of_rows)))
 
 
-def op(info, lhs, rhs, *, graph, accuracy_level):
+def op(info: Op, lhs: Any, rhs: Any, *, graph: str, accuracy_level: int) -> Array:
     """A dot or convolution of operands, of which one may be a float array."""
     if graph == "integers" and (side := side_in_blocks(info, (lhs, rhs))) is not None:
         return in_blocks(info, (lhs, rhs), side, accuracy_level)
     refuse_blocks(lhs, rhs)
     if info.name == "dot_general":
         (lhs, rhs), result = as_matrices(info, lhs, rhs)
-        in_float, in_integers = matmul.bind, matmul_integer.bind
+        in_float, in_integers = nodes.matmul.bind, nodes.matmul_integer.bind
         over = lambda v: v
     else:
         (lhs, rhs), result = as_images(info, lhs, rhs)
         attributes = attributes_of(info)
-        in_float, in_integers = (functools.partial(of.bind, **attributes) for of in (conv, conv_integer))
+        in_float, in_integers = (functools.partial(of.bind, **attributes) for of in (nodes.conv, nodes.conv_integer))
         over = lambda v: v.reshape(1, -1, *(1,) * (v.ndim - 2))
     if graph == "integers" and isinstance(lhs, Operand) and isinstance(rhs, Operand):
         (a, _, a_zero, axis), (b, _, b_zero, _) = lhs.integers(), rhs.integers()
@@ -337,39 +274,3 @@ def op(info, lhs, rhs, *, graph, accuracy_level):
         return result(y.astype(jnp.float32) * (lhs.scale * over(rhs.scale)))
     lhs, rhs = (v.real() if isinstance(v, Operand) else v for v in (lhs, rhs))
     return result(in_float(lhs, rhs))
-
-
-def onnx_model(q, params, *args, qparams, graph="integers", names=None, accuracy_level=1):
-    """The ONNX model of q(params, *args, qparams=qparams) as a function of args, arrays or ShapeDtypeStructs.
-
-    `names` are those of the inputs, then of the outputs, as a pair of lists; None leaves them to jax2onnx.
-    `accuracy_level` is that of MatMulNBits: 1 adds up in float32; with 4 the runtime makes the inputs int8, too.
-    """
-    if graph not in ("integers", "qdq"):
-        raise ValueError(f'`graph` must be "integers" or "qdq", got {graph!r}.')
-    for i, v in enumerate(args):
-        if not hasattr(v, "shape"):
-            raise ValueError(
-                f"Argument {i + 1} of q must be an array or a ShapeDtypeStruct, got a {type(v).__name__}: a graph has "
-                "arrays for inputs. Close over state: quantize_fn(lambda params, x: f(params, state, x), rules)."
-            )
-    view = q.at_sites(site, functools.partial(op, graph=graph, accuracy_level=accuracy_level))
-    return emitted(lambda *args: view(params, *args, qparams=qparams), *args, names=names)
-
-
-def emitted(f, *args, names=None):
-    """The ONNX model of a function of arrays.
-
-    Opset 20: with 21 ONNX Runtime makes an invalid graph of some int8 convolutions.
-    """
-    # Else the weights would be computed in float, and relu would be a maximum.
-    straight = straight_line(f, {dequantize.name: dequantize.bind, "relu": relu.bind})
-    # jax2onnx exchanges functions of flax and jax.numpy while it traces; it sees the program only.
-    program = jaxpr_as_fun(jax.make_jaxpr(straight)(*args))
-    structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args]
-    results = lambda outs: outs[0] if len(outs) == 1 else tuple(outs)
-    inputs, outputs = names or (None, None)
-    model = to_onnx(lambda *args: results(program(*args)), structs, opset=20, input_names=inputs, output_names=outputs)
-    if any(of.domain == RUNTIME for of in model.graph.node) and all(of.domain != RUNTIME for of in model.opset_import):
-        model.opset_import.add(domain=RUNTIME, version=1)
-    return model

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The export of a quantized function as an ONNX model."""
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._base import _checks as checks
+from .._base._checks import PyTree
+from .._transform._quantize_fn import QuantizedFunction
+
+
+def export(
+    q: QuantizedFunction,
+    params: PyTree,
+    *args: Any,
+    qparams: Mapping[str, Any] | None = None,
+    path: str | os.PathLike | None = None,
+    graph: str | None = None,
+    names: tuple[Sequence[str], Sequence[str]] | None = None,
+    accuracy_level: int = 1,
+) -> Any:
+    """The ONNX model of `q(params, *args, qparams=qparams)` as a function of `args`.
+
+    Args:
+      q: of `quantize_fn`, with runtime="onnxruntime" for a graph with the bits of the function.
+      params: its parameters, frozen or not: constants of the graph.
+      *args: arrays or ShapeDtypeStructs; dimensions may be symbolic (`jax.export.symbolic_shape`).
+      qparams: as in a call; None where weights alone are quantized and frozen.
+      path: of a file to write; None writes none.
+      graph: static. "qdq" has pairs of QuantizeLinear and DequantizeLinear, which a runtime fuses into kernels of
+        integers; "integers" has MatMulInteger and ConvInteger, and MatMulNBits where the weight alone is quantized.
+        None is "qdq" of a q with a runtime, and else "integers".
+      names: of the inputs, then of the outputs; None leaves them to jax2onnx.
+      accuracy_level: static, of MatMulNBits: 1 adds up in float32; with 4 the runtime makes the inputs int8, too.
+
+    Returns:
+      onnx.ModelProto, of opset 20.
+
+    Gradient: none; a file has none.
+
+    Raises:
+      ImportError: without the extra, `pip install 'jaxquant[onnx]'`.
+      ValueError: as a call; for a q that another runtime serves, and for what ONNX has no ops of.
+
+    Source: jax2onnx emits the nodes of the program, and this module the nodes of the sites.
+
+    >>> q = quantize_fn(model, rules, runtime="onnxruntime")  # doctest: +SKIP
+    >>> jaxquant.onnx.export(q, frozen, images, qparams=qparams, path="model.onnx")  # doctest: +SKIP
+    """
+    served = q.runtime
+    if served not in (None, "onnxruntime"):
+        raise ValueError(f"`q` is served by {served!r}, expected 'onnxruntime'. Make another q for this runtime.")
+    try:
+        from . import _onnx_nodes as nodes
+        from . import _onnx_sites as sites
+        from ._onnx_values import OnnxValues
+    except ImportError as error:
+        raise ImportError(f"jaxquant.onnx needs {error.name}. Install it: pip install 'jaxquant[onnx]'.") from error
+    graph = graph or ("qdq" if served else "integers")
+    checks.one_of("graph", graph, ("integers", "qdq"))
+    for i, v in enumerate(args):
+        if not hasattr(v, "shape"):
+            raise ValueError(
+                f"Argument {i + 1} of q must be an array or a ShapeDtypeStruct, got a {type(v).__name__}: a graph has "
+                "arrays for inputs. Close over state: quantize_fn(lambda params, x: f(params, state, x), rules)."
+            )
+    op = functools.partial(sites.op, graph=graph, accuracy_level=accuracy_level)
+    view = q.at_sites(sites.site, op, OnnxValues(qparams or {}) if served and graph == "qdq" else None)
+    model = nodes.emitted(lambda *args: view(params, *args, qparams=qparams), *args, names=names)
+    if path is not None:
+        with open(path, "wb") as file:
+            file.write(model.SerializeToString())
+    return model

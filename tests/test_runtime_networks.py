@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks under `quantize_fn(runtime=)`: what is fused, the bits of the runtime that serves them, and errors."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import networks
+import numpy as np
+import pytest
+from runtimes import run_litert, run_onnx
+
+from jaxquant import (
+    PerToken,
+    QuantSpec,
+    Rule,
+    activation_spec,
+    litert,
+    onnx,
+    quant_point,
+    quantize_fn,
+    weight_spec,
+)
+
+RUNTIMES = "onnxruntime", "litert", "litert_reference"
+W8, A8 = weight_spec(8), activation_spec(8)
+RULES = [Rule("**", W8, A8)]
+CNNS = ["mobile", "residual", "concatenated", "one_image", "scanned", "excited"]
+IN_FLOAT = {  # (network, runtime) -> the values that are computed in float; scans are not entered for LiteRT
+    ("excited", "any"): {"squeeze/w:input", "head/w:input", "fc/w:input"},
+    ("scanned", "onnxruntime"): {"fc/w:input"},
+    ("scanned", "litert"): {"fc/w:input"} | {f"blocks/{x}/w{of}" for x in "ab" for of in (":input", "")},
+}
+
+pytestmark = pytest.mark.bits
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@functools.cache
+def quantized(name, runtime):
+    return quantize_fn(networks.networks()[name][0], RULES, runtime=runtime)
+
+
+def plan(name, runtime):
+    return quantized(name, runtime).plan(networks.networks()[name][1], networks.images(4))
+
+
+@pytest.mark.parametrize(("name", "runtime"), [*((name, "onnxruntime") for name in CNNS), ("scanned", "litert")])
+def test_the_plan_says_what_is_fused(name, runtime):
+    known = IN_FLOAT.get((name, runtime), IN_FLOAT.get((name, "any"), set()))
+    sites = plan(name, runtime)
+    assert {site.name.partition("#")[0] for site in sites if site.is_in_float} == known
+    kernels = [site.kernel for site in sites if site.kernel]
+    assert f"runtime: {len(kernels) - sum(map(bool, known))} values" in str(sites) or len(known) > 1
+
+
+def test_names_of_values_and_their_kernels():
+    found = {site.name: (site.kernel, site.entry) for site in plan("residual", "litert") if site.kernel}
+    layer = "conv_general_dilated + bias"
+    assert found == {
+        "stem/w:input": ("quantized from float: an argument", "stem/w:input"),
+        "stem/w:output": (f"{layer} + relu", "stem/w:output"),
+        "max_pool": ("max_pool", "stem/w:output"),
+        "a/w:output": (f"{layer} + relu", "a/w:output"),
+        "b/w:output": (layer, "b/w:output"),
+        "short/w:output": (layer, "short/w:output"),
+        "add": ("add + relu", "add"),
+        "average_pool": ("average_pool", "add"),
+        "fc/w:output": ("dot_general + bias", "fc/w:output"),
+    }
+    assert {site.entry for site in plan("concatenated", "litert") if site.kernel == "concatenate"} == {"stem/w:output"}
+
+
+def test_a_rule_of_its_own_leaves_a_value_in_float():
+    q = quantize_fn(networks.mobile, [Rule("add", None, kind="value"), *RULES], runtime="onnxruntime")
+    sites = q.plan(networks.networks()["mobile"][1], networks.images(4))
+    assert "add" not in [site.name for site in sites if site.op == "name"]
+    assert "quantized from float" not in sites["project/w:output"].kernel
+
+
+@functools.cache
+def served(name, runtime, steps=0):
+    """The qparams and the params after some steps of training, the frozen params, and the values of q."""
+    q, (_, params), x = quantized(name, runtime), networks.networks()[name], networks.images(16)
+    qparams = q.init_qparams(params, networks.images(16, 2))
+    if steps:
+        loss = lambda params, qparams: ((q(params, x, qparams=qparams) - 1) ** 2).mean()
+        gradient = jax.jit(jax.grad(loss, (0, 1)))
+        down = lambda v, g: v - np.float32(1e-3) * g if v.dtype == np.float32 else v
+        smaller = lambda v, g: v * (1 - 1e-3 * jnp.abs(jnp.sign(g))) if v.dtype == np.float32 else v
+        for _ in range(steps):
+            of_params, of_qparams = gradient(params, qparams)
+            params, qparams = jax.tree.map(down, params, of_params), jax.tree.map(smaller, qparams, of_qparams)
+    frozen = q.freeze(params, x, qparams=qparams)
+    return params, qparams, frozen, np.asarray(jax.jit(q)(frozen, x, qparams=qparams))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "runtime"), [*itertools.product(CNNS, RUNTIMES)])
+def test_trained_equals_frozen(name, runtime):
+    params, qparams, _, want = served(name, runtime)
+    q, x = quantized(name, runtime), networks.images(16)
+    assert (np.asarray(q(params, x, qparams=qparams)) == want).all()
+    assert np.abs(want - np.asarray(networks.networks()[name][0](params, x))).std() < 0.1 * want.std()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CNNS)
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_runtime_has_the_same_bits(runtime, name, compared):
+    for module in ("jax2onnx", "onnxruntime") if runtime == "onnxruntime" else ("litert_converter", "ai_edge_litert"):
+        pytest.importorskip(module)
+    _, qparams, frozen, want = served(name, runtime, steps=3 * (name == "mobile"))
+    q, x = quantized(name, runtime), networks.images(16)
+    if runtime == "onnxruntime":
+        y, ops = run_onnx(onnx.export(q, frozen, x, qparams=qparams), x)
+        layers = ops.count("QLinearConv") + ops.count("QGemm")
+    else:
+        y, ops = run_litert(litert.export(q, frozen, x, qparams=qparams), [x], runtime)
+        layers = sum(ops.count(op) for op in ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED"))
+    is_whole = name not in ("scanned", "excited")
+    compared(runtime, name if is_whole else f"{name}, in float in part", y.size, int((y != want).sum()))
+    sites = q.plan(frozen, x, qparams=qparams)
+    turns = 3 if name == "scanned" else 1
+    assert layers == sum(turns if "blocks" in s.name else 1 for s in sites if s.op != "name" and s.entry[-2:] == "/w")
+    if is_whole:
+        assert int((y != want).sum()) == 0
+        assert sum(op in ("QuantizeLinear", "QUANTIZE") for op in ops) == 1
+        assert sum(op in ("DequantizeLinear", "DEQUANTIZE") for op in ops) == 1
+
+
+def product(params, x):
+    return jax.nn.relu(x @ params["w"] + params["b"])
+
+
+PARAMS = {"w": np.float32(np.random.default_rng(0).normal(size=(6, 4))), "b": np.float32([1, 2, 3, 1e-3])}
+ROWS = np.float32(np.random.default_rng(1).normal(size=(5, 6)))
+
+
+def named_product(params, x):
+    return quant_point(product(params, quant_point(x, "w:input")), "w:output")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_gradient_is_that_of_the_float_ops(runtime):
+    """Straight through the kernel: the bits that the same grids have without one."""
+    plain = quantize_fn(named_product, [Rule("w:*", activation=A8, kind="value"), *RULES])
+    served = quantize_fn(product, RULES, runtime=runtime)
+    qparams = served.init_qparams(PARAMS, ROWS)
+    gradients = [
+        jax.jit(jax.grad(lambda *of, q=q: q(of[0], of[1], qparams=of[2]).sum(), (0, 1, 2)))(PARAMS, ROWS, qparams)
+        for q in (plain, served)
+    ]
+    leaves = [jax.tree.leaves(of) for of in gradients]
+    assert len(leaves[0]) == len(leaves[1]) == 9
+    assert all((a == b).all() for a, b in zip(*leaves, strict=True))
+    assert all(np.abs(v).max() > 0 for v in leaves[1][:3])
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (Rule("w", W8, activation_spec(8, granularity=PerToken())), "At 'w'.*takes inputs of 8 bits with one scale"),
+        (Rule("w", W8, activation_spec(4)), "takes inputs of 8 bits with one scale that is known before it runs"),
+        (Rule("w", QuantSpec(symmetric=False), A8), "multiplies weights of up to 8 bits that are signed and symmetric"),
+        (Rule("w", weight_spec(4, block_size=2), A8), "with one scale or one for each output channel, got .*PerBlock"),
+    ],
+)
+def test_specs_that_no_kernel_has_are_errors(rule, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_fn(product, [rule], runtime="onnxruntime").plan(PARAMS, ROWS)
+
+
+def test_a_runtime_wants_static_ranges():
+    q = quantize_fn(product, RULES, runtime="litert")
+    with pytest.raises(ValueError, match="At 'w:input': 'litert' computes the value with a range that is known before"):
+        q(PARAMS, ROWS)
+    with pytest.raises(ValueError, match="`runtime` must be one of onnxruntime, litert, litert_reference, got 'tflite"):
+        quantize_fn(product, RULES, runtime="tflite")
+    with pytest.raises(ValueError, match="`q` is served by 'litert', expected 'onnxruntime'"):
+        onnx.export(q, PARAMS, ROWS)
+
+
+def test_strict_names_what_would_be_computed_in_float():
+    q = quantize_fn(networks.networks()["excited"][0], RULES, runtime="litert", strict=True)
+    with pytest.raises(
+        ValueError, match=r"it would compute 'squeeze/w:input' \(quantized from float: mean, of a value"
+    ):
+        q.plan(networks.networks()["excited"][1], networks.images(2))
+    quantize_fn(networks.mobile, RULES, runtime="litert", strict=True).plan(
+        networks.networks()["mobile"][1], networks.images(2)
+    )
+
+
+def test_a_dead_channel_keeps_its_bias():
+    """Its scale would be so small that the int32 of its bias is clipped."""
+    dead = {"w": PARAMS["w"] * np.float32([1, 1, 1e-12, 1]), "b": PARAMS["b"]}
+    q = quantize_fn(product, RULES, runtime="litert")
+    qparams = q.init_qparams(dead, ROWS)
+    scales = np.float64(qparams["w"].scale).ravel() * np.float64(qparams["w:input"].scale).ravel()
+    assert (np.abs(dead["b"] / scales) <= 2**30).all()
+    assert (np.abs(dead["b"] / scales) > 2**28).sum() == 1
+    y = np.asarray(q(dead, ROWS, qparams=qparams))
+    assert (np.asarray(q(q.freeze(dead, ROWS, qparams=qparams), ROWS, qparams=qparams)) == y).all()
+    assert np.abs(y[:, 2] - 3).max() <= np.ravel(qparams["w:output"].scale)[0]
