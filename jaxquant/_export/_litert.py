@@ -8,6 +8,7 @@ from typing import Any
 
 from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
+from ._values import warn_of_floats
 
 
 def export(
@@ -32,6 +33,10 @@ def export(
 
     Gradient: none; a file has none.
 
+    Warns:
+      UserWarning: of values and ops that the runtime computes in float, whose bits may differ (`q.plan`); none where
+        `strict=True`, which raises.
+
     Raises:
       ImportError: without the extra, `pip install 'jaxquant[litert]'`.
       ValueError: as a call; for a q that ONNX Runtime serves, and for what LiteRT has no int8 of.
@@ -47,6 +52,7 @@ def export(
         from . import _flatbuffer as flatbuffers
     except ImportError as error:
         raise ImportError(f"jaxquant.litert needs {error.name}. Install it: pip install 'jaxquant[litert]'.") from error
+    warn_of_floats(q, params, args, qparams)
     view = q.at_sites(flatbuffers.site, None, flatbuffers.LiteRTValues(qparams or {}) if q.runtime else None)
     content = flatbuffers.flatbuffer(lambda *args: view(params, *args, qparams=qparams), *args)
     if path is not None:

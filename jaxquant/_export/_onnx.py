@@ -9,6 +9,7 @@ from typing import Any
 from .._base import _checks as checks
 from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
+from ._values import warn_of_floats
 
 
 def export(
@@ -40,6 +41,10 @@ def export(
 
     Gradient: none; a file has none.
 
+    Warns:
+      UserWarning: of values and ops that the runtime computes in float, whose bits may differ (`q.plan`); none where
+        `strict=True`, which raises.
+
     Raises:
       ImportError: without the extra, `pip install 'jaxquant[onnx]'`.
       ValueError: as a call; for a q that another runtime serves, and for what ONNX has no ops of.
@@ -66,6 +71,7 @@ def export(
                 f"Argument {i + 1} of q must be an array or a ShapeDtypeStruct, got a {type(v).__name__}: a graph has "
                 "arrays for inputs. Close over state: quantize_fn(lambda params, x: f(params, state, x), rules)."
             )
+    warn_of_floats(q, params, args, qparams)
     op = functools.partial(sites.op, graph=graph, accuracy_level=accuracy_level)
     view = q.at_sites(sites.site, op, OnnxValues(qparams or {}) if served and graph == "qdq" else None)
     model = nodes.emitted(lambda *args: view(params, *args, qparams=qparams), *args, names=names)

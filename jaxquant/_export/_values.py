@@ -3,6 +3,7 @@
 
 import abc
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._base._checks import PyTree
 from .._runtime._kernels import Grid
 from .._transform._plan import Site, Value
+from .._transform._quantize_fn import QuantizedFunction
 
 
 class Made(NamedTuple):
@@ -189,6 +192,18 @@ class Values(abc.ABC):
         order = self._known_order(*operands)
         y = jnp.concatenate([self.image(v, order) for v in operands], order.index(info.op.params["dimension"]))
         return Made(y, np.argsort(order).tolist())
+
+
+def warn_of_floats(
+    q: QuantizedFunction, params: PyTree, args: Sequence[Any], qparams: Mapping[str, Any] | None
+) -> None:
+    """Says what a runtime computes in float, of a function that has its bits."""
+    if q.runtime and (floats := q.plan(params, *args, **({"qparams": qparams} if qparams else {})).in_float):
+        warnings.warn(
+            f"{q.runtime!r} computes {len(floats)} values and ops in float, whose bits may differ from those of `q`: "
+            f"{', '.join(floats)}. quantize_fn(..., strict=True) makes it an error.",
+            stacklevel=3,
+        )
 
 
 def _grid(site: Site, scale: Array, zero_point: Array) -> Grid:

@@ -10,7 +10,6 @@ from jax import Array, lax
 
 from .._base import _numerics as num
 from .._platform import _division
-from . import _wide as wide
 
 # Accumulators wrap, so that a bias near the limits of int32 would change its sign. As litert-converter limits it.
 BIAS_LIMIT = 2**30
@@ -63,16 +62,34 @@ def limits_of(grid: Grid, low: float | None, high: float | None) -> Limits:
 
 
 def bias_integers(bias: Array, x_scale: Array, w_scale: Array) -> Array:
-    """The int32 that runtimes add to an accumulator: `rint(bias / (x_scale * w_scale))` by float64.
+    """The int32 that runtimes add to an accumulator: `rint(bias / (x_scale * w_scale))`, in 48 bits.
 
     At most 2**30 in magnitude: an accumulator that is larger wraps. The three broadcast; scales are normal float32.
+    These are the integers of float64 but where a quotient lies within 2**-40 of it beside a tie.
 
-    Source: litert-converter, whose integers these are.
+    Source: litert-converter, which computes them in float64.
     """
     bias = jnp.asarray(bias, jnp.float32)
-    magnitude = wide.nearest(wide.quotient((bias,), (x_scale, w_scale)), BIAS_LIMIT)
-    is_normal = lax.abs(bias) >= np.finfo(np.float32).tiny
-    return jnp.where(is_normal, jnp.where(bias < 0, -magnitude, magnitude), 0)
+    unit, lost = two_product(x_scale, w_scale)
+    quotient = jnp.clip(divide(bias, unit), -BIAS_LIMIT, BIAS_LIMIT)
+    nearly, error = two_product(quotient, unit)
+    rest = divide((bias - nearly) - error - num.guard(quotient * lost), unit)
+    whole = num.round_half_even(quotient)
+    steps = whole.astype(jnp.int32) + num.round_half_even((quotient - whole) + rest).astype(jnp.int32)
+    return jnp.where(lax.abs(quotient) < BIAS_LIMIT, steps, quotient.astype(jnp.int32))
+
+
+def apart(v: Array) -> tuple[Array, Array]:
+    """A float32 as the sum of two numbers of 12 bits: products of such are exact, whatever a compiler makes of them."""
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(v, jnp.uint32) & np.uint32(0xFFFFF000), jnp.float32)
+    return high, v - high
+
+
+def two_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """`a * b` in float32, and its error."""
+    (a_high, a_low), (b_high, b_low) = apart(a), apart(b)
+    product = num.guard(a * b)
+    return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
 
 
 def least_scale(bias: Array, x_scale: Array) -> Array:

@@ -5,10 +5,10 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from .._base import _numerics as num
-from ._kernels import Grid, Kernels, Limits, divide, multiplier, requantized
+from ._kernels import Grid, Kernels, Limits, apart, divide, multiplier, requantized
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -23,8 +23,8 @@ def fused(factor: Array, integers: Array, addend: Array) -> Array:
 
     Both parts of the product are exact, so that no compiler changes them; what both sums lose is added at the end.
     """
-    high = lax.bitcast_convert_type(lax.bitcast_convert_type(factor, jnp.uint32) & np.uint32(0xFFFFF000), jnp.float32)
-    of_product, lost = two_sum(integers * high, integers * (factor - high))
+    high, low = apart(factor)
+    of_product, lost = two_sum(integers * high, integers * low)
     total, error = two_sum(of_product, addend)
     return total + (error + lost)
 

@@ -93,14 +93,3 @@ def quotient(numerator: tuple[Array, ...], denominator: tuple[Array, ...]) -> Qu
     carried = (rounded.high >> 21).astype(jnp.int32)  # to 2**53
     bits = rounded._replace(high=jnp.where(carried == 1, rounded.high >> 1, rounded.high))
     return Quotient(bits, above - below - is_less.astype(jnp.int32) + carried)
-
-
-def nearest(q: Quotient, limit: int) -> Array:
-    """A quotient rounded to an int32, halves to even; `limit`, a power of two up to 2**30, where it is more."""
-    first, more = (q.bits.high << 11) | (q.bits.low >> 21), (q.bits.low & 0x1FFFFF) != 0
-    shift = (31 - q.exponent).clip(1, 32).astype(jnp.uint32)
-    integer, rest, half = first >> shift, first & ((jnp.uint32(1) << shift) - 1), jnp.uint32(1) << (shift - 1)
-    up = (rest > half) | ((rest == half) & (more | (integer & 1 == 1)))
-    value = jnp.minimum((integer + up.astype(jnp.uint32)).astype(jnp.int32), limit)
-    value = jnp.where(q.exponent < -1, 0, value)  # less than a half
-    return jnp.where(q.exponent >= limit.bit_length() - 1, limit, value)

@@ -112,8 +112,7 @@ def _check_all_used(deciding: Iterable[Rule], matches: Matches, matcher: Matcher
 
 def _check_strict(sites: Sequence[Site], strict: bool) -> None:
     without = [site.name for site in sites if site.rule is None and not site.spec and site.kind != "closed"]
-    floats = [f"{site.name!r} ({site.kernel})" for site in sites if site.is_in_float]
-    if strict and floats:
+    if strict and (floats := Plan(tuple(sites), {}).in_float):
         raise ValueError(
             f"`strict=True` wants integers between the ops of a runtime, and it would compute {', '.join(floats)}. "
             "Leave these out of the function, write them by ops that the runtime has kernels for, or drop `strict`."

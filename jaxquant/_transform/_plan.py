@@ -179,6 +179,11 @@ class Plan:
     def _repr_html_(self) -> str:
         return as_html(*self._table(), self._sums(), lambda row: row[4].startswith("-"))
 
+    @property
+    def in_float(self) -> list[str]:
+        """What a runtime computes in float, with why: values between its integers, and ops."""
+        return [f"{site.name!r} ({site.kernel})" for site in self if site.is_in_float]
+
     def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """The header and the rows, without the columns that say nothing in any row."""
         rows = [
