@@ -38,8 +38,8 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "delayed": "",
     "typing": "",
     "solve/_graph": "_factors _elementwise _graph _transfer _folding _biases _classes",
-    "solve": "_hadamard _wrapper _mesh _matrices _model _rounding _adaround _folds _bias_correct _choose_bits _equalize"
-    " _gains _gptq _low_rank _ranges _rotate _rotation _smooth",
+    "solve": "_fold_norms _hadamard _wrapper _mesh _matrices _model _rounding _adaround _folds _bias_correct _choose_bits"
+    " _equalize _gains _gptq _low_rank _ranges _rotate _rotation _smooth",
 }
 FLOORS = [[f"{folder}/{file}".strip("/") for file in files.split(" ")] for folder, files in FOLDERS.items()]
 FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}

@@ -79,7 +79,7 @@ PUBLIC_TF = {
 
 
 PUBLIC_SOLVE = {"adaround", "bias_correct", "choose_bits", "equalize", "gptq", "low_rank", "ranges", "rotate", "smooth"}
-PUBLIC_SOLVE |= {"with_gains", "with_rotation"}
+PUBLIC_SOLVE |= {"fold_norms", "with_gains", "with_rotation"}
 PUBLIC_OF_NAMESPACES = {
     cache: {"dynamic_slice", "update_slice", "zeros"},
     delayed: {"DelayedQParams", "GradientHistory", "delayed_qparams", "split_histories", "update_histories"},

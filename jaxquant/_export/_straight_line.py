@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._base._checks import PyTree
-from .._program._jaxpr import opened, programs
+from .._program._jaxpr import opened, programs, read_equations
 
 _INLINED = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
 Replaced = Mapping[str, Callable[..., Any]]  # functions for ops, and for calls of functions, by their names
@@ -37,7 +37,7 @@ def straight_line(f: Callable[..., PyTree], replaced: Replaced) -> Callable[...,
 def _evaluated(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], replaced: Replaced) -> list[Any]:
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     inside = lambda program, args: _evaluated(program[0], program[1], args, replaced)
-    for eqn in _read(jaxpr):
+    for eqn in read_equations(jaxpr):
         compute = _as_it_is if _is_tied(eqn, jaxpr, values) else _known_here
         ins = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         name, params = eqn.primitive.name, eqn.params
@@ -54,16 +54,6 @@ def _evaluated(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], replace
             outs = compute(functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(params)), *ins)
         values.update(zip(eqn.outvars, outs if isinstance(outs, list | tuple) else [outs], strict=True))
     return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
-
-
-def _read(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The equations whose results anything reads."""
-    read, kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, []
-    for eqn in reversed(jaxpr.eqns):
-        if not read.isdisjoint(eqn.outvars) or eqn.effects:
-            kept.append(eqn)
-            read.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return kept[::-1]
 
 
 def _as_it_is(f: Callable[..., Any], *values: Any) -> Any:

@@ -29,6 +29,7 @@ from ._jaxpr import (
     param,
     params_of,
     programs,
+    read_equations,
     traced,
 )
 
@@ -117,7 +118,7 @@ def _outs(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], names: Mappi
     of = (*jaxpr.constvars, *jaxpr.invars)
     env = {v: named(v, value) for v, value in zip(of, (*consts, *args), strict=True)}
     read = lambda v: v.val if isinstance(v, Literal) else env[v]
-    for eqn in jaxpr.eqns:
+    for eqn in read_equations(jaxpr):
         ins = list(map(read, eqn.invars))
         if kind(eqn) in _INLINED:
             with jax.named_scope(str(eqn.source_info.name_stack)):

@@ -184,6 +184,21 @@ def avals(variables: Sequence[Any]) -> list[Any]:
     return [v.aval for v in variables]
 
 
+def read_equations(
+    jaxpr: Jaxpr,
+    results: Sequence[Any] | None = None,
+    taken: Callable[[JaxprEqn], Sequence[Any]] = lambda eqn: eqn.invars,
+) -> list[JaxprEqn]:
+    """The equations that some values of a program, or its results, need; `taken` says what each takes."""
+    wanted = jaxpr.outvars if results is None else results
+    needed, kept = {v for v in wanted if not isinstance(v, Literal)}, []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars) or (results is None and eqn.effects):
+            kept.append(eqn)
+            needed.update(v for v in taken(eqn) if not isinstance(v, Literal))
+    return kept[::-1]
+
+
 def evaluated(eqn: JaxprEqn, ins: Sequence[Any], around: Jaxpr) -> list[Any]:
     """The results of one equation as it stands; `around` is a program to take its debug information from."""
     values = {v: value for v, value in zip(eqn.invars, ins, strict=True) if not isinstance(v, Literal)}
