@@ -38,15 +38,15 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "delayed": "",
     "typing": "",
     "solve/_graph": "_factors _elementwise _graph _transfer _folding _biases _classes",
-    "solve": "_fold_norms _hadamard _wrapper _mesh _matrices _model _rounding _adaround _folds _bias_correct _choose_bits"
-    " _equalize _gains _gptq _low_rank _ranges _rotate _rotation _smooth",
+    "solve": "_fold_norms _hadamard _wrapper _mesh _matrices _model _rounding _adaround _folds _bias_correct"
+    " _choose_bits _equalize _gains _gptq _low_rank _ranges _rotate _rotation _smooth",
 }
 FLOORS = [[f"{folder}/{file}".strip("/") for file in files.split(" ")] for folder, files in FOLDERS.items()]
 FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}
 OUTSIDE = {"jax", "numpy"}
 EXTRAS = {  # imported by the function that needs it
     "_files": ["safetensors"],
-    "_export/_flatbuffer": ["jaxlib", "litert_converter"],
+    "_export/_flatbuffer": ["ai_edge_litert", "flatbuffers", "jaxlib", "litert_converter"],
     "_export/_onnx_nodes": ["jax2onnx", "onnx"],
 }
 FILES = {str(p.relative_to(ROOT).with_suffix("")): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}

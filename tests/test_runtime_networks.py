@@ -139,6 +139,29 @@ def test_the_runtime_has_the_same_bits(runtime, name, compared):
         assert sum(op in ("DequantizeLinear", "DEQUANTIZE") for op in ops) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_integers_go_in_and_come_out(runtime, compared):
+    for module in ("jax2onnx", "onnxruntime") if runtime == "onnxruntime" else ("litert_converter", "ai_edge_litert"):
+        pytest.importorskip(module)
+    _, qparams, frozen, want = served("residual", runtime)
+    q, x, of_onnx = quantized("residual", runtime), networks.images(16), runtime == "onnxruntime"
+    content = (onnx if of_onnx else litert).export(q, frozen, x, qparams=qparams, integers=True)
+    (scale, zero), (of_result, zero_of_result) = (
+        (np.float32(v).ravel()[0] for v in qparams[name]) for name in ("stem/w:input", "fc/w:output")
+    )
+    low, dtype = (128, np.uint8) if of_onnx else (0, np.int8)
+    steps = {"litert": x * (np.float32(1) / scale), "onnxruntime": x / scale}.get(runtime, x / scale)
+    rounded = np.rint(steps) if runtime != "litert_reference" else np.sign(steps) * np.floor(np.abs(steps) + 0.5)
+    given = (np.clip(rounded + zero, -128, 127) + low).astype(dtype)
+    y, ops = run_onnx(content, given) if of_onnx else run_litert(content, [given], runtime)
+    assert y.dtype == dtype
+    assert not {"QuantizeLinear", "DequantizeLinear", "QUANTIZE", "DEQUANTIZE"}.intersection(ops)
+    real = (y.astype(np.float32) - low - zero_of_result) * of_result
+    compared(runtime, "integers in and out", y.size, int((real != want).sum()))
+    assert (real == want).all()
+
+
 def product(params, x):
     return jax.nn.relu(x @ params["w"] + params["b"])
 

@@ -5,9 +5,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flatbuffers
 import jax
 import jax.core
 import numpy as np
+from ai_edge_litert import schema_py_generated as schema
 from jax import Array, lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -121,3 +123,28 @@ def converted(f: Callable[..., PyTree], *args: Any) -> bytes:
         config.strict_qdq_mode = True
         converter.run_convert_to_tfl_passes(module, passmanager.PassManager(context=context), config)
         return converter.export_flatbuffer_to_bytes(module.operation)
+
+
+def with_integers(content: bytes) -> bytes:
+    """A model without the ops that quantize its arguments and make floats of its results."""
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(content))
+    (graph,) = model.subgraphs
+    code = lambda op: model.operatorCodes[op.opcodeIndex].builtinCode
+    reads = [i for op in graph.operators for i in op.inputs]
+    before = {op.inputs[0]: op for op in graph.operators if code(op) == schema.BuiltinOperator.QUANTIZE}
+    behind = {op.outputs[0]: op for op in graph.operators if code(op) == schema.BuiltinOperator.DEQUANTIZE}
+    first = {i: before[i] for i in map(int, graph.inputs) if i in before and reads.count(i) == 1}
+    last = {i: behind[i] for i in map(int, graph.outputs) if i in behind and reads.count(i) == 0}
+    inputs = {i: int(op.outputs[0]) for i, op in first.items()}
+    outputs = {i: int(op.inputs[0]) for i, op in last.items()}
+    graph.inputs = [inputs.get(int(i), int(i)) for i in graph.inputs]
+    graph.outputs = [outputs.get(int(i), int(i)) for i in graph.outputs]
+    for signature in model.signatureDefs or []:
+        for tensors, new in ((signature.inputs, inputs), (signature.outputs, outputs)):
+            for tensor in tensors:
+                tensor.tensorIndex = new.get(tensor.tensorIndex, tensor.tensorIndex)
+    gone = [*first.values(), *last.values()]
+    graph.operators = [op for op in graph.operators if not any(op is of for of in gone)]
+    builder = flatbuffers.Builder(len(content))
+    builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
+    return bytes(builder.Output())

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from .._base import _checks as checks
 from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
 from ._values import warn_of_floats
@@ -17,6 +18,7 @@ def export(
     *args: Any,
     qparams: Mapping[str, Any] | None = None,
     path: str | os.PathLike | None = None,
+    integers: bool = False,
 ) -> bytes:
     """The LiteRT model of `q(params, *args, qparams=qparams)` as a function of `args`.
 
@@ -27,6 +29,8 @@ def export(
       *args: arrays or ShapeDtypeStructs, whose shapes the model has.
       qparams: as in a call.
       path: of a file to write; None writes none.
+      integers: static bool. True makes arguments that are quantized first, and results that have grids, int8 on these
+        grids, as NPUs want them. Only with a runtime.
 
     Returns:
       bytes, a flatbuffer.
@@ -55,6 +59,10 @@ def export(
     warn_of_floats(q, params, args, qparams)
     view = q.at_sites(flatbuffers.site, None, flatbuffers.LiteRTValues(qparams or {}) if q.runtime else None)
     content = flatbuffers.flatbuffer(lambda *args: view(params, *args, qparams=qparams), *args)
+    if checks.static_bool("integers", integers):
+        if not q.runtime:
+            raise ValueError("`integers` is for a model with a runtime's bits. Make q with runtime='litert'.")
+        content = flatbuffers.with_integers(content)
     if path is not None:
         pathlib.Path(path).write_bytes(content)
     return content

@@ -3,8 +3,11 @@
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from .._base import _checks as checks
 from .._base._checks import PyTree
@@ -21,6 +24,7 @@ def export(
     graph: str | None = None,
     names: tuple[Sequence[str], Sequence[str]] | None = None,
     accuracy_level: int = 1,
+    integers: bool = False,
 ) -> Any:
     """The ONNX model of `q(params, *args, qparams=qparams)` as a function of `args`.
 
@@ -34,6 +38,8 @@ def export(
         integers; "integers" has MatMulInteger and ConvInteger, and MatMulNBits where the weight alone is quantized.
         None is "qdq" of a q with a runtime, and else "integers".
       names: of the inputs, then of the outputs; None leaves them to jax2onnx.
+      integers: static bool. True makes float arguments that are quantized first, and results that have grids, uint8 on
+        these grids, `round(x / scale) + zero_point + 128` of a signed spec, as NPUs want them. Only with a runtime.
       accuracy_level: static, of MatMulNBits: 1 adds up in float32; with 4 the runtime makes the inputs int8, too.
 
     Returns:
@@ -73,9 +79,27 @@ def export(
             )
     warn_of_floats(q, params, args, qparams)
     op = functools.partial(sites.op, graph=graph, accuracy_level=accuracy_level)
-    view = q.at_sites(sites.site, op, OnnxValues(qparams or {}) if served and graph == "qdq" else None)
-    model = nodes.emitted(lambda *args: view(params, *args, qparams=qparams), *args, names=names)
+    values = OnnxValues(qparams or {}) if served and graph == "qdq" else None
+    view = q.at_sites(sites.site, op, values)
+    f = lambda *args: view(params, *args, qparams=qparams)
+    if checks.static_bool("integers", integers):
+        if values is None:
+            raise ValueError("`integers` is for a graph with a runtime's bits. Make q with runtime='onnxruntime'.")
+        f, args = _of_integers(f, values, args)
+    model = nodes.emitted(f, *args, names=names)
     if path is not None:
         with open(path, "wb") as file:
             file.write(model.SerializeToString())
     return model
+
+
+def _of_integers(f: Callable, values: Any, args: Sequence[Any]) -> tuple[Callable, list[Any]]:
+    """A function of arguments in uint8 where they were float, with its results in uint8; and shapes of these."""
+    is_float = [checks.is_float(v.dtype) for v in args]
+
+    def of_integers(*args: Any) -> PyTree:
+        outs = f(*(values.argument(v) if of else v for v, of in zip(args, is_float, strict=True)))
+        return jax.tree.map(values.result, outs)
+
+    dtypes = [np.dtype(np.uint8) if of else v.dtype for v, of in zip(args, is_float, strict=True)]
+    return of_integers, [jax.ShapeDtypeStruct(v.shape, dtype) for v, dtype in zip(args, dtypes, strict=True)]

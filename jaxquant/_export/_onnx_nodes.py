@@ -92,6 +92,8 @@ global_average_pool = node("GlobalAveragePool", _of_shape(jnp.float32), None, _a
 average_pool = node("AveragePool", _of_shape(jnp.float32), None, _as_lists)
 max_pool = node("MaxPool", _of_shape(jnp.float32), None, _as_lists)
 relu = node("Relu", _same)
+of_integers = Primitive("floats_of_an_integer_argument")  # which nothing may read, but the op that quantizes it
+of_integers.def_abstract_eval(lambda x: ShapedArray(x.shape, np.dtype(np.float32)))
 
 
 def emitted(f: Callable[..., PyTree], *args: Any, names: Names | None = None) -> onnx.ModelProto:
@@ -102,7 +104,13 @@ def emitted(f: Callable[..., PyTree], *args: Any, names: Names | None = None) ->
     # Else the weights would be computed in float, and relu would be a maximum.
     straight = straight_line(f, {dequantize.name: dequantize.bind, "relu": relu.bind})
     # jax2onnx exchanges functions of flax and jax.numpy while it traces; it sees the program only.
-    program = jaxpr_as_fun(jax.make_jaxpr(straight)(*args))
+    traced = jax.make_jaxpr(straight)(*args)
+    if any(eqn.primitive is of_integers for eqn in traced.eqns):
+        raise ValueError(
+            "`integers=True` wants arguments that are quantized before anything reads them, and one is read in float. "
+            "Leave `integers` out, or quantize what reads it."
+        )
+    program = jaxpr_as_fun(traced)
     structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args]
     results = lambda outs: outs[0] if len(outs) == 1 else tuple(outs)
     inputs, outputs = names or (None, None)

@@ -2,7 +2,8 @@
 """The values that ONNX Runtime computes in integers, as nodes between Q/DQ pairs that it fuses."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,33 @@ class OnnxValues(Values):
     runtime = "ONNX Runtime"
     order = 0, 1, 2
 
+    def __init__(self, qparams: Mapping[str, Any]):
+        super().__init__(qparams)
+        self.arguments: dict[int, Array] = {}  # uint8, by the id of what stands for their floats
+        self._integers: dict[int, tuple[Array, Array]] = {}
+
+    def argument(self, x: Array) -> Array:
+        """What stands for the floats of an argument in uint8, and is taken by the op that would quantize it."""
+        stands = nodes.of_integers.bind(x)
+        self.arguments[id(stands)] = x
+        return stands
+
+    def result(self, y: Any) -> Any:
+        """The uint8 of a result that is a value on a grid; others are as they are."""
+        return self.integers[id(y)][1] if id(y) in self.integers else y
+
     def on_grid(self, info: Value, y: Array) -> Array:
         grid = self.grid(info.site)
         zero = (grid.zero_point - grid.qmin).astype(jnp.uint8)
-        q = nodes.quantize.bind(y, grid.scale, zero, axis=None)
-        return nodes.dequantize.bind(q, grid.scale, zero, axis=None)
+        q = self.arguments.get(id(y))
+        if q is None:
+            q = nodes.quantize.bind(y, grid.scale, zero, axis=None)
+        real = nodes.dequantize.bind(q, grid.scale, zero, axis=None)
+        self._integers[id(real)] = real, q
+        return real
+
+    def integers_of(self, y: Array) -> Array | None:
+        return self._integers[id(y)][1]
 
     def conv(self, info: Value, x: Array, w: Operand, bias: Array | None) -> Array:
         self._check_limits(info)

@@ -50,15 +50,20 @@ class Values(abc.ABC):
     def __init__(self, qparams: Mapping[str, Any]):
         self.qparams = qparams
         self._images: dict[int, tuple[Array, Array, tuple[int, ...]]] = {}  # by the id of the first, which lives here
+        self.integers: dict[int, tuple[Array, Array]] = {}  # of values, likewise
 
     def __call__(self, info: Value, *operands: Any) -> Array:
         made: Made = getattr(self, f"_{info.kind}")(info, *operands)
         y = self.on_grid(info, made.y)
-        value = made.behind(y)
-        if made.axes is not None and list(made.axes) != [*range(len(made.axes))]:
-            value = y.transpose(made.axes)
+        is_moved = made.axes is not None and list(made.axes) != [*range(len(made.axes))]
+        behind = (lambda v: v.transpose(made.axes)) if is_moved else made.behind
+        value = behind(y)
+        if is_moved:
             self._images[id(value)] = value, y, tuple(int(i) for i in np.argsort(made.axes))
-        return info.move(value)
+        value = info.move(value)
+        if (integers := self.integers_of(y)) is not None:
+            self.integers[id(value)] = value, info.move(behind(integers))
+        return value
 
     # What a runtime has ops of.
 
@@ -84,6 +89,10 @@ class Values(abc.ABC):
 
         `back` are the axes of the value that those of the image are.
         """
+
+    def integers_of(self, y: Array) -> Array | None:
+        """The integers of what `on_grid` gave, where the graph has them beside."""
+        return None
 
     # What is the same for all.
 

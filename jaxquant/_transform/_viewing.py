@@ -76,9 +76,9 @@ class Viewing(Evaluator):
 
     def named(self, decision: Decision, eqn: JaxprEqn, ins: Sequence[Any], scope: Scope) -> Any:
         v = self.read(ins[0], None) if isinstance(ins[0], QuantizedParam) else ins[0]
-        v = eqn.primitive.bind(v, **eqn.params)
         if self.of_value is not None and (fused := self.decisions.fused.get(decision.contraction.location)):
             return self._value(decision, fused, v, ins[1:], scope)
+        v = eqn.primitive.bind(v, **eqn.params)
         return v if decision.operands[0].point is not None else self._at(decision, 0, v, scope)
 
     def _value(self, decision: Decision, fused: Fused, v: Array, beside: Sequence[Any], scope: Scope) -> Array:
