@@ -381,7 +381,7 @@ def _clipped_again(inner: Sequence[float | None], outer: Sequence[float | None])
 def _is_reshaped(eqn: JaxprEqn) -> bool:
     """Whether an equation only puts values into another shape or order."""
     name, (old, *_), (new, *_) = eqn.primitive.name, avals(eqn.invars), avals(eqn.outvars)
-    is_same = name == "broadcast_in_dim" and math.prod(old.shape) == math.prod(new.shape)
+    is_same = name in ("broadcast_in_dim", "slice") and math.prod(old.shape) == math.prod(new.shape)
     return (name in _RESHAPED or is_same) and not isinstance(eqn.invars[0], Literal)
 
 
