@@ -50,7 +50,7 @@ def test_the_function_is_the_same_without_its_norms():
     params, x, seen = made(), images(2), []
     folded, f = solve.fold_norms(params, network, x, progress=seen.append)
     assert seen == ["a/w", "b/w"]
-    assert is_close(f(folded, x), network(params, x))
+    assert is_close(jax.jit(f)(folded, x), jax.jit(network)(params, x))
     assert folded["norm_a"]["mean"] is params["norm_a"]["mean"]
     assert folded["fc"]["w"] is params["fc"]["w"]
     names = {eqn.primitive.name for eqn in jax.make_jaxpr(f)(folded, x).jaxpr.eqns}
@@ -87,6 +87,12 @@ def test_statistics_must_be_params():
     f = lambda params, statistics, x: norm(params["norm_a"] | statistics, conv({"w": params["a"]["w"]}, x))
     with pytest.raises(ValueError, match="with the statistics among the params"):
         solve.fold_norms(made(), f, statistics, images(2))
+
+
+@pytest.mark.slow
+def test_statistics_may_be_closed_over():
+    statistics = made()["norm_a"]
+    f = lambda params, statistics, x: norm(params["norm_a"] | statistics, conv({"w": params["a"]["w"]}, x))
     closed = lambda params, x: f(params, {name: jnp.asarray(statistics[name]) for name in ("mean", "var")}, x)
     folded, g = solve.fold_norms(made(), closed, images(2))
     assert is_close(g(folded, images(2)), closed(made(), images(2)))

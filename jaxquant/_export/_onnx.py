@@ -93,7 +93,7 @@ def export(
     return model
 
 
-def _of_integers(f: Callable, values: Any, args: Sequence[Any]) -> tuple[Callable, list[Any]]:
+def _of_integers(f: Callable, values: Any, args: Sequence[Any]) -> tuple[Callable, tuple[Any, ...]]:
     """A function of arguments in uint8 where they were float, with its results in uint8; and shapes of these."""
     is_float = [checks.is_float(v.dtype) for v in args]
 
@@ -102,4 +102,4 @@ def _of_integers(f: Callable, values: Any, args: Sequence[Any]) -> tuple[Callabl
         return jax.tree.map(values.result, outs)
 
     dtypes = [np.dtype(np.uint8) if of else v.dtype for v, of in zip(args, is_float, strict=True)]
-    return of_integers, [jax.ShapeDtypeStruct(v.shape, dtype) for v, dtype in zip(args, dtypes, strict=True)]
+    return of_integers, tuple(jax.ShapeDtypeStruct(v.shape, dtype) for v, dtype in zip(args, dtypes, strict=True))

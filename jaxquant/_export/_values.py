@@ -55,11 +55,12 @@ class Values(abc.ABC):
     def __call__(self, info: Value, *operands: Any) -> Array:
         made: Made = getattr(self, f"_{info.kind}")(info, *operands)
         y = self.on_grid(info, made.y)
-        is_moved = made.axes is not None and list(made.axes) != [*range(len(made.axes))]
-        behind = (lambda v: v.transpose(made.axes)) if is_moved else made.behind
+        axes = made.axes or ()
+        is_moved = list(axes) != [*range(len(axes))]
+        behind = (lambda v: v.transpose(axes)) if is_moved else made.behind
         value = behind(y)
         if is_moved:
-            self._images[id(value)] = value, y, tuple(int(i) for i in np.argsort(made.axes))
+            self._images[id(value)] = value, y, tuple(int(i) for i in np.argsort(axes))
         value = info.move(value)
         if (integers := self.integers_of(y)) is not None:
             self.integers[id(value)] = value, info.move(behind(integers))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -317,10 +318,15 @@ def with_room_for_biases(
         of_w, of_x, bias = found.get(w), found.get(x), params[of.bias]
         if others or not of_w or not of_x or of_w.scale.size not in (1, bias.size):
             continue
-        least = least_scale(jnp.asarray(bias, jnp.float32).reshape(-1), of_x.scale.reshape(-1))
-        least = jnp.max(least) if of_w.scale.size == 1 else least
-        found[w] = of_w._replace(scale=jnp.maximum(of_w.scale, least.reshape(of_w.scale.shape)))
+        found[w] = of_w._replace(scale=_with_room(of_w.scale, bias, of_x.scale))
     return found
+
+
+@jax.jit
+def _with_room(scale: Array, bias: Array, x_scale: Array) -> Array:
+    least = least_scale(bias.astype(jnp.float32).reshape(-1), x_scale.reshape(-1))
+    least = jnp.max(least) if scale.size == 1 else least
+    return jnp.maximum(scale, least.reshape(scale.shape))
 
 
 _KINDS = {

@@ -2,9 +2,10 @@
 """Norms with given statistics, folded into the contractions before them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -175,10 +176,24 @@ class _Search:
         return varies[0] if len(varies) == 1 else None
 
 
-def _values(program: _Program, wanted: Sequence[Var]) -> dict[Var, Any]:
+def _folded(program: _Program, leaves: Mapping[str, Array]) -> dict[str, Array]:
+    """The weights and biases with norms in them, of the parameters by their paths."""
+    wanted = [v for norm in program.norms for *_, v in norm.steps if not isinstance(v, Literal)]
+    values, changed = _values(program, leaves, wanted), dict[str, Array]()
+    for norm in program.norms:
+        scale, shift = norm.factors(values)
+        weight, bias = leaves[norm.weight], leaves[norm.bias]
+        shape = [-1 if i == norm.axis else 1 for i in range(weight.ndim)]
+        changed[norm.weight] = (weight.astype(jnp.float32) * scale.reshape(shape)).astype(weight.dtype)
+        changed[norm.bias] = jnp.broadcast_to(shift, (bias.size,)).reshape(bias.shape).astype(bias.dtype)
+    return changed
+
+
+def _values(program: _Program, leaves: Mapping[str, Array], wanted: Sequence[Var]) -> dict[Var, Any]:
     """Some values of a program, which depend on parameters and constants alone."""
     jaxpr = program.jaxpr
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *program.arrays), strict=True))
+    env = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    env |= {v: leaves[path] for v, path in zip(jaxpr.invars, program.paths, strict=True) if path is not None}
     for eqn in read_equations(jaxpr, wanted):
         ins = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         env.update(zip(eqn.outvars, evaluated(eqn, ins, jaxpr), strict=True))
@@ -256,18 +271,11 @@ def fold_norms(
             "Trace the function in evaluation (train=False, use_running_average=True, model.eval()), with the "
             "statistics among the params, f(variables, x), or closed over."
         )
-    others = [v for norm in program.norms for *_, v in norm.steps if not isinstance(v, Literal)]
-    values, leaves = _values(program, others), dict(with_paths(params))
-    changed = dict[str, Array]()
-    for norm in program.norms:
-        scale, shift = norm.factors(values)
-        weight, bias = leaves[norm.weight], leaves[norm.bias]
-        shape = [-1 if i == norm.axis else 1 for i in range(weight.ndim)]
-        changed[norm.weight] = (weight.astype(jnp.float32) * scale.reshape(shape)).astype(weight.dtype)
-        changed[norm.bias] = jnp.broadcast_to(shift, bias.size).reshape(bias.shape).astype(bias.dtype)
-        if progress is not None:
-            progress(norm.weight)
+    changed = jax.jit(functools.partial(_folded, program))(dict(with_paths(params)))
     weights = [norm.weight for norm in program.norms]
+    if progress is not None:
+        for path in weights:
+            progress(path)
 
     @functools.wraps(f)
     def without_norms(*args: Any, **kwargs: Any) -> PyTree:
