@@ -336,17 +336,25 @@ class Level:
             return None
         for y, bias in (pair, pair[::-1]):
             behind = self._contraction(y) if self._uses[y] == 1 and bias not in self.data else None
-            if behind is not None:
-                return self._layer(behind, self._bias(bias, len(shape)), low, high, (*inside, y))
+            if behind is not None and (found := self._bias(bias, len(shape), self._channels(behind[1]))):
+                return self._layer(behind, found, low, high, (*inside, y))
         is_of_data = all(v in self.data and v.aval.shape == shape for v in pair)
         return Found(Region("add", eqn, i, tuple(pair), low=low, high=high), inside) if is_of_data else None
 
-    def _bias(self, v: Var, ndim: int) -> tuple[Var, tuple[int, ...]]:
-        """A bias before it is broadcast, and the axes of the output that its axes are."""
-        made = self.made(v)
+    def _bias(self, v: Var, ndim: int, channels: int) -> tuple[Var, tuple[int, ...]] | None:
+        """A bias before it is broadcast, and the axes of the output that its axes are; one number for each channel."""
+        made, axes = self.made(v), tuple(range(ndim))
         if made and made[1].primitive.name == "broadcast_in_dim":
-            return made[1].invars[0], tuple(param(made[1], "broadcast_dimensions"))
-        return v, tuple(range(ndim))
+            v, axes = made[1].invars[0], tuple(param(made[1], "broadcast_dimensions"))
+        return (v, axes) if not isinstance(v, Literal) and avals([v])[0].size in (1, channels) else None
+
+    def _channels(self, eqn: JaxprEqn) -> int:
+        """How many channels the output of a contraction has, of its weight."""
+        side = int(eqn.invars[0] in self.data)
+        shape, numbers = avals(eqn.invars)[side].shape, eqn.params["dimension_numbers"]
+        if kind(eqn) == "conv_general_dilated":
+            return shape[numbers.rhs_spec[0]]
+        return math.prod(n for i, n in enumerate(shape) if i not in (*numbers[0][side], *numbers[1][side]))
 
     def _mean(self, eqn: JaxprEqn) -> Found | None:
         """A sum divided by the number of its terms: a mean over axes, or in windows."""
