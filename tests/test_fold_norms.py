@@ -61,6 +61,19 @@ def test_the_function_is_the_same_without_its_norms():
     assert kernels == [argument, f"{layer} + relu", layer, "add + relu", "mean", "dot_general + bias"]
 
 
+def turned(params, x):
+    p = params["norm_a"]
+    return (p["mean"] - conv(params["a"], x)) / jnp.sqrt(p["var"] + np.float32(1e-3)) * p["scale"] + p["bias"]
+
+
+def test_differences_and_quotients():
+    params, x = made(), images(2)
+    folded, f = solve.fold_norms(params, turned, x)
+    assert is_close(jax.jit(f)(folded, x), jax.jit(turned)(params, x))
+    with pytest.raises(TypeError, match="`f` must be a function, got int"):
+        solve.fold_norms(params, 3, x)
+
+
 def of_batch(params, x):
     y = conv({"w": params["a"]["w"]}, x)
     return norm(params["norm_a"] | {"mean": y.mean((0, 1, 2))}, y)

@@ -78,6 +78,68 @@ def test_names_of_values_and_their_kernels():
     assert {site.entry for site in plan("concatenated", "litert") if site.kernel == "concatenate"} == {"stem/w:output"}
 
 
+def test_values_are_handed_out_with_what_they_are_computed_from():
+    q, (_, params), seen = quantized("residual", "litert"), networks.networks()["residual"], []
+
+    def value(info, *operands):
+        shapes = [operand.shape for operand in operands]
+        seen.append((info.site.name, info.kind, info.low, info.input and info.input.name, len(shapes)))
+        y = jnp.zeros(info.op.result.shape) if info.kind == "layer" else jnp.zeros(info.result.shape)
+        return info.move(y) if info.kind == "layer" else y
+
+    view = q.at_sites(lambda info, x: x, None, value)
+    assert jax.eval_shape(view, params, networks.images(2)).shape == (2, 10)
+    assert seen == [
+        ("stem/w:input", "quantize", None, None, 1),
+        ("stem/w:output", "layer", 0.0, "stem/w:input#2", 3),
+        ("max_pool", "max_pool", None, None, 1),
+        ("a/w:output", "layer", 0.0, "max_pool#2", 3),
+        ("b/w:output", "layer", None, "a/w:output#2", 3),
+        ("short/w:output", "layer", None, "max_pool#3", 3),
+        ("add", "add", 0.0, None, 2),
+        ("average_pool", "average_pool", None, None, 1),
+        ("fc/w:output", "layer", None, "average_pool#2", 3),
+    ]
+    with pytest.raises(TypeError, match="`value` must be a function"):
+        q.at_sites(lambda info, x: x, None, 3)
+    one_image, (_, params) = quantized("one_image", "litert"), networks.networks()["one_image"]
+    moved = lambda info, *_: info.move(jnp.zeros((info.op.result if info.kind == "layer" else info.result).shape))
+    assert jax.eval_shape(one_image.at_sites(lambda info, x: x, None, moved), params, networks.images(2)).shape == (
+        2,
+        10,
+    )
+
+
+def unusual(params, x):
+    """Clips and means that are written in other ways, and what no kernel computes."""
+    x = jax.lax.clamp(np.float32(0), networks.conv(params["stem"], x, 2), np.float32(6))
+    x = jnp.minimum(networks.conv(params["expand"], x), 6)
+    x = jnp.exp(jnp.maximum(x, 1.0))
+    y = networks.conv({"w": params["project"]["w"]}, x) + np.ones((1, 8, 8, 8), np.float32)
+    pooled = networks.conv(params["head"], y).sum((1, 2)) * np.float32(1 / 64)
+    logits = quant_point(networks.dense(params["fc"], pooled), "logits")
+    return logits @ logits.T * np.float32(3)
+
+
+def test_other_ways_to_write_them():
+    params = networks.networks()["mobile"][1]
+    rules = [Rule("project/w", W8), Rule("**", activation=A8, kind="act_act"), *RULES]
+    sites = quantize_fn(unusual, rules, runtime="onnxruntime").plan(params, networks.images(2))
+    layer = "conv_general_dilated + bias"
+    in_float = dict.fromkeys(("project/w:input", "project/w"), "in float: an operand stays in float")
+    assert {site.name: site.kernel for site in sites if site.kernel} == in_float | {
+        "stem/w:input": "quantized from float: an argument",
+        "stem/w:output": f"{layer} + relu6",
+        "expand/w:output": f"{layer} + clip(1.0, 6.0)",
+        "head/w:input": "quantized from float: add",
+        "head/w:output": layer,
+        "mean": "mean",
+        "logits": "dot_general + bias",
+        "logits#2": "in float: no kernel multiplies two values (act_act)",
+        "logits#3": "in float: no kernel multiplies two values (act_act)",
+    }
+
+
 def test_a_rule_of_its_own_leaves_a_value_in_float():
     q = quantize_fn(networks.mobile, [Rule("add", None, kind="value"), *RULES], runtime="onnxruntime")
     sites = q.plan(networks.networks()["mobile"][1], networks.images(4))

@@ -106,18 +106,9 @@ class _Search:
     def _contractions(self) -> list[JaxprEqn]:
         return [eqn for eqn in self.jaxpr.eqns if is_contraction(kind(eqn), eqn.params) and kind(eqn) in OPS]
 
-    def _leaf(self, v: Var) -> str | None:
-        """The path of a parameter that nothing but one equation takes, perhaps in another shape."""
-        while not isinstance(v, Literal) and v not in self.path:
-            made = self.level.made(v)
-            if made is None or made[1].primitive.name not in ("reshape", "broadcast_in_dim", "squeeze"):
-                return None
-            v = made[1].invars[0]
-        return None if isinstance(v, Literal) or len(self.users.get(v, ())) != 1 else self.path[v]
-
     def _norm(self, eqn: JaxprEqn, side: int) -> _Norm | None:
         weight = eqn.invars[side]
-        if isinstance(weight, Literal) or weight not in self.path or self._leaf(weight) is None:
+        if isinstance(weight, Literal) or weight not in self.path or len(self.users[weight]) > 1:
             return None
         output, ndims = eqn.outvars[0], [v.ndim for v in avals(eqn.invars[:2])]
         axes = OPS[kind(eqn)].of(eqn.params).axes(ndims)
@@ -128,7 +119,8 @@ class _Search:
             v = step[0].outvars[0]
         others = [eqn.invars[side] for eqn, side in steps]
         channel = next((found for other in others if (found := self._channel(other)) is not None), None)
-        if channel is None or not any(eqn.primitive.name in ("mul", "div") for eqn, _ in steps):
+        is_scaled = any(eqn.primitive.name in ("mul", "div") for eqn, _ in steps)
+        if channel is None or not is_scaled:
             return None
         bias = self._bias(others, [eqn for eqn, _ in steps], avals([output])[0].shape[channel])
         if bias is None:
