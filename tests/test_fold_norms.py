@@ -88,7 +88,12 @@ def before(params, x):
     return conv({"w": params["b"]["w"]}, norm(params["norm_a"], x))
 
 
-@pytest.mark.parametrize("f", [of_batch, read_between, before])
+def along_two_axes(params, x):
+    y = jnp.einsum("bi,ijk->bjk", x[:, 0, 0], params["a"]["w"][0])
+    return y * params["norm_a"]["scale"] + params["a"]["b"][:3, None]
+
+
+@pytest.mark.parametrize("f", [of_batch, read_between, before, along_two_axes])
 def test_what_cannot_be_folded_is_an_error(f):
     x = images(2) if f is not before else np.zeros((1, 4, 4, 8), np.float32)
     with pytest.raises(ValueError, match="no norm with given statistics follows a contraction of a parameter"):

@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import itertools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +117,7 @@ def unusual(params, x):
     x = jnp.minimum(networks.conv(params["expand"], x), 6)
     x = jnp.exp(jnp.maximum(x, 1.0))
     y = networks.conv({"w": params["project"]["w"]}, x) + np.ones((1, 8, 8, 8), np.float32)
-    pooled = networks.conv(params["head"], y).sum((1, 2)) * np.float32(1 / 64)
+    pooled = np.float32(1 / 64) * networks.conv(params["head"], y).sum((1, 2))
     logits = quant_point(networks.dense(params["fc"], pooled), "logits")
     return logits @ logits.T * np.float32(3)
 
@@ -258,6 +259,7 @@ def test_the_gradient_is_that_of_the_float_ops(runtime):
     [
         (Rule("w", W8, activation_spec(8, granularity=PerToken())), "At 'w'.*takes inputs of 8 bits with one scale"),
         (Rule("w", W8, activation_spec(4)), "takes inputs of 8 bits with one scale that is known before it runs"),
+        (Rule("w", W8, activation_spec(8, rounding="half_away")), "and rounds them itself, got .*half_away"),
         (Rule("w", QuantSpec(symmetric=False), A8), "multiplies weights of up to 8 bits that are signed and symmetric"),
         (Rule("w", weight_spec(4, block_size=2), A8), "with one scale or one for each output channel, got .*PerBlock"),
     ],
@@ -265,6 +267,33 @@ def test_the_gradient_is_that_of_the_float_ops(runtime):
 def test_specs_that_no_kernel_has_are_errors(rule, message):
     with pytest.raises(ValueError, match=message):
         quantize_fn(product, [rule], runtime="onnxruntime").plan(PARAMS, ROWS)
+
+
+@pytest.mark.parametrize(("of", "name", "runtime"), [(onnx, "onnx", "onnxruntime"), (litert, "litert", "litert")])
+def test_an_extra_that_is_missing_is_named(of, name, runtime, monkeypatch):
+    for module in ("jax2onnx", "litert_converter"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in [of for of in sys.modules if of.startswith("jaxquant._export._")]:
+        monkeypatch.delitem(sys.modules, module)
+        monkeypatch.delattr(sys.modules["jaxquant._export"], module.rpartition(".")[2], raising=False)
+    with pytest.raises(ImportError, match=rf"jaxquant.{name} needs \w+\. Install it: pip install 'jaxquant\[{name}\]'"):
+        of.export(quantize_fn(product, RULES, runtime=runtime), PARAMS, ROWS)
+
+
+def positional(params, x):
+    """A bias for each position, as long as there are channels: no kernel adds it."""
+    y = jax.lax.conv_general_dilated(x, params["w"], (1, 1), "SAME", dimension_numbers=networks.NHWC)
+    return jax.nn.relu(y + params["positions"]) + jax.nn.relu(2.0)
+
+
+def test_a_bias_is_of_channels():
+    params = {"w": np.ones((1, 1, 3, 16), np.float32), "positions": np.ones((16, 1, 1), np.float32)}
+    sites = quantize_fn(positional, [Rule("w", W8, A8)], runtime="litert").plan(params, networks.images(2))
+    assert sites["w:output"].kernel == "conv_general_dilated"
+    sites = quantize_fn(positional, [Rule("w", W8, A8)], runtime="litert").plan(
+        params | {"positions": np.ones((1, 1, 16), np.float32)}, networks.images(2)
+    )
+    assert sites["w:output"].kernel == "conv_general_dilated + bias + relu"
 
 
 def test_a_runtime_wants_static_ranges():

@@ -78,7 +78,7 @@ def all_of(kernels):
             kernels.add(a, x, b, y, result, None),
             kernels.mean(a, (1,), x, x),
             kernels.average(a.sum(1), 4, x, x),
-            kernels.quantize(a.astype(F) * F(0.1), x),
+            kernels.quantize(a.astype(F) * F(0.1), x, a),
         )
 
     return jax.jit(of)(A, B, ACC)

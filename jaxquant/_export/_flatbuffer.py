@@ -105,13 +105,9 @@ def _composite(x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec) -> Array
 
 
 def flatbuffer(f: Callable[..., PyTree], *args: Any) -> bytes:
-    """The bytes of the LiteRT model of a function at its sites."""
-    return converted(straight_line(f, {mark_p.name: _composite}), *args)
-
-
-def converted(f: Callable[..., PyTree], *args: Any) -> bytes:
-    """The flatbuffer of f for arguments of these shapes."""
-    lowered = jax.jit(f).lower(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args))
+    """The bytes of the LiteRT model of a function at its sites, for arguments of these shapes."""
+    straight = straight_line(f, {mark_p.name: _composite})
+    lowered = jax.jit(straight).lower(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args))
     program = stablehlo.serialize_portable_artifact_str(str(lowered.compiler_ir("stablehlo")), _STABLEHLO)
     context = ir.Context()
     converter.prepare_mlir_context(context)

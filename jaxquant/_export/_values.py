@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._arrays._grid import frame_of, grid_of
+from .._arrays._qparams import QParams
 from .._base._checks import PyTree
 from .._runtime._kernels import Grid
 from .._transform._plan import Site, Value
@@ -101,13 +103,13 @@ class Values(abc.ABC):
         """The grid of a value, in a scan that of a turn."""
         if site.qparams is None or site.spec is None:
             raise ValueError(f"At {site.name!r}: expected qparams, got none. Pass qparams=q.init_qparams(...).")
-        return _grid(site, *site.qparams)
+        return _grid(site, site.qparams)
 
     def known_grids(self, site: Site) -> Grid:
         """The grid of a value, in numbers that are known; in a scan those of all turns."""
-        qparams = self.qparams[site.entry]
+        scale, zero_point = self.qparams[site.entry]
         with jax.ensure_compile_time_eval():
-            return _grid(site, *(jnp.asarray(v).reshape(-1) for v in qparams))
+            return _grid(site, QParams(jnp.asarray(scale).reshape(-1), jnp.asarray(zero_point).reshape(-1)))
 
     def image(self, x: Array, order: Sequence[int]) -> Array:
         """A value with its axes in this order."""
@@ -216,12 +218,14 @@ def warn_of_floats(
         )
 
 
-def _grid(site: Site, scale: Array, zero_point: Array) -> Grid:
+def _grid(site: Site, qparams: QParams) -> Grid:
+    """The grid of qparams, as it is used."""
     spec = site.spec
     assert spec is not None
-    zero = jnp.zeros_like(zero_point) if spec.symmetric else jnp.clip(jnp.round(zero_point), spec.qmin, spec.qmax)
+    grid = grid_of(qparams, frame_of(spec)).effective()
     one = lambda v: v.reshape(()) if v.size == 1 else v
-    return Grid(one(scale.astype(jnp.float32)), one(zero).astype(jnp.int32), int(spec.qmin), int(spec.qmax))
+    zero = jnp.zeros_like(grid.scale) if grid.zero_point is None else grid.zero_point
+    return Grid(one(grid.scale.astype(jnp.float32)), one(zero).astype(jnp.int32), int(spec.qmin), int(spec.qmax))
 
 
 def moved(v: Any, move: Callable[[Array], Array]) -> Any:

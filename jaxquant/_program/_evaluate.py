@@ -81,9 +81,6 @@ class Replacement(NamedTuple):
     beside: Sequence[Any] = ()
 
 
-_NONE = Replacement(lambda *_: None)
-
-
 class Step(NamedTuple):
     """An equation that is evaluated: with which operands, where, and with what beside them."""
 
@@ -120,7 +117,7 @@ class Replacements:
         """The results of a program."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         value = lambda v: v.val if isinstance(v, Literal) else env[v]
-        beside = lambda i: self.contractions.get((*location, i), _NONE).beside
+        beside = lambda i: of.beside if (of := self.contractions.get((*location, i))) else ()
         read = [
             [v for v in (*eqn.invars, *beside(i)) if not isinstance(v, Literal)] for i, eqn in enumerate(jaxpr.eqns)
         ]

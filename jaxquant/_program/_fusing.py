@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What kernels of integers compute at once: a layer with its bias and activation, a sum, a mean, a pool.
 
-A program is made one level of calls first (`flattened`). Then its regions are found, and what they take and give gets a
-name (`named`), so that rules quantize it there. In the program with names each region stands before its name
-(`regions`).
+A program is made one level of calls first (`flattened`). Then its regions are found (`Level.regions`), and what they
+take and give gets a name (`rebuilt`), so that rules quantize it there.
 """
 
 import collections
@@ -17,6 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from .._contract._ops import OPS
 from ._jaxpr import (
     NAME,
     POINT,
@@ -32,13 +32,13 @@ from ._jaxpr import (
     read_equations,
     traced,
 )
+from ._moves import MOVES
 
 _INLINED = ("jit", "pjit", "closed_call")
 _ENTERED = ("scan", "checkpoint", "remat2")
 _MOVED = ("reshape", "transpose", "squeeze", "rev", "slice", "copy", "stop_gradient", "sharding_constraint")
 _RESHAPED = ("reshape", "transpose", "squeeze")
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
-
 
 Var = Any  # a variable of a program, or a literal
 
@@ -77,20 +77,17 @@ class Region(NamedTuple):
         bias = "" if self.bias is None else " + bias"
         return f"{self.eqn.primitive.name if self.kind == 'layer' else self.kind}{bias}{clip}"
 
-    def move(self, v: Array) -> Array:
-        """An array as the contraction of a layer gives it, moved."""
-        return self.moved_behind(v, (*self.moves, *self.behind))
-
-    def moved_behind(self, v: Array, moves: Sequence[JaxprEqn] | None = None) -> Array:
-        """An array as a layer gives it with its bias, moved."""
-        for eqn in self.behind if moves is None else moves:
-            v = eqn.primitive.bind(v, **eqn.params)
-        return v
-
     @property
     def values(self) -> tuple[Var, ...]:
         """The values that it is computed from."""
         return self.operands if self.bias is None else (*self.operands, self.bias)
+
+
+def moved(v: Array, moves: Sequence[JaxprEqn]) -> Array:
+    """An array moved by equations."""
+    for eqn in moves:
+        v = eqn.primitive.bind(v, **eqn.params)
+    return v
 
 
 class Found(NamedTuple):
@@ -207,10 +204,10 @@ class Level:
         of = self.named(users[0].outvars[0]) if len(users) == 1 == self._uses[v] else None
         return of and of[1]
 
-    def made_by(self, v: Var) -> str:
-        """What makes a value, in words."""
+    def made_by(self, v: Var) -> str | None:
+        """What makes a value, in words; None of an argument."""
         made = self.made(v)
-        return "an argument" if made is None else str(made[1].params.get("name", made[1].primitive.name))
+        return made and str(made[1].params.get("name", made[1].primitive.name))
 
     def regions(self) -> dict[Var, Region]:
         """The largest regions, by their results, in the order of the program."""
@@ -226,7 +223,7 @@ class Level:
         """The region whose result a value is."""
         source, low, high, inside = self._clipped(v)
         made = self.made(source)
-        if made is None or not is_float32(v):
+        if made is None or avals([v])[0].dtype != np.float32:
             return None
         i, eqn = made
         if behind := self._contraction(source):
@@ -264,7 +261,7 @@ class Level:
         """What a value is before it is clipped, the limits, and the values between."""
         low = high = None
         inside = ()
-        while (clip := self.clip(v)) and clip[0] in self._made and self._is_alone(clip[0]):
+        while (clip := self.clip(v)) and self.made(clip[0]) and self._is_alone(clip[0]):
             v, *limits = clip
             low, high = _clipped_again(limits, (low, high))
             inside = *inside, v
@@ -336,29 +333,41 @@ class Level:
             return None
         for y, bias in (pair, pair[::-1]):
             behind = self._contraction(y) if self._uses[y] == 1 and bias not in self.data else None
-            if behind is not None and (found := self._bias(bias, len(shape), self._channels(behind[1]))):
+            if behind is not None and (found := self._bias(bias, len(shape), behind)):
                 return self._layer(behind, found, low, high, (*inside, y))
         is_of_data = all(v in self.data and v.aval.shape == shape for v in pair)
         return Found(Region("add", eqn, i, tuple(pair), low=low, high=high), inside) if is_of_data else None
 
-    def _bias(self, v: Var, ndim: int, channels: int) -> tuple[Var, tuple[int, ...]] | None:
+    def _bias(self, v: Var, ndim: int, behind: _Behind) -> tuple[Var, tuple[int, ...]] | None:
         """A bias before it is broadcast, and the axes of the output that its axes are; one number for each channel."""
         made, axes = self.made(v), tuple(range(ndim))
         if made and made[1].primitive.name == "broadcast_in_dim":
             v, axes = made[1].invars[0], tuple(param(made[1], "broadcast_dimensions"))
-        return (v, axes) if not isinstance(v, Literal) and avals([v])[0].size in (1, channels) else None
+        if isinstance(v, Literal):
+            return None
+        (shape, size), (channels, n) = (avals([v])[0].shape, avals([v])[0].size), self._channels(behind)
+        varies = {axis for axis, length in zip(axes, shape, strict=True) if length != 1}
+        return (v, axes) if size == 1 or (size == n and varies <= channels) else None
 
-    def _channels(self, eqn: JaxprEqn) -> int:
-        """How many channels the output of a contraction has, of its weight."""
-        side = int(eqn.invars[0] in self.data)
-        shape, numbers = avals(eqn.invars)[side].shape, eqn.params["dimension_numbers"]
-        if kind(eqn) == "conv_general_dilated":
-            return shape[numbers.rhs_spec[0]]
-        return math.prod(n for i, n in enumerate(shape) if i not in (*numbers[0][side], *numbers[1][side]))
+    def _channels(self, behind: _Behind) -> tuple[set[int], int]:
+        """The axes of what a contraction gives, moved, along which are the channels of its weight; and their number."""
+        _, eqn, moves, _ = behind
+        side, shapes = int(eqn.invars[0] in self.data), [v.shape for v in avals(eqn.invars[:2])]
+        axes = OPS[kind(eqn)].of(eqn.params).axes([len(shape) for shape in shapes])
+        free = [i for i, name in enumerate(axes.operands[side]) if name in axes.out and name not in axes.met]
+        channels = {axes.out.index(axes.operands[side][i]) for i in free}
+        for move in moves:
+            of_move = MOVES[move.primitive.name].runs
+            assert of_move is not None
+            (runs,) = of_move(move)
+            channels = {axis for run in runs if channels.intersection(run.old) for axis in run.new}
+        return channels, math.prod(shapes[side][i] for i in free)
 
     def _mean(self, eqn: JaxprEqn) -> Found | None:
         """A sum divided by the number of its terms: a mean over axes, or in windows."""
-        v, n = eqn.invars[0], self._constant(eqn.invars[1])
+        is_turned = eqn.primitive.name == "mul" and isinstance(eqn.invars[0], Literal)
+        v, by = eqn.invars[::-1] if is_turned else eqn.invars
+        n = self._constant(by)
         inside = []
         while (made := self.made(v)) and _is_reshaped(made[1]) and self._is_alone(v):
             inside.append(v)
@@ -397,7 +406,3 @@ def _is_plain(eqn: JaxprEqn) -> bool:
     """Whether windows are neither padded nor dilated."""
     is_padded = any(n for pads in param(eqn, "padding") for n in pads)
     return not is_padded and all(n == 1 for name in ("base_dilation", "window_dilation") for n in param(eqn, name))
-
-
-def is_float32(v: Var) -> bool:
-    return v.aval.dtype == np.float32

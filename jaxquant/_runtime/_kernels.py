@@ -123,9 +123,9 @@ class Kernels(abc.ABC):
     tied: frozenset[str]
     regrids: bool = False
 
-    @abc.abstractmethod
-    def quantize(self, x: Array, grid: Grid) -> Array:
-        """The integers of float32 values."""
+    def quantize(self, x: Array, grid: Grid, levels: Array) -> Array:
+        """The integers of float32 values; `levels` are those of `jaxquant.quantize`, `rint(x / scale) + zero_point`."""
+        return levels
 
     @abc.abstractmethod
     def layer(

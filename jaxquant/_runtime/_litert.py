@@ -27,7 +27,7 @@ class Xnnpack(Kernels):
     name = "litert"
     tied = _TIED | {"mean"}  # of two grids, its float sum has halves that no formula of float32 has
 
-    def quantize(self, x: Array, grid: Grid) -> Array:
+    def quantize(self, x: Array, grid: Grid, levels: Array) -> Array:
         """`rint(x * float32(1 / scale)) + zero_point`."""
         return grid.at(num.round_half_even(x * divide(np.float32(1), grid.scale)))
 
@@ -105,7 +105,7 @@ class Reference(Kernels):
     name = "litert_reference"
     tied = _TIED
 
-    def quantize(self, x: Array, grid: Grid) -> Array:
+    def quantize(self, x: Array, grid: Grid, levels: Array) -> Array:
         """`x / scale` rounded with halves away from 0."""
         return grid.at(num.round_half_away(divide(x, grid.scale)))
 

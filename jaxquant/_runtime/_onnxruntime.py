@@ -40,10 +40,6 @@ class OnnxRuntime(Kernels):
     regrids = True
     tied = frozenset({"max_pool", "concatenate"})
 
-    def quantize(self, x: Array, grid: Grid) -> Array:
-        """`rint(x / scale) + zero_point`."""
-        return grid.at(num.round_half_even(divide(x, grid.scale)))
-
     def layer(
         self, acc: Array, scales: tuple[Array, Array], grid: Grid, limits: Limits | None, is_dense: bool
     ) -> Array:

@@ -14,7 +14,7 @@ from .._arrays._quantized import Quantized
 from .._base import _checks as checks
 from .._contract._dot import Dot
 from .._paths import named_in_errors
-from .._program._fusing import Level, Region, Var, levels, rebuilt
+from .._program._fusing import Level, Region, Var, levels, moved, rebuilt
 from .._program._jaxpr import Jaxpr, JaxprEqn, Location, avals
 from .._program._moves import MOVES
 from .._program._param import QuantizedParam
@@ -24,8 +24,7 @@ from .._spec._rule import Rule
 from .._spec._spec import QuantSpec
 from ._choose import Decision
 from ._match import MatchedOp, is_wanted
-
-QUANTIZED = "quantized from float: "
+from ._plan import ARGUMENT, FROM_FLOAT, IN_FLOAT
 
 
 class Named(NamedTuple):
@@ -78,10 +77,10 @@ def _check(weight: QuantSpec, activation: QuantSpec, runtime: str) -> None:
             f"each output channel, got {weight}. Take weight_spec(8), or leave the op in float by a rule with None."
         )
     is_whole = activation.bits == 8 and not activation.format and not activation.narrow_range
-    if not is_whole or activation.granularity != PerTensor():
+    if not is_whole or activation.granularity != PerTensor() or activation.rounding != "half_even":
         raise ValueError(
-            f"{runtime!r} takes inputs of 8 bits with one scale that is known before it runs, got {activation}. Take "
-            "activation_spec(8), or leave the op in float by a rule with None."
+            f"{runtime!r} takes inputs of 8 bits with one scale that is known before it runs, and rounds them itself, "
+            f"got {activation}. Take activation_spec(8), or leave the op in float by a rule with None."
         )
 
 
@@ -164,12 +163,13 @@ class Fusing(NamedTuple):
                 continue
             level = places.get(at[:-1])
             if level is None:
-                found[at] = "in float: inside a cond, a loop, or a function with a derivative of its own"
+                why = "inside a cond, a loop, or a function with a derivative of its own"
             elif op.kind != "weight":
-                found[at] = f"in float: no kernel multiplies two values ({op.kind})"
+                why = f"no kernel multiplies two values ({op.kind})"
             else:
                 dtype = avals(level.jaxpr.eqns[at[-1]].outvars)[0].dtype
-                found[at] = f"in float: {dtype}" if dtype != jnp.float32 else "in float: an operand stays in float"
+                why = str(dtype) if dtype != jnp.float32 else "an operand stays in float"
+            found[at] = f"{IN_FLOAT}{why}"
         return found
 
     def _fused(
@@ -178,7 +178,7 @@ class Fusing(NamedTuple):
         (v,) = eqn.invars
         found = level.found(v)
         if found is None:
-            return Fused(self.kernels, floats=level.made_by(v))
+            return Fused(self.kernels, floats=level.made_by(v) or ARGUMENT)
         region = found.region
         layer = decisions.get((*location, region.at)) if region.kind == "layer" else None
         names = [level.named(level.before_moves(of)) for of in region.operands if of in level.data]
@@ -224,14 +224,14 @@ class Fused(NamedTuple):
 
     @property
     def words(self) -> str:
-        return self.region.words if self.region else f"{QUANTIZED}{self.floats}"
+        return self.region.words if self.region else f"{FROM_FLOAT}{self.floats}"
 
     def integers(self, q: Quantized, v: Array, values: Sequence[Any]) -> Array:
         """The integers of a value, which in float is v, on the grid of q, from those that its region takes."""
         grid = _grid(q)
         if self.region is None:
-            return self.kernels.quantize(v, grid)
-        return self.region.moved_behind(_KINDS[self.region.kind](self, grid, values)).reshape(v.shape)
+            return self.kernels.quantize(v, grid, q.values)
+        return moved(_KINDS[self.region.kind](self, grid, values), self.region.behind).reshape(v.shape)
 
     def _layer(self, grid: Grid, values: Sequence[Any]) -> Array:
         region, decision = self.region, self.decision

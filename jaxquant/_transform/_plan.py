@@ -19,6 +19,7 @@ _HEADER = (
     "left in float because",
 )
 _NO_OPERAND = "matched, but no operand"
+FROM_FLOAT, IN_FLOAT, ARGUMENT = "quantized from float: ", "in float: ", "an argument"  # in the column "kernel"
 _OPTIONAL = "entry", "its spec", "kernel", "bytes", "left in float because"
 
 
@@ -79,8 +80,7 @@ class Site(NamedTuple):
     @property
     def is_in_float(self) -> bool:
         """Whether a runtime computes it in float, or what it is quantized from."""
-        is_of_floats = self.kernel.startswith("quantized from float") and not self.kernel.endswith("an argument")
-        return is_of_floats or self.kernel.startswith("in float")
+        return self.kernel.startswith((FROM_FLOAT, IN_FLOAT)) and self.kernel != FROM_FLOAT + ARGUMENT
 
     @property
     def quantized_to(self) -> str:

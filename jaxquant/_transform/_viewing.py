@@ -2,6 +2,7 @@
 """The function in float, with functions of the caller at its sites, and in place of the ops that have one."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from .._base import _checks as checks
 from .._base._checks import PyTree
 from .._base._groups import of_rank
 from .._program._evaluate import Scope
+from .._program._fusing import moved
 from .._program._jaxpr import JaxprEqn, avals, params_of
 from .._program._param import QuantizedParam
 from .._spec._granularity import granularity_of
@@ -103,7 +105,8 @@ class Viewing(Evaluator):
             )
             limits = region.low, region.high
             is_first = layer is not None and layer.operands[0].is_weight
-            info = Value(site, region.kind, op, *limits, region.bias_axes, region.move, result, of_input, is_first)
+            move = functools.partial(moved, moves=(*region.moves, *region.behind))
+            info = Value(site, region.kind, op, *limits, region.bias_axes, move, result, of_input, is_first)
             made = self.of_value(info, *operands)
         return _checked_result("value", made, result, repr(site.name))
 

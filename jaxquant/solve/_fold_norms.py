@@ -113,12 +113,15 @@ class _Search:
         output, ndims = eqn.outvars[0], [v.ndim for v in avals(eqn.invars[:2])]
         axes = OPS[kind(eqn)].of(eqn.params).axes(ndims)
         channels = {axes.out.index(name): i for i, name in enumerate(axes.operands[side]) if name in axes.out}
-        v, steps = output, []
+        v, steps, along = output, [], set[int]()
         while (step := self._step(v, channels)) is not None:
+            eqn, of = step
+            along |= self._varies(eqn.invars[of])
+            if len(along) > 1:
+                return None
             steps.append(step)
-            v = step[0].outvars[0]
-        others = [eqn.invars[side] for eqn, side in steps]
-        channel = next((found for other in others if (found := self._channel(other)) is not None), None)
+            v = eqn.outvars[0]
+        others, channel = [eqn.invars[side] for eqn, side in steps], next(iter(along), None)
         is_scaled = any(eqn.primitive.name in ("mul", "div") for eqn, _ in steps)
         if channel is None or not is_scaled:
             return None
@@ -152,8 +155,7 @@ class _Search:
             return None
         other = eqn.invars[1 - i]
         is_given = isinstance(other, Literal) or (other in self.needs and self.of(other) <= self.path.keys())
-        varies = {axis for axis, n in enumerate(self._own(other)[1]) if n != 1}
-        return (eqn, 1 - i) if is_given and varies <= channels.keys() else None
+        return (eqn, 1 - i) if is_given and self._varies(other) <= channels.keys() else None
 
     def _own(self, v: Var) -> tuple[Var, tuple[int, ...]]:
         """A value before it was broadcast, and its shape with an axis of 1 for each axis that it has none for."""
@@ -163,9 +165,9 @@ class _Search:
         old, places = avals(made[1].invars)[0].shape, made[1].params["broadcast_dimensions"]
         return made[1].invars[0], tuple(old[places.index(i)] if i in places else 1 for i in range(len(shape)))
 
-    def _channel(self, v: Var) -> int | None:
-        varies = [axis for axis, n in enumerate(self._own(v)[1]) if n != 1]
-        return varies[0] if len(varies) == 1 else None
+    def _varies(self, v: Var) -> set[int]:
+        """The axes of the output along which a value has more than one number."""
+        return {axis for axis, n in enumerate(self._own(v)[1]) if n != 1}
 
 
 def _folded(program: _Program, leaves: Mapping[str, Array]) -> dict[str, Array]:
@@ -215,7 +217,8 @@ def fold_norms(
 ) -> tuple[PyTree, Callable]:
     """Norms with given statistics, such as BatchNorm in evaluation, folded into the contractions before them.
 
-    Behind a convolution or a product such a norm is a factor and a sum for each channel. The factor goes into the
+    Behind a convolution or a product such a norm is a factor and a sum for each channel, and so is what else multiplies
+    or adds a parameter there. The factor goes into the
     weight; the sum, into a parameter of the norm, which becomes the bias; and the function is without the norm. It is
     the same function to rounding, with fewer ops, and a runtime fuses it. Do it before `equalize`, `bias_correct`,
     ranges and exports; a network that is trained on is trained without its norms.
