@@ -28,11 +28,11 @@ class OnnxValues(Values):
 
     def __init__(self, qparams: Mapping[str, Any]):
         super().__init__(qparams)
-        self.arguments: dict[int, Array] = {}  # uint8, by the id of what stands for their floats
+        self.arguments: dict[int, Array] = {}  # uint8, by the ids of their stand-ins in float
         self._integers: dict[int, tuple[Array, Array]] = {}
 
     def argument(self, x: Array) -> Array:
-        """What stands for the floats of an argument in uint8, and is taken by the op that would quantize it."""
+        """The stand-in in float of an argument in uint8, for the op that would quantize it."""
         stands = nodes.of_integers.bind(x)
         self.arguments[id(stands)] = x
         return stands

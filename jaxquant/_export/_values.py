@@ -90,23 +90,23 @@ class Values(abc.ABC):
     def pool(self, info: Value, image: Array, spatial: Sequence[int], back: Sequence[int]) -> Array:
         """The largest values, or the averages, of windows along the spatial axes of an image.
 
-        `back` are the axes of the value that those of the image are.
+        `back` has for each axis of the image the axis of the value.
         """
 
     def integers_of(self, y: Array) -> Array | None:
-        """The integers of what `on_grid` gave, where the graph has them beside."""
+        """The integers behind a result of `on_grid`; None where the graph has none of its own."""
         return None
 
     # What is the same for all.
 
     def grid(self, site: Site) -> Grid:
-        """The grid of a value, in a scan that of a turn."""
+        """The grid of a value; in a scan, of one turn."""
         if site.qparams is None or site.spec is None:
             raise ValueError(f"At {site.name!r}: expected qparams, got none. Pass qparams=q.init_qparams(...).")
         return _grid(site, site.qparams)
 
     def known_grids(self, site: Site) -> Grid:
-        """The grid of a value, in numbers that are known; in a scan those of all turns."""
+        """The grid of a value, in known numbers; in a scan, of all turns."""
         scale, zero_point = self.qparams[site.entry]
         with jax.ensure_compile_time_eval():
             return _grid(site, QParams(jnp.asarray(scale).reshape(-1), jnp.asarray(zero_point).reshape(-1)))
@@ -212,7 +212,7 @@ def warn_of_floats(
     """Says what a runtime computes in float, of a function that has its bits."""
     if q.runtime and (floats := q.plan(params, *args, **({"qparams": qparams} if qparams else {})).in_float):
         warnings.warn(
-            f"{q.runtime!r} computes {len(floats)} values and ops in float, whose bits may differ from those of `q`: "
+            f"{q.runtime!r} computes {len(floats)} values and ops in float, whose bits may differ from `q`: "
             f"{', '.join(floats)}. quantize_fn(..., strict=True) makes it an error.",
             stacklevel=3,
         )

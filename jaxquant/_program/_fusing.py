@@ -48,7 +48,7 @@ class Region(NamedTuple):
 
     Attributes:
       kind: "layer", "add", "mean", "average_pool", "max_pool" or "concatenate".
-      eqn: the contraction, the sum, the reduction, the pool or the concatenation; of a mean of what it divides.
+      eqn: the contraction, the sum, the reduction, the pool or the concatenation; of a mean its sum.
       at: where the equation is in its program.
       operands: the values that it takes; of a layer the input and the weight, in the order of the contraction.
       bias: of a layer, the value that is added; None if there is none.
@@ -164,7 +164,7 @@ def levels(
 
 
 class Level:
-    """The equations of one program, without those of the programs inside.
+    """The equations of one program, without the programs inside.
 
     Attributes:
       jaxpr: the program.
@@ -350,7 +350,7 @@ class Level:
         return (v, axes) if size == 1 or (size == n and varies <= channels) else None
 
     def _channels(self, behind: _Behind) -> tuple[set[int], int]:
-        """The axes of what a contraction gives, moved, along which are the channels of its weight; and their number."""
+        """The axes of a moved output along which the channels of the weight are, and how many channels there are."""
         _, eqn, moves, _ = behind
         side, shapes = int(eqn.invars[0] in self.data), [v.shape for v in avals(eqn.invars[:2])]
         axes = OPS[kind(eqn)].of(eqn.params).axes([len(shape) for shape in shapes])
@@ -387,7 +387,7 @@ class Level:
 
 
 def _clipped_again(inner: Sequence[float | None], outer: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """The limits of what is clipped to `inner`, and then to `outer`."""
+    """The limits of a value that is clipped to `inner`, and then to `outer`."""
     (low, high), (least, most) = inner, outer
     within = lambda v: (
         v if v is None else min(max(v, -math.inf if least is None else least), math.inf if most is None else most)

@@ -55,7 +55,7 @@ class Limits(NamedTuple):
 def limits_of(grid: Grid, low: float | None, high: float | None) -> Limits:
     """The limits of an activation that clips real values to `low` and `high`; None is no limit.
 
-    Integers of the limits are rounded with halves up, as LiteRT does; limits beyond the grid are those of the grid.
+    Integers of the limits are rounded with halves up, as LiteRT does; limits beyond the grid are its ends.
     """
     of = lambda v: grid.at(num.round_half_up(divide(np.float32(v), grid.scale)))
     return Limits(grid.qmin if low is None else of(low), grid.qmax if high is None else of(high))
@@ -124,7 +124,7 @@ class Kernels(abc.ABC):
     regrids: bool = False
 
     def quantize(self, x: Array, grid: Grid, levels: Array) -> Array:
-        """The integers of float32 values; `levels` are those of `jaxquant.quantize`, `rint(x / scale) + zero_point`."""
+        """The integers of float32 values; `levels` are from `jaxquant.quantize`, `rint(x / scale) + zero_point`."""
         return levels
 
     @abc.abstractmethod

@@ -100,7 +100,7 @@ def rounded_once(acc: Array, q: Array, shift: Array) -> Array:
 
 
 class Reference(Kernels):
-    """LiteRT 2.3's reference kernels (OpResolverType.BUILTIN_REF), and those of LiteRT for microcontrollers."""
+    """LiteRT 2.3's reference kernels (OpResolverType.BUILTIN_REF), which microcontrollers have, too."""
 
     name = "litert_reference"
     tied = _TIED
