@@ -16,7 +16,7 @@ import jaxquant.solve
 ROOT = pathlib.Path(jaxquant.__file__).parent
 FOLDERS = {  # from the ground up: a folder and its files, each of which stands on those before it; "" is the root
     "_base": "_checks _sharding _numerics _groups _gradients _axes _table",
-    "_platform": "_primitive _cpu _division _gpu _dots _tiles",
+    "_platform": "_primitive _cpu _division _convolutions _dots _tiles",
     "_spec": "_formats _granularity _scale_formats _spec _rule _recipes",
     "_arrays": "_qparams _log2 _grid _range _merging _histogram _fit _quantized _qarray _at_rest _json _codes _affine"
     " _straight_through _gram _pack _tally",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GPUs get for a convolution of integers: the bits of the convolution, computed here, and what is lowered."""
+"""What platforms get for a convolution of integers: the bits of the convolution, computed here, and what is lowered."""
 
 import re
 import types
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from lanes import by_default, cases
 
 from jaxquant import QuantSpec, Rule, activation_spec, conv_general_dilated, quantize, quantize_fn, weight_spec
-from jaxquant._platform import _gpu
+from jaxquant._platform import _convolutions
 
 pytestmark = pytest.mark.bits
 
@@ -45,7 +45,7 @@ def drawn(seed, kind, n):
         orders[0],
     )
     w = shape((outer * groups, inner, *window), orders[1])
-    params = dict(zip(_gpu.PARAMS, (strides, padding, a_dilation, b_dilation, orders), strict=False))
+    params = dict(zip(_convolutions.PARAMS, (strides, padding, a_dilation, b_dilation, orders), strict=False))
     params |= {"feature_group_count": groups if kind == "features" else 1}
     params |= {"batch_group_count": groups if kind == "examples" else 1}
     dtype = (np.int8, np.int8, np.int8, np.int32)[seed % 4]
@@ -60,11 +60,29 @@ def test_products_have_the_bits_of_the_convolution(seed, kind, n, monkeypatch, c
     x, w, params = drawn(seed, kind, n)
     plain = lambda x, w: lax.conv_general_dilated(x, w, **params, preferred_element_type=jnp.int32)
     want = np.asarray(jax.jit(plain)(*(v.astype(np.int32) for v in (x, w))))
-    for largest in (_gpu.LARGEST_STACK, 0):  # stacked, and one place in a window at a time
-        monkeypatch.setattr(_gpu, "LARGEST_STACK", largest)
-        got = jax.jit(lambda x, w: _gpu.of_products(x, w, jax.eval_shape(plain, x, w), params))(x, w)
+    for largest in (_convolutions.LARGEST_STACK, 0):  # stacked, and one place in a window at a time
+        monkeypatch.setattr(_convolutions, "LARGEST_STACK", largest)
+        got = jax.jit(lambda x, w: _convolutions.of_products(x, w, jax.eval_shape(plain, x, w), params))(x, w)
         compared("XLA's int32", "convolution by products", got.size, int((np.asarray(got) != want).sum()))
         assert_same_bits(got, want, str((largest, params)))
+    here = _convolutions.convolution(x, w, params)
+    compared("XLA's int32", "convolution on a CPU", here.size, int((np.asarray(here) != want).sum()))
+    assert_same_bits(here, want, str(params))
+
+
+@pytest.mark.parametrize(("length", "groups", "is_in_float"), [(1024, 2, True), (1025, 2, False), (9, 1, False)])
+def test_cpus_convolve_in_groups_in_float32_while_that_is_exact(length, groups, is_in_float):
+    shapes = (1, 2, length), (2, 2 // groups, length)
+    numbers = lax.conv_dimension_numbers(*shapes, None)
+    params = dict(zip(_convolutions.PARAMS, ((1,), ((0, 0),), (1,), (1,), numbers, groups, 1), strict=True))
+    lowered = jax.jit(lambda x, w: _convolutions.convolution(x, w, params)).lower(
+        *(jax.ShapeDtypeStruct(shape, np.int8) for shape in shapes)
+    )
+    assert ("tensor<1x2x1xf32>" in lowered.as_text()) == is_in_float
+    run = lowered.compile()
+    for x, w in ((-128, -128), (-128, 127), (127, 127)):
+        y = np.asarray(run(*(np.full(shape, v, np.int8) for shape, v in zip(shapes, (x, w), strict=True))))
+        np.testing.assert_array_equal(y, x * w * length * (2 // groups))
 
 
 @pytest.fixture
@@ -72,12 +90,12 @@ def of_gpus(monkeypatch):
     """Here, what GPUs get."""
 
     def substitute():
-        of_cuda = lambda *args, cuda, rocm, default: cuda(*args)
-        monkeypatch.setattr(_gpu, "lax", types.SimpleNamespace(**vars(lax) | {"platform_dependent": of_cuda}))
-        _gpu._convolution.clear_cache()
+        of_cuda = lambda *args, cuda, **others: cuda(*args)
+        monkeypatch.setattr(_convolutions, "lax", types.SimpleNamespace(**vars(lax) | {"platform_dependent": of_cuda}))
+        _convolutions._convolution.clear_cache()
 
     yield substitute
-    _gpu._convolution.clear_cache()
+    _convolutions._convolution.clear_cache()
 
 
 def conv(p, x):
@@ -148,7 +166,8 @@ def test_an_explicit_mesh_takes_what_it_takes_of_the_convolution(kernel, options
     want = jax.jit(lambda x, w: lax.conv_general_dilated(x, w, **params, preferred_element_type=jnp.int32))(x, w)
     of_gpus()
     with jax.set_mesh(on):
-        got = jax.jit(lambda x, w: _gpu.convolution(x, w, params))(jax.device_put(x, NamedSharding(on, axes)), w)
+        x = jax.device_put(x, NamedSharding(on, axes))
+        got = jax.jit(lambda x, w: _convolutions.convolution(x, w, params))(x, w)
     assert_same_bits(got, want)
     assert "data" in got.sharding.spec
 

@@ -20,8 +20,8 @@ from .._base import _numerics as num
 from .._base._axes import Axes, Matrix, in_output
 from .._base._groups import broadcast_groups
 from .._base._sharding import replicated
+from .._platform._convolutions import convolution
 from .._platform._dots import integer_sums
-from .._platform._gpu import convolution
 from .._spec._spec import QuantSpec
 from ._contract import ContractionOp, checked_either, contraction, is_weight_only, scaled, without_zeros
 from ._conv_gradient import Transposed

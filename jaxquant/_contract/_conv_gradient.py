@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from .._platform._gpu import convolution
+from .._platform._convolutions import convolution
 
 
 class Transposed(NamedTuple):
