@@ -49,8 +49,8 @@ class ReportRow(NamedTuple):
       max_error: the largest error of a value.
       clipped: the share of values more than half a step beyond the last level, in [0, 1]; NaN for frozen parameters.
       used_levels, levels: how many levels some value has, and how many there are; None above 8 bits.
-      dead: how many channels of a parameter, or groups in a channel, hold only 0 once they are quantized; None for
-        inputs. A channel is what one output of an op sums over.
+      dead: how many channels of a parameter, or groups in a channel, hold only 0 once they are quantized, and did not
+        before; None for inputs. A channel is what one output of an op sums over.
       bytes_before: bytes of a parameter in float; 0 for inputs, which are not stored.
       bytes_after: bytes of its levels and their qparams, as `save` writes them.
       change: by how much the loss grows if this alone is quantized, below 0 where it falls; None without a loss.
@@ -60,6 +60,8 @@ class ReportRow(NamedTuple):
       layer_error: the squared error of the layer's results relative to them, `tr(dW^T H dW) / tr(W^T H W)`, with H of
         the Gram of a parameter, 0 for a layer of zeros; None without one.
       channels: how many `dead` is of.
+      worst_channel: the index of the channel of a parameter with the smallest SQNR, along the axes that its op does not
+        sum over (and of groups, along the others), and this SQNR; None for inputs, and where all are exact.
       by_layer: the SQNR of each layer of a stack, or of an input in each iteration of a scan, in order; else empty.
       largest: the largest magnitude of an input; None for parameters.
       place: where it is: the iteration of each scan around it, and the index in the input.
@@ -87,6 +89,7 @@ class ReportRow(NamedTuple):
     by_bits: Mapping[int, float] = {}
     layer_error: float | None = None
     channels: int | None = None
+    worst_channel: tuple[tuple[int, ...], float] | None = None
     by_layer: tuple[float, ...] = ()
     largest: float | None = None
     place: tuple[int, ...] = ()
@@ -111,8 +114,8 @@ def _in_integers(spec: QuantSpec, bits: int) -> QuantSpec:
 
 
 _HEADER = (
-    "entry", "quantized to", "layer error", "SQNR, dB", "worst layer", "largest", "max error", "clipped", "levels used",
-    "dead channels", "bytes", "float bytes", "loss", "predicted",
+    "entry", "quantized to", "layer error", "SQNR, dB", "worst layer", "worst channel", "largest", "max error",
+    "clipped", "levels used", "dead channels", "bytes", "float bytes", "loss", "predicted",
 )  # fmt: skip
 
 
@@ -158,7 +161,8 @@ class Report:
                 "-" if row.layer_error is None else f"{row.layer_error:.3g}",
                 known(row.sqnr, "{:.1f}"),
                 _worst_layer(row),
-                "-" if row.largest is None else f"{row.largest:.3g} at {', '.join(map(str, row.place))}",
+                _worst_channel_in_words(row),
+                "-" if row.largest is None else f"{row.largest:.3g} at {_index(row.place)}",
                 known(row.max_error, "{:.3g}"),
                 known(100 * row.clipped, "{:.2g} %"),
                 "-" if row.levels is None else f"{row.used_levels} of {row.levels}",
@@ -210,7 +214,8 @@ def report(
       bits: static integers in [2, 16], the widths at which each parameter's cost is measured, for `choose_bits`.
       mask: as in `q.observe`, the rows of inputs that count for their errors. A loss leaves out what it does by itself.
       predicted: whether costs are predicted, too, which takes most of the time and of the memory.
-      progress: (entry, how many are done, how many there are) -> None, after the costs of each entry.
+      progress: (entry, how many are done, how many there are) -> None, once before the first entry, when nothing has
+        run, and after the costs of each one.
 
     Returns:
       Report.
@@ -261,6 +266,10 @@ def report(
     return Report(tuple(rows), float(found["loss"]), float(found["quantized_loss"]))
 
 
+def _index(place: tuple[int, ...]) -> str:
+    return ", ".join(map(str, place))
+
+
 def _warning(row: ReportRow) -> str:
     """What is to be done about an input that a range clips, or that is massive somewhere."""
     if row.unclipped is not None and row.unclipped > row.sqnr + 1:
@@ -270,7 +279,7 @@ def _warning(row: ReportRow) -> str:
         )
     if not row.massive or row.spec.granularity != PerTensor():
         return ""
-    places = ", ".join(map(str, row.massive))
+    places = _index(row.massive)
     return f"{row.entry}: massive in iteration {places}, up to {row.largest:.3g}. Take PerToken(), and do not clip it"
 
 
@@ -278,6 +287,13 @@ def _worst_layer(row: ReportRow) -> str:
     if row.worst is None:
         return "-"
     return f"{row.worst}: {row.by_layer[row.worst]:.1f}, median {np.nanmedian(row.by_layer):.1f}"
+
+
+def _worst_channel_in_words(row: ReportRow) -> str:
+    if row.worst_channel is None:
+        return "-"
+    place, ratio = row.worst_channel
+    return f"{_index(place)}: {ratio:.1f}"
 
 
 def _row(entry: Entry, t: Tally, **sizes: Any) -> ReportRow:
@@ -333,8 +349,9 @@ def _of_parameter(entry: Entry, leaf: PyTree, qparams: QParams | None) -> Report
         return _row(entry, nothing, **sizes, dead=None)._replace(max_error=math.nan, clipped=math.nan)
     leaf, qparams = jax.tree.map(replicated, (leaf, qparams))
     t = jax.device_get(tally(leaf, spec, qparams))
-    dead = np.asarray(_dead(leaf, qparams, spec, entry.contracted))
-    row = _row(entry, t, **sizes, dead=int(dead.sum()), channels=dead.size)
+    signal, noise, is_dead = jax.device_get(_by_channel(leaf, qparams, spec, entry.contracted))
+    row = _row(entry, t, **sizes, dead=int(is_dead.sum()), channels=is_dead.size)
+    row = row._replace(worst_channel=_worst_channel(signal, noise))
     return row._replace(by_layer=_by_layer(leaf, qparams, spec, entry.layers)) if entry.layers else row
 
 
@@ -378,13 +395,24 @@ def _layer_error(leaf: Array, rounded: Array, products: Array, layout: Layout) -
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "contracted"))
-def _dead(leaf: Array, qparams: QParams | None, spec: QuantSpec, contracted: frozenset[int]) -> Array:
-    """Whether each group in each channel is all 0 once it is quantized."""
-    alive = fake_quant(leaf, to_nearest(spec), qparams) != 0
+def _by_channel(leaf: Array, qparams: QParams | None, spec: QuantSpec, contracted: frozenset[int]) -> list[Array]:
+    """The sums of squares of each group in each channel, of their errors, and whether rounding leaves only 0."""
+    rounded = fake_quant(leaf, to_nearest(spec), qparams)
     groups = groups_shape(spec, leaf.shape)
     if contracted:
         groups = tuple(g if i in contracted else n for i, (g, n) in enumerate(zip(groups, leaf.shape, strict=True)))
-    return ~reduce_groups(jnp.any, alive, groups)
+    signal, noise = (reduce_groups(jnp.sum, jnp.square(v.astype(jnp.float32)), groups) for v in (leaf, rounded - leaf))
+    alive, still = (reduce_groups(jnp.any, v != 0, groups) for v in (leaf, rounded))
+    return [signal, noise, alive & ~still]
+
+
+def _worst_channel(signal: np.ndarray, noise: np.ndarray) -> tuple[tuple[int, ...], float] | None:
+    shares = np.divide(noise, signal, out=np.zeros_like(noise), where=signal > 0)
+    if not shares.size or not shares.max() > 0:
+        return None
+    place = np.unravel_index(shares.argmax(), shares.shape)
+    axes = [i for i, n in enumerate(shares.shape) if n > 1]
+    return tuple(int(place[i]) for i in axes), decibels(float(signal[place]), float(noise[place]))
 
 
 class _Costs(NamedTuple):
@@ -402,7 +430,9 @@ class _Costs(NamedTuple):
         """Measured, predicted and at other widths: as one program, or entry by entry where each is told of."""
         if progress is None:
             return jax.jit(self._at_once)(params, *batch)
-        errors, keys = jax.jit(self._all_errors)(params), self._keys(params)
+        keys = self._keys(params)
+        progress(next(iter(keys), ""), 0, len(keys))
+        errors = jax.jit(self._all_errors)(params)
         measured, predicted = jax.jit(self._measured), jax.jit(self._predicted)
         alone, loss = np.eye(len(keys), dtype=np.float32), jax.jit(self._quantized_loss)(params, *batch)
         found = {"loss": None, "quantized_loss": loss, "change": {}, "predicted": {}, "by_bits": {}}

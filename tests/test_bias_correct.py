@@ -138,14 +138,12 @@ LINEAR = {
 }  # fmt: skip
 
 
-def corrected(f, params, x=X, rules=RULES, **kwargs):
+def corrected(f, params, x=X, rules=RULES, **options):
     """The quantized function, its qparams, the new params, and what was reported."""
     q, said = quantize_fn(f, rules), {}
     qparams = q.init_qparams(params, x)
-    progress = lambda path, *of: said.update({path: of})
-    new = solve.bias_correct(
-        params, q, q.observe(params, x, gram=True), x, qparams=qparams, progress=progress, **kwargs
-    )
+    options = {"qparams": qparams, "progress": lambda path, *of: said.update({path: of})} | options
+    new = solve.bias_correct(params, q, q.observe(params, x, gram=True), x, **options)
     return q, qparams, new, said
 
 
@@ -369,6 +367,8 @@ def test_where_there_is_no_bias_it_is_said(name):
     assert changed(every, new) == {"offset"}
     assert said["other"][0] is None
     assert said["w"][1] == said["w"][2] > 0
+    with pytest.warns(UserWarning, match=f"bias_correct leaves 1 of 2 weights as they are. At 'w': {why}"):
+        corrected(both, every, rules=rules, progress=None)
     with pytest.raises(ValueError, match=f"no weight of `grams` has a bias.*At 'w': {why}"):
         corrected(f, params, rules=rules)
 

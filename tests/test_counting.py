@@ -157,7 +157,9 @@ TOOLS = {
     "ranges": lambda p, q, g, x, qparams: solve.ranges(p, q, g, x),
     "smooth": lambda p, q, g, x, _: solve.smooth(p, q, g, x),
     "equalize": lambda p, q, g, x, _: solve.equalize(p, q, x), "rotate": lambda p, q, g, x, _: solve.rotate(p, q, x),
-    "bias_correct": lambda p, q, g, x, qparams: solve.bias_correct(p, q, g, x, qparams=qparams),
+    "bias_correct": lambda p, q, g, x, qparams: solve.bias_correct(
+        p, q, g, x, qparams=qparams, progress=lambda *of: None
+    ),
     "low_rank": lambda p, q, g, x, qparams: solve.low_rank(p, q, g, x, qparams=qparams, rank=1),
 }  # fmt: skip
 

@@ -124,7 +124,9 @@ TOOLS = {
     "smooth": lambda q, params, x, grams, qparams: solve.smooth(params, q, grams, x),
     "rotate": lambda q, params, x, grams, qparams: solve.rotate(params, q, x),
     "equalize": lambda q, params, x, grams, qparams: solve.equalize(params, q, x),
-    "bias_correct": lambda q, params, x, grams, qparams: solve.bias_correct(params, q, grams, x, qparams=qparams),
+    "bias_correct": lambda q, params, x, grams, qparams: solve.bias_correct(
+        params, q, grams, x, qparams=qparams, progress=lambda *of: None
+    ),
 }
 
 

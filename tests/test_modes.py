@@ -139,7 +139,10 @@ def test_solvers(mode):
         qparams = solve.ranges(params, q, grams, x)
         solved = [solve.gptq(params, q, grams, x, qparams=qparams), solve.smooth(params, q, grams, x)]
         solved += [solve.adaround(params, q, grams, x, qparams=qparams, steps=3), solve.equalize(params, q, x)]
-        solved += [solve.bias_correct(params, q, grams, x, qparams=qparams), solve.rotate(params, q, x)]
+        solved += [
+            solve.bias_correct(params, q, grams, x, qparams=qparams, progress=lambda *of: None),
+            solve.rotate(params, q, x),
+        ]
         solved += [solve.low_rank(params, q, grams, x, qparams=qparams, rank=2)]
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(solved))
 

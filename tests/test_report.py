@@ -66,9 +66,24 @@ def test_errors_of_parameters_and_inputs_are_those_of_numpy():
         assert row.clipped == 0
 
 
-def test_a_channel_of_zeros_is_dead_and_sizes_are_those_of_the_file(tmp_path):
+def test_the_worst_channel_is_that_of_numpy():
+    for entry in ("v", "w"):
+        row, (real, nearest, _) = found()[entry], in_float64(*OPERANDS[entry])
+        ((place,), ratio) = row.worst_channel
+        noise, signal = ((v**2).sum(0) for v in (nearest - real, real))
+        worst = np.argmax(noise / np.maximum(signal, 1e-30))
+        assert place == worst
+        np.testing.assert_allclose(ratio, 10 * np.log10(signal[worst] / noise[worst]), rtol=1e-5)
+        assert f"{place}: {ratio:.1f}" in str(found())
+    assert found()["v:input"].worst_channel is None
+    exact = report(quantize_fn(lambda p, x: x @ p["w"], [("w", weight_spec(8))]), {"w": jnp.eye(3)}, jnp.ones((2, 3)))
+    assert exact["w"].worst_channel is None
+
+
+def test_sizes_are_those_of_the_file_and_channels_of_zeros_are_not_rounded_to_0(tmp_path):
     rows = found()
-    assert (rows["v"].dead, rows["v"].groups, rows["w"].dead) == (1, 24, 0)
+    assert (V == 0).all(0).any()
+    assert (rows["v"].dead, rows["v"].groups, rows["w"].dead) == (0, 24, 0)
     assert (rows["v"].bytes_before, rows["v"].bytes_after) == (4 * 192, 96 + 24 * 4)
     wide = report(quantize_fn(mlp, [("v", weight_spec(16))]), PARAMS, X)
     for bits, row in ((4, rows["v"]), (8, rows["v"]), (16, wide["v"])):
@@ -229,8 +244,9 @@ def test_values_between_two_levels_are_rounded_as_the_rule_says():
 def test_progress_tells_of_each_entry_and_changes_no_cost():
     told = []
     rows = report(Q, PARAMS, X, loss=loss, predicted=False, progress=lambda *of: told.append(of))
-    assert sorted(entry for entry, *_ in told) == sorted(OPERANDS)
-    assert [of[1:] for of in told] == [(i, 4) for i in range(1, 5)]
+    assert told[0][0] == told[1][0]  # what is first, before anything has run
+    assert sorted(entry for entry, *_ in told[1:]) == sorted(OPERANDS)
+    assert [of[1:] for of in told] == [(i, 4) for i in range(5)]
     for row in found():
         assert rows[row.entry].predicted is None
         assert rows[row.entry].change == pytest.approx(row.change, rel=1e-4, abs=1e-6)

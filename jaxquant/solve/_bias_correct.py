@@ -2,6 +2,7 @@
 """The mean of what rounding a weight does to its layer's output, made up for by the bias of the layer."""
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -83,7 +84,8 @@ def _found(model: Model, program: Program) -> _Found:
         path, why = next(iter(found.why.items()))
         raise ValueError(
             f"no weight of `grams` has a bias that can make up for its error. At {path!r}: {why}. Leave `bias_correct` "
-            "out, or give the function a bias for each channel of an output."
+            "out, fold norms first (`solve.fold_norms`, statistics among the params), or give the function a "
+            "bias for each channel of an output."
         )
     return found
 
@@ -146,7 +148,8 @@ def bias_correct(
         weights rounded to nearest.
       progress: (path, why, before, after) -> None, called for each weight with the squared error of its layer's output,
         relative to the output. `why` is None where its biases are corrected; else it says what stands before a bias,
-        what else the bias is used for, or that there is none, and both errors are equal.
+        what else the bias is used for, or that there is none, and both errors are equal. None warns of the weights
+        that are left, with the reason for the first one.
 
     Returns:
       `solved`, or `params` if that is None, with new biases of the same dtypes. These are made of the biases of
@@ -176,6 +179,13 @@ def bias_correct(
     """
     model = model_of(params, q, grams, args, kwargs, qparams).serving(solved)
     found = _found(model, q.program(shapes_of(params), args, kwargs))
+    if found.why and progress is None:
+        path, why = next(iter(found.why.items()))
+        warnings.warn(
+            f"bias_correct leaves {len(found.why)} of {len(model.weights)} weights as they are. At {path!r}: {why}. "
+            "`progress=` is told the reason for each.",
+            stacklevel=2,
+        )
 
     def solve(weight: Weight) -> _Error:
         return _error(array(weight.leaf), weight.lost(), weight.gram, weight.form)
