@@ -32,6 +32,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "solvers",
     "memory",
     "language_model",
+    "cnn",
     "devices",
     "accelerator",
 )

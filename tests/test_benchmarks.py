@@ -22,7 +22,18 @@ def test_the_page_has_a_place_for_every_benchmark():
     marks = re.findall(r"^<!-- (\w+) -->$.*?^<!-- /\1 -->$", runner.PAGE.read_text(), re.M | re.S)
     assert (*marks, "accelerator") == NAMES
     files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    helpers = {"__init__", "__main__", "runner", "exactness", "programs", "aot", "by_hand", "onnx_runtime", "smollm2"}
+    helpers = {
+        "__init__",
+        "__main__",
+        "runner",
+        "exactness",
+        "programs",
+        "aot",
+        "by_hand",
+        "onnx_runtime",
+        "smollm2",
+        "efficientnet",
+    }
     assert files - helpers == set(NAMES)
 
 

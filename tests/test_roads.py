@@ -464,6 +464,12 @@ def test_names_of_inputs_and_outputs_are_those_given():
     assert tuple([v.name for v in of] for of in (model.graph.input, model.graph.output)) == names
 
 
+def test_jnp_is_left_as_it_was():
+    before, q = dict(vars(jnp)), quantize_fn(lambda p, x: x @ p["w"], [Rule("w", W8, A8)])
+    onnx().export(q, {"w": ROWS.T}, ROWS, qparams=q.init_qparams({"w": ROWS.T}, ROWS))
+    assert not [name for name, v in before.items() if vars(jnp)[name] is not v]
+
+
 def test_what_an_onnx_graph_cannot_take_says_what_to_do():
     q = quantize_fn(lambda p, state, x: (x - state["mean"]) @ p["w"], [Rule("w", W8, A8)])
     args = {"w": normal(1, 24, 5)}, {"mean": jnp.float32(1)}, ROWS

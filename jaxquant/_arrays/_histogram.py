@@ -123,7 +123,7 @@ class _Wide(NamedTuple):
 
     @staticmethod
     def cumsum(counts: Array) -> "_Wide":
-        return _Wide.of(*(jnp.cumsum(v, -1, dtype=jnp.uint32) for v in (counts >> 16, counts & 0xFFFF)))
+        return _Wide.of(*(jnp.cumsum(v, axis=-1, dtype=jnp.uint32) for v in (counts >> 16, counts & 0xFFFF)))
 
     def at(self, i: int) -> "_Wide":
         return _Wide(*(v[..., i, None] for v in self))

@@ -152,7 +152,7 @@ class Ragged(ContractionOp):
         """The group of each row, in the shape of the axes that `a` keeps; `count` for rows in none."""
         at = (*self.batch[0], *self._free(0, len(kept) + len(self.contracted[0]))).index(self.ragged)
         before, length = kept[:at], kept[at]
-        ends = jnp.cumsum(jnp.broadcast_to(sizes.astype(jnp.int32), [*before, count]), -1)
+        ends = jnp.cumsum(jnp.broadcast_to(sizes.astype(jnp.int32), [*before, count]), axis=-1)
         is_behind = lax.broadcasted_iota(ends.dtype, [*[1] * at, length, 1], at) >= ends[..., None, :]
         group = is_behind.sum(-1, dtype=jnp.int32)
         return jnp.broadcast_to(lax.expand_dims(group, range(at + 1, len(kept))), kept)
@@ -175,7 +175,7 @@ class _Blocks(NamedTuple):
 def _in_blocks(group: Array, n: int, size: Any, count: Any) -> _Blocks:
     """The rows of n groups, of each row its `group` or n for none, in `count` blocks of `size`, which hold them all."""
     is_of = group[:, None] == jnp.arange(n, dtype=jnp.int32)[None]
-    turn = jnp.cumsum(is_of, 0, dtype=jnp.int32)  # of each row in its group, counted from 1
+    turn = jnp.cumsum(is_of, axis=0, dtype=jnp.int32)  # of each row in its group, counted from 1
     blocks = -(-turn[-1] // size)
     ends, own = jnp.cumsum(blocks), jnp.clip(group, 0, n - 1)
     places = (ends - blocks)[own] * size + jnp.take_along_axis(turn, own[:, None], 1)[:, 0] - 1

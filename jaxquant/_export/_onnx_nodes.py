@@ -114,7 +114,13 @@ def emitted(f: Callable[..., PyTree], *args: Any, names: Names | None = None) ->
     structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args]
     results = lambda outs: outs[0] if len(outs) == 1 else tuple(outs)
     inputs, outputs = names or (None, None)
-    model = to_onnx(lambda *args: results(program(*args)), structs, opset=20, input_names=inputs, output_names=outputs)
+    found = dict(jnp.__dict__)
+    try:
+        model = to_onnx(
+            lambda *args: results(program(*args)), structs, opset=20, input_names=inputs, output_names=outputs
+        )
+    finally:
+        jnp.__dict__.update(found)  # jax2onnx leaves a jnp.cumsum of its own there, which takes less
     if any(of.domain == RUNTIME for of in model.graph.node) and all(of.domain != RUNTIME for of in model.opset_import):
         model.opset_import.add(domain=RUNTIME, version=1)
     return model
