@@ -138,12 +138,14 @@ LINEAR = {
 }  # fmt: skip
 
 
-def corrected(f, params, x=X, rules=RULES, **options):
+def corrected(f, params, x=X, rules=RULES, **kwargs):
     """The quantized function, its qparams, the new params, and what was reported."""
     q, said = quantize_fn(f, rules), {}
     qparams = q.init_qparams(params, x)
-    options = {"qparams": qparams, "progress": lambda path, *of: said.update({path: of})} | options
-    new = solve.bias_correct(params, q, q.observe(params, x, gram=True), x, **options)
+    progress = lambda path, *of: said.update({path: of})
+    new = solve.bias_correct(
+        params, q, q.observe(params, x, gram=True), x, qparams=qparams, progress=progress, **kwargs
+    )
     return q, qparams, new, said
 
 
@@ -363,12 +365,12 @@ def test_where_there_is_no_bias_it_is_said(name):
     rules = [Rule("w", QuantSpec(bits=3)), Rule("other", W3, optional=True)]
     both = lambda p, x: (f(p, x), dense({"w": p["other"], "b": p["offset"]}, x))
     every = params | {"other": normal(8, 4, 4), "offset": normal(9, 4)}
-    _, _, new, said = corrected(both, every, rules=rules)
+    q, qparams, new, said = corrected(both, every, rules=rules)
     assert changed(every, new) == {"offset"}
     assert said["other"][0] is None
     assert said["w"][1] == said["w"][2] > 0
     with pytest.warns(UserWarning, match=f"bias_correct leaves 1 of 2 weights as they are. At 'w': {why}"):
-        corrected(both, every, rules=rules, progress=None)
+        solve.bias_correct(every, q, q.observe(every, X, gram=True), X, qparams=qparams)
     with pytest.raises(ValueError, match=f"no weight of `grams` has a bias.*At 'w': {why}"):
         corrected(f, params, rules=rules)
 

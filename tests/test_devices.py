@@ -474,7 +474,7 @@ def test_the_benchmark_runs_in_small(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_transformer_can_be_served_and_trained(dtype):
-    model = devices.transformer_of(1, 64)
+    model = devices.transformer_of(1, 128)  # groups of 128 fit
     makers = [(devices.served, kind) for kind in devices.SERVED]
     makers += [(devices.served_by_hand, kind) for kind in KINDS]
     for make, kind in makers:

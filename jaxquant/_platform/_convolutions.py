@@ -4,7 +4,7 @@
 For GPUs, where XLA has none that sum in int32, products of matrices: the windows of the input, stacked, meet the kernel
 in one product, whose sums are those of the convolution. cuDNN's convolutions of int8 are not used: they return float32,
 how they accumulate is not documented, and in groups they are wrong (openxla/xla 49123). For CPUs, where XLA's
-convolutions of int8 in groups take about 1.5 times as long as of float32, those, as long as their sums are exact.
+convolutions in groups are slower in int8 than in float32, convolutions of float32, as long as their sums are exact.
 """
 
 import functools
