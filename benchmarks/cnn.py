@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxquant.litert
@@ -21,7 +22,7 @@ from jaxquant import Rule, activation_spec, merge, quantize_fn, range_from_histo
 
 from . import efficientnet
 from .efficientnet import missing as missing
-from .runner import Part, kept, ratios
+from .runner import Part, donated, kept, ratios
 
 jax.config.update("jax_platforms", "cpu")  # whatever else there is
 
@@ -246,6 +247,24 @@ def in_jax_as_in_float(q: Any, params: Any, qparams: Any) -> str:
     return f"{(np.concatenate(found) == classes_in_float()).mean():.1%}"
 
 
+def steps(rounds: int, *runtimes: str) -> Iterator[tuple]:
+    """A QAT step, scales learned too, of the stem and the first five blocks: 16 convolutions, two residual sums."""
+    x = images()[:4, ::2, ::2]
+    whole = efficientnet.parameters()
+    params, f = solve.fold_norms({"stem": whole["stem"], "blocks": whole["blocks"][:5]}, efficientnet.trunk, x)
+    target, runs = jax.jit(f)(params, x), {}
+
+    def step(trained: tuple, q: Any) -> tuple:
+        loss = lambda trained: jnp.mean((q(trained[0], x, qparams=trained[1]) - target) ** 2)
+        return jax.tree.map(lambda v, g: v - 1e-6 * g, trained, jax.grad(loss)(trained))
+
+    for runtime in (None, *runtimes):
+        q = quantize_fn(f, [Rule("**", weight_spec(8), activation_spec(8))], runtime=runtime)
+        trained = params, q.init_qparams(params, x, ranges=q.observe(params, x))
+        runs[runtime or "float grids"] = donated(functools.partial(step, q=q), trained)
+    yield from ratios(runs, "float grids", rounds).items()
+
+
 PACKAGES = "onnxruntime", "jax2onnx", "ai-edge-litert", "litert-converter", "ai-edge-quantizer"
 PARTS = {
     "bits": Part(
@@ -259,4 +278,5 @@ PARTS = {
     "few_bits": Part(
         ("in JAX", "ranges", "weights", "top-1 as in float, 200 crops"), few_bits, 1, ((8, 8), (8, 6), (4, 8))
     ),
+    "steps": Part(("a QAT step in JAX, `runtime=`", "to the step without"), steps, 20, RUNTIMES),
 }  # fmt: skip

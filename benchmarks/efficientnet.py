@@ -49,14 +49,20 @@ def _layer(p: Any, x: Array, stride: int = 1, groups: int = 1) -> Array:
     return (y - p["mean"]) * (lax.rsqrt(p["var"] + np.float32(1e-3)) * p["scale"]) + p["bias"]
 
 
-def model(params: Any, x: Array) -> Array:
-    """The logits of images, (batch, height, width, 3) from -1 to 1."""
+def trunk(params: Any, x: Array) -> Array:
+    """What the stem and as many blocks as `params` has make of images, (batch, height, width, 3) from -1 to 1."""
     x = jax.nn.relu6(_layer(params["stem"], x, 2))
-    for p, (_, stride, expansion, is_added) in zip(params["blocks"], blocks(), strict=True):
+    for p, (_, stride, expansion, is_added) in zip(params["blocks"], blocks(), strict=False):
         h = x if expansion == 1 else jax.nn.relu6(_layer(p["expand"], x))
         h = jax.nn.relu6(_layer(p["depthwise"], h, stride, h.shape[-1]))
         h = _layer(p["project"], h)
         x = x + h if is_added else h
+    return x
+
+
+def model(params: Any, x: Array) -> Array:
+    """The logits of images."""
+    x = trunk(params, x)
     return jax.nn.relu6(_layer(params["head"], x)).mean((1, 2)) @ params["fc"]["w"] + params["fc"]["b"]
 
 
