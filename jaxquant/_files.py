@@ -10,7 +10,7 @@ import os
 import pathlib
 import secrets
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -92,8 +92,7 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
                 "Rename a key."
             )
         leaves[name] = described
-        has_scale = "spec" in described and "scale" in described["dtypes"]
-        arrays |= _needed(name, described, parts, scales) if has_scale else parts
+        arrays |= _needed(name, described, parts, scales) if "spec" in described else parts
     said = {"leaves": leaves, "tree": _structure(tree, iter(leaves))}
     header = json.dumps({"schema": _SCHEMA, "sha256": _digest(said, arrays), **said})
     unfinished = path.with_name(f"{path.stem}.{secrets.token_hex(8)}{path.suffix}")
@@ -222,7 +221,7 @@ def _described(name: str, leaf: PyTree) -> tuple[dict, dict[str, np.ndarray]]:
     """Describes a leaf, and gives its arrays: those of a QArray by name, an array by no name."""
     said: dict[str, Any] = {"kind": type(leaf).__name__ if _is_group(leaf) else "array"}
     fields = _fields(leaf) if _is_group(leaf) else {"": leaf}
-    arrays = {part: _numpy(_part(name, part), v) for part, v in fields.items() if part not in _STATIC}
+    arrays = {part: _numpy(_part(name, part), v) for part, v in _arrays(fields).items()}
     if isinstance(leaf, QParams | Log2QParams | GradientHistory) and leaf.spec:
         said["spec"] = spec_to_json(leaf.spec)
     if isinstance(leaf, QArray):
@@ -258,10 +257,13 @@ def _needed(name: str, described: dict, parts: dict[str, np.ndarray], scales: di
     another name, as the scale of a frozen parameter is in its qparams, too. `scales` are the names of scales so far.
     """
     zero_point, scale = _part(name, "zero_point"), _part(name, "scale")
-    of = parts[scale]
-    if described["spec"]["symmetric"] and parts[zero_point].shape == of.shape and not any(parts[zero_point].tobytes()):
+    zeros, shapes = parts.get(zero_point), [parts[of].shape for of in (scale, f"{scale}/values") if of in parts]
+    if described["spec"]["symmetric"] and zeros is not None and [zeros.shape] == shapes and not any(zeros.tobytes()):
         described["without"] = "zero_point"
         del parts[zero_point]
+    if scale not in parts:  # of a history, or scales with scales of their own
+        return parts
+    of = parts[scale]
     first = scales.setdefault((of.dtype, of.shape, of.tobytes()), scale)
     if first != scale:
         described["scale_of"] = first
@@ -304,11 +306,13 @@ def _leaf(name: str, described: dict, arrays: dict[str, np.ndarray]) -> PyTree:
     parts: dict[str, Any] = {
         part: checks.as_array(arrays[at].view(jnp.dtype(described["dtypes"][part]))) for part, at in stored.items()
     }
+    spec = spec_from_json(described["spec"]) if "spec" in described else None
+    if spec is not None and described["kind"] == "QArray":
+        parts = _with_scales_of_scales(parts, spec)
     if "without" in described:
         parts["zero_point"] = jax.device_put(np.zeros(parts["scale"].shape, described["dtypes"]["zero_point"]))
     if described["kind"] == "array":
         return parts[""]
-    spec = spec_from_json(described["spec"]) if "spec" in described else None
     if described["kind"] in _GROUPS:
         kind = _GROUPS[described["kind"]]
         return kind(**parts, spec=spec) if spec else kind(**parts)
@@ -383,6 +387,29 @@ def _fields(leaf: PyTree) -> dict[str, Any]:
         scales = {name: v for name in ("scale", "zero_point", "tensor_scale") if (v := getattr(leaf, name)) is not None}
         return {"values": leaf.values, **scales, "spec": leaf.spec, "dtype": leaf.dtype}
     return vars(leaf) if isinstance(leaf, GradientHistory) else leaf._asdict()
+
+
+def _arrays(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of the parts of a leaf; of scales that are a QArray its own."""
+    found = {}
+    for name, v in fields.items():
+        if isinstance(v, QArray):
+            found |= {f"{name}/{part}": of for part, of in _arrays(_fields(v)).items()}
+        elif name not in _STATIC:
+            found[name] = v
+    return found
+
+
+def _with_scales_of_scales(parts: dict[str, Any], spec: QuantSpec) -> dict[str, Any]:
+    """The parts of a leaf, with QArrays of the scales that have their own."""
+    own = spec.scale_spec
+    if own is None:
+        return parts
+    found = {name: v for name, v in parts.items() if "/" not in name}
+    for name in ("scale", "zero_point")[: 1 + spec.has_minimum]:
+        of = {part.removeprefix(f"{name}/"): v for part, v in parts.items() if part.startswith(f"{name}/")}
+        found[name] = QArray(**of, spec=own, dtype=jnp.dtype(jnp.float32))
+    return found
 
 
 def _container(path: str | os.PathLike) -> tuple[pathlib.Path, tuple[Callable, Callable]]:

@@ -356,6 +356,8 @@ def refuse_lost_scales(qparams: Mapping[str, Any]) -> None:
         if not isinstance(of, QParams) or isinstance(of.scale, jax.core.Tracer):
             continue
         scale = np.asarray(of.scale)
+        if of.spec and of.spec.scale_rule == "extremum":
+            scale = np.abs(scale)
         lost = ~((scale >= TINY) & (scale < np.inf))
         if lost.any():
             raise ValueError(

@@ -110,7 +110,9 @@ class ReportRow(NamedTuple):
 def _in_integers(spec: QuantSpec, bits: int) -> QuantSpec:
     """The spec with integers of other bits, and scales in float32."""
     rule = spec.scale_rule if spec.scale_rule == "half_step" else "ceil"
-    return dataclasses.replace(spec, bits=bits, format=None, scale_dtype="float32", scale_rule=rule)
+    return dataclasses.replace(
+        spec.with_float_scales, granularity=spec.granularity, bits=bits, format=None, scale_rule=rule
+    )
 
 
 _HEADER = (

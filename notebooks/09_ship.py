@@ -187,7 +187,7 @@ def litert():
 # %% [markdown]
 # A layout is weights alone: here compressed-tensors' "pack-quantized", four 8-bit integers in a word of int32, rows of
 # outputs. What reads it computes as it likes, so that the weights are what is compared. More of them are in
-# docs/layouts.md.
+# docs/checkpoints.md.
 
 
 # %%

@@ -33,6 +33,7 @@ def test_the_page_has_a_place_for_every_benchmark():
         "onnx_runtime",
         "smollm2",
         "efficientnet",
+        "llama_cpp",
     }
     assert files - helpers == set(NAMES)
 

@@ -408,24 +408,6 @@ def test_nvfp4(torch, compared):
     assert differ == 0
 
 
-@pytest.mark.parametrize(("bits", "kind"), [(4, "Q4_0"), (8, "Q8_0")])
-def test_gguf_reads_the_real_values(bits, kind, compared):
-    """The blocks of docs/layouts.md, dequantized by llama.cpp's own package."""
-    (gguf,) = installed("gguf")
-    rng = np.random.default_rng(SEED)
-    w = jnp.asarray(rng.normal(size=(64, 256)) / 16, jnp.float32)
-    q = quantize(w, QuantSpec(bits=bits, granularity=PerBlock(1, 32), scale_dtype="float16"))
-    values, scale = np.asarray(q.values).reshape(-1, 32), np.asarray(q.scale).reshape(-1, 1).view(np.uint8)
-    if bits == 4:
-        unsigned = (values + 8).astype(np.uint8)
-        values = unsigned[:, :16] | unsigned[:, 16:] << 4
-    blocks = np.concatenate([scale, values.view(np.uint8)], 1).reshape(64, -1)
-    got = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
-    differ = differing(got, dequantize(q))
-    compared(f"gguf, seed {SEED}", kind, got.size, differ)
-    assert differ == 0
-
-
 @pytest.mark.parametrize("size", [None, 16])
 def test_gptq_is_that_of_qwix(size, compared):
     """With its scales and order the same levels, in columns of which no value comes next to a tie; and the error."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant import cache, delayed, litert, onnx, solve, tf, typing
+from jaxquant import cache, checkpoints, delayed, litert, onnx, solve, tf, typing
 
 PUBLIC = {
     "PerBlock",
@@ -82,6 +82,7 @@ PUBLIC_SOLVE = {"adaround", "bias_correct", "choose_bits", "equalize", "gptq", "
 PUBLIC_SOLVE |= {"fold_norms", "with_gains", "with_rotation"}
 PUBLIC_OF_NAMESPACES = {
     cache: {"dynamic_slice", "update_slice", "zeros"},
+    checkpoints: {"LLAMA", "QWEN2", "QWEN3", "Checkpoint", "Family", "gguf_spec", "read", "write"},
     delayed: {"DelayedQParams", "GradientHistory", "delayed_qparams", "split_histories", "update_histories"},
     litert: {"export"},
     onnx: {"export"},
@@ -90,7 +91,7 @@ PUBLIC_OF_NAMESPACES = {
 }
 
 
-NAMESPACES = {"cache", "delayed", "litert", "onnx", "solve", "tf", "typing"}
+NAMESPACES = {"cache", "checkpoints", "delayed", "litert", "onnx", "solve", "tf", "typing"}
 
 
 def names(module):
@@ -109,6 +110,7 @@ RENAMED["choose_bits"] = "solve.choose_bits"
 RENAMED |= {
     name: f"{of.__name__.rpartition('.')[2]}.{name}"
     for of, names in PUBLIC_OF_NAMESPACES.items()
+    if of is not checkpoints
     for name in names - {"export", "Value"}  # which never had other ones
 }
 

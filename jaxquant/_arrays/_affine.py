@@ -60,11 +60,14 @@ def _rounding_error(x: Array, steps: Array, scale: Array) -> Array:
 
 @jax.jit
 def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None) -> tuple[Array, QParams]:
-    """The gradients to x, scale, and zero_point in units of -scale: sums that are exact where the cotangents are."""
+    """The gradients to x, scale, and zero_point in units of -scale: sums that are exact where the cotangents are.
+
+    To a minimum as it is: where values are clipped it moves them, and elsewhere the levels move against it.
+    """
     x = num.upcast(x, num.compute_dtype(x.dtype))
     shape, grid = grid.scale.shape, grid.effective().over(x)
     level = grid.level(x, noise)  # after rounding: the largest weight over its own scale can be 127.00001 levels
-    g, zero = shard_like(g, level), grid.zero_point
+    g, zero = shard_like(g, level), grid.zero
     zero = jnp.zeros((), x.dtype) if zero is None else zero
     if zero.shape == x.shape:  # a select of two arrays wants one sharding
         zero = shard_like(zero, level)
@@ -72,11 +75,12 @@ def _gradients(g: Array, x: Array, grid: Grid, noise: Array | None) -> tuple[Arr
     inside = (grid.qmin <= level) & (level <= grid.qmax)
     wide = num.upcast(g, x.dtype)
     total = lambda v: reduce_groups(jnp.sum, v, shape).astype(jnp.float32)
-    error = _rounding_error(x, level - zero, grid.step)
+    error = _rounding_error(grid.above_minimum(x), level - zero, grid.step)
     steps = jnp.where(below, grid.qmin - zero, jnp.where(above, grid.qmax - zero, error))
     counts = below | above | inside  # not NaN
     dscale = total(jnp.where(counts, wide * steps, 0))
-    dzero = None if grid.zero_point is None else -total(jnp.where(below | above, wide, 0))
+    clipped = total(jnp.where(below | above, wide, 0))
+    dzero = None if grid.zero_point is None else clipped if grid.frame.spec.has_minimum else -clipped
     return passed(g, inside), QParams(dscale, dzero)
 
 
@@ -90,7 +94,8 @@ def gradient_of_fitted(g: Array, x: Array, grid: Grid, noise: Array | None) -> A
     """The gradient to x, where the qparams are fitted to x itself."""
     spec = grid.frame.spec
     x = num.upcast(x, num.compute_dtype(x.dtype))
-    beyond = spec.levels.beyond(spec.rounding) if spec.symmetric and spec.scales.is_exact else None
+    is_plain = spec.symmetric and spec.scales.is_exact and spec.scale_rule != "extremum"
+    beyond = spec.levels.beyond(spec.rounding) if is_plain else None
     if spec.scale_rule == "half_step":  # the ends of the range lie on a tie with the level beyond, and pass too
         beyond = 1.0
     if beyond is not None:
@@ -276,7 +281,7 @@ def quantized_of(values: Array, grid: Grid, dtype: np.dtype) -> Quantized:
     """Levels on an effective grid, made of an array of `dtype`."""
     spec = grid.frame.spec
     of = lambda v, dtype: None if v is None else of_rank(v.astype(dtype), values.ndim)
-    scale, zero_point = of(grid.scale, spec.scale_dtype), of(grid.zero_point, spec.dtype)
+    scale, zero_point = of(grid.scale, spec.scale_dtype), of(grid.zero_point, spec.offset_dtype)
     return Quantized(values, scale, zero_point, spec, dtype, tensor_scale=of(grid.tensor_scale, jnp.float32))
 
 
@@ -284,7 +289,7 @@ def quantized_of(values: Array, grid: Grid, dtype: np.dtype) -> Quantized:
 def _quantize(x: Array, grid: Grid, noise: Array | None) -> QArray:
     grid = grid.effective()
     values, zero_point = levels_of(x, grid, noise), grid.zero_point
-    if zero_point is not None:  # integers have no NaN; the scale has
+    if zero_point is not None and not grid.frame.spec.has_minimum:  # integers have no NaN; the scale has
         grid = grid._replace(zero_point=num.select(zero_point == zero_point, zero_point, grid.frame.spec.qmin))
     return outside(quantized_of(values, grid, x.dtype), spec=grid.frame.spec)
 
@@ -331,7 +336,7 @@ def as_trained(grid: Grid) -> Grid:
 
     The scale multiplies here, after shard_map has added the shards.
     """
-    if grid.zero_point is None or grid.frame.is_fitted:
+    if grid.zero is None or grid.frame.is_fitted:
         return grid
     return grid._replace(zero_point=_scale_gradient(*vary_together(grid.zero_point, _effective_step(grid))))
 

@@ -30,8 +30,8 @@ class Codes(NamedTuple):
 
 
 def centred(q: Quantized, dtype: DTypeLike) -> Array:
-    """`values - zero_point`, in a dtype that holds it."""
-    if q.spec.symmetric:
+    """`values - zero_point`, in a dtype that holds it; of a spec with a minimum the values."""
+    if not q.spec.has_zero_point:
         return q.values.astype(dtype)
     zero = broadcast_groups(q.zero_point.astype(dtype), q.shape)
     return q.values.astype(dtype) - zero
@@ -41,7 +41,7 @@ def codes(q: Quantized, wide: bool) -> Codes:
     """The values as an integer unit takes them; `wide` if one of the operands has more than 8 bits."""
     if wide:
         return Codes(centred(q, jnp.int32), None)
-    zero = None if q.spec.symmetric else q.zero_point.astype(jnp.int32)
+    zero = q.zero_point.astype(jnp.int32) if q.spec.has_zero_point else None
     if q.spec.signed:
         return Codes(q.values, zero)
     return Codes(

@@ -40,6 +40,8 @@ def _mean(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _lsq(x: Array, frame: Frame, _: float) -> QParams:
+    if frame.spec.has_minimum:
+        raise ValueError(f"`method='lsq'` has no minimum, got {frame.spec}. Pass method='minmax' or 'mse'.")
     (scale, zero_point), qmin, qmax = _minmax(x, frame), frame.qmin, frame.qmax
     steps = qmax - zero_point if frame.spec.symmetric else jnp.maximum(qmax - zero_point, zero_point - qmin)
     x = num.upcast(x, num.compute_dtype(x.dtype))
@@ -47,7 +49,7 @@ def _lsq(x: Array, frame: Frame, _: float) -> QParams:
     v = jnp.abs(divide(x, broadcast_groups(scale.astype(x.dtype), x.shape)))
     fitted = num.guard(divide(2 * _mean(v, scale.shape).astype(jnp.float32), jnp.sqrt(steps)) * scale)
     fitted = jnp.where(fitted < jnp.inf, fitted, LARGEST)
-    return QParams(jnp.where(fitted < TINY, scale, fitted), zero_point)
+    return QParams(jnp.where(jnp.abs(fitted) < TINY, scale, fitted), zero_point)
 
 
 def _order_statistics(x: Array, below: float, above: float) -> tuple[Array, Array]:
@@ -65,7 +67,7 @@ def _percentile(x: Array, frame: Frame, percentile: float) -> QParams:
     spec = frame.spec
     shape = qparams_shape(spec, x.shape)
     rows = rows_of(num.upcast(x, num.compute_dtype(x.dtype)), shape)
-    if spec.symmetric and spec.signed:
+    if spec.is_of_magnitude:
         _, high = _order_statistics(jnp.abs(rows), 0.0, (100 - percentile) / 100)
         low = -high
     else:
@@ -141,6 +143,8 @@ def _mse(x: Array, frame: Frame, _: float) -> QParams:
     spec, qmin, qmax = frame.spec, frame.qmin, frame.qmax
     if spec.scales.is_coarse:
         return _nearby_scale(x, frame)
+    if spec.has_minimum:
+        return _mse_above_minimum(x, frame)
     start = _minmax(x, frame)
     nearest = dataclasses.replace(frame, spec=dataclasses.replace(spec, rounding="half_even"))  # whatever the spec is
     # In units of the min-max scale, so that no square overflows or vanishes.
@@ -176,7 +180,44 @@ def _mse(x: Array, frame: Frame, _: float) -> QParams:
     for _ in range(2):
         best = _better(best, _trial(v, best.ratio, best.zero_point, nearest))
     scale = num.guard(start.scale * best.ratio)
-    return QParams(jnp.where(scale < TINY, TINY, scale), best.zero_point)
+    return QParams(jnp.where(jnp.abs(scale) < TINY, TINY, scale), best.zero_point)
+
+
+def _mse_above_minimum(x: Array, frame: Frame) -> QParams:
+    """The scale and the minimum: from ranges with both ends cut off, each followed by steps of least squares."""
+    start, qmax = _minmax(x, frame), frame.qmax
+    nearest = dataclasses.replace(frame, spec=dataclasses.replace(frame.spec, rounding="half_even"))
+    x = num.upcast(x, num.compute_dtype(x.dtype)).astype(jnp.float32)
+    over = lambda v: broadcast_groups(v, x.shape)
+    v = divide(x - over(start.zero_point), over(start.scale))  # the levels of min-max
+    is_finite = jnp.abs(v) < jnp.inf
+    mean = lambda t: _mean(jnp.where(is_finite, t, jnp.inf), start.scale.shape)
+
+    def line(ratio: Array, minimum: Array) -> _Trial:
+        """The line of least squares through the values over the levels that a grid assigns."""
+        grid = Grid(ratio, minimum, nearest).over(v)
+        q = num.clip(grid.level(v), grid.qmin, grid.qmax)
+        q_mean, v_mean = mean(q), mean(v)
+        q, rest = q - over(q_mean), jnp.where(is_finite, v, 0) - over(v_mean)
+        slope = mean(q * rest) / jnp.maximum(mean(q * q), TINY)
+        slope = jnp.where(slope > 0, slope, ratio)  # all values on one level
+        minimum = v_mean - slope * q_mean
+        error = mean((rest - over(slope) * q) ** 2)
+        is_held = frame.spec.scale_spec is None or start.zero_point + start.scale * minimum <= 0
+        return _Trial(slope, minimum, jnp.where(is_held, error, jnp.inf))
+
+    def step(best: _Trial, ends: Array) -> tuple[_Trial, None]:
+        found = line(best.ratio * 0 + (ends[1] - ends[0]), best.ratio * 0 + ends[0] * qmax)
+        return _better(best, line(found.ratio, found.zero_point)), None
+
+    cuts = np.concatenate([np.linspace(-0.1, 0.3, 25), [0.35, 0.4, 0.45]]).astype(np.float32)
+    ends = jnp.asarray([(a, 1 - b) for a in cuts for b in cuts])
+    of_minmax = _Trial(jnp.ones_like(start.scale), jnp.zeros_like(start.scale), jnp.full_like(start.scale, jnp.inf))
+    best = lax.scan(step, _better(of_minmax, line(*of_minmax[:2])), ends)[0]
+    for _ in range(2):
+        best = _better(best, line(best.ratio, best.zero_point))
+    scale, minimum = num.guard(start.scale * best.ratio), start.zero_point + num.guard(start.scale * best.zero_point)
+    return QParams(jnp.where(scale < TINY, TINY, scale), minimum)
 
 
 @functools.partial(jax.jit, static_argnames=("method", "percentile"))

@@ -17,15 +17,25 @@ from ._qparams import Log2QParams, QParams
 def spec_to_json(spec: QuantSpec) -> dict[str, Any]:
     """The spec as what JSON can hold."""
     fields = {name: getattr(spec, name) for name in ("bits", "signed", "symmetric", "narrow_range", "rounding")}
-    for name in ("format", "scale_dtype", "scale_rule"):  # not of those before: their files stay
+    for name in (
+        "format",
+        "scale_dtype",
+        "scale_rule",
+        "offset",
+        "exact_divisor",
+    ):  # not of those before: their files stay
         if getattr(spec, name) != QuantSpec.__dataclass_fields__[name].default:
             fields[name] = getattr(spec, name)
+    if spec.scale_spec is not None:
+        fields["scale_spec"] = spec_to_json(spec.scale_spec)
     return fields | spec.granularity.to_json()
 
 
 def spec_from_json(fields: dict[str, Any]) -> QuantSpec:
     """The spec of which `spec_to_json` gave the fields."""
     fields = dict(fields)
+    if "scale_spec" in fields:
+        fields["scale_spec"] = spec_from_json(fields["scale_spec"])
     return QuantSpec(granularity=Granularity.from_json(fields), **fields)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,12 @@ from jax.typing import DTypeLike
 
 from .._base import _checks as checks
 from .._base import _groups as grouping
+from .._base import _numerics as num
 from .._base._sharding import is_inside_shard_map
 from .._spec._granularity import PerChannel, PerTensor, granularity_of
 from .._spec._spec import QuantSpec
+from ._grid import of_scales
+from ._qparams import QParams
 from ._quantized import Quantized, Stored, in_memory, permutation
 
 
@@ -96,6 +99,16 @@ class QArray(Stored, checks.NotAnArray):
         vars(self).update(spec=spec, dtype=dtype, order=order, frozen=frozen, sums=None, summed=None, pairs=None)
 
     @property
+    def step(self) -> Array:
+        """The real value of one level, float32 in the shape of scale."""
+        return num.product_of_scales(_in_float(self.scale).astype(jnp.float32), self.tensor_scale)
+
+    @property
+    def qparams(self) -> QParams:
+        """The numbers of the grid, float32 in the shape of scale."""
+        return QParams(self.step, _in_float(self.zero_point).astype(jnp.float32))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the arrays in memory; int4, uint4 and float4 take half a byte."""
         bits = lambda v: (jnp.iinfo if jnp.issubdtype(v.dtype, jnp.integer) else jnp.finfo)(v.dtype).bits
@@ -123,16 +136,30 @@ class QArray(Stored, checks.NotAnArray):
             index = checks.unwrapped(index)
             return _taken(self, _places(self, index if isinstance(index, jax.core.Tracer) else np.asarray(index)))
         windows, picked = _indexed(self, index)
-        return window(self, windows, picked)
+        part = window(self, windows, picked)
+        has_whole_scales = all(self.groups[axis] == self.shape[axis] for axis in windows)
+        return _with_scales_of(part, self, lambda v: v[index]) if has_whole_scales else part
 
 
 def inside(q: QArray) -> Quantized:
     """The array as the package computes with it, with scales of its rank."""
     scale, zero_point, tensor_scale = (
-        None if v is None else grouping.of_rank(v, q.ndim) for v in (q.scale, q.zero_point, q.tensor_scale)
+        None if v is None else grouping.of_rank(_in_float(v), q.ndim) for v in (q.scale, q.zero_point, q.tensor_scale)
     )
     zero_point = None if q.spec.symmetric else zero_point
     return Quantized(q.stored, scale, zero_point, q.spec, q.dtype, q.order, tensor_scale, q.sums, q.summed, q.pairs)
+
+
+def _in_float(v: Any) -> Any:
+    """Scales, or a minimum, in float32 where they are integers with scales of their own."""
+    return inside(v).real(jnp.float32) if isinstance(v, QArray) else v
+
+
+def _nested(v: Array, spec: QuantSpec, sign: int) -> QArray:
+    """Scales, or a minimum, as integers with scales of their own."""
+    own = of_scales(sign * v, spec)
+    levels, scale = own.levels.astype(spec.dtype), (sign * own.grid.scale).astype(spec.scale_dtype)
+    return QArray(levels, scale, jnp.zeros_like(scale, spec.dtype), spec, jnp.dtype(jnp.float32))
 
 
 def outside(q: Quantized, frozen: Frozen | None = None, spec: QuantSpec | None = None) -> QArray:
@@ -145,12 +172,17 @@ def outside(q: Quantized, frozen: Frozen | None = None, spec: QuantSpec | None =
         granularity = granularity_of(q.groups, q.shape)
         if granularity == PerTensor() and q.tensor_scale is not None:
             granularity = PerChannel(0)  # of one scale, which that of the tensor scales
-    zero_point = jnp.zeros_like(q.scale, q.spec.dtype) if q.zero_point is None else q.zero_point
+    zero_point = jnp.zeros_like(q.scale, q.spec.offset_dtype) if q.zero_point is None else q.zero_point
     scalar = lambda v: v.reshape(()) if all(n == 1 for n in v.shape) else v
     of_groups = scalar if granularity == PerTensor() else lambda v: v
     tensor_scale = None if q.tensor_scale is None else scalar(q.tensor_scale)
     scales = {"scale": of_groups(q.scale), "zero_point": of_groups(zero_point), "tensor_scale": tensor_scale}
-    spec = dataclasses.replace(q.spec, granularity=granularity)
+    # Moved scales are floats: blocks of them need not be blocks behind the move.
+    own = None if spec is None else spec.scale_spec
+    if own is not None:
+        scales["scale"] = _nested(q.scale, own, 1)
+        scales["zero_point"] = _nested(zero_point, own, -1) if q.spec.has_minimum else zero_point
+    spec = dataclasses.replace(q.spec, granularity=granularity, scale_spec=own)
     new = object.__new__(QArray)
     vars(new).update({**vars(q), **scales, "spec": spec, "frozen": frozen})
     return new
@@ -162,7 +194,16 @@ def _as_frozen(q: QArray, new: Quantized) -> QArray:
 
 @jax.jit
 def _transposed(q: QArray) -> QArray:
-    return _as_frozen(q, inside(q).transposed(range(q.ndim)[::-1]))
+    new = _as_frozen(q, inside(q).transposed(range(q.ndim)[::-1]))
+    return _with_scales_of(new, q, lambda v: v.T)
+
+
+def _with_scales_of(new: QArray, q: QArray, move: Callable[[QArray], QArray]) -> QArray:
+    """What a move made of `q`, with scales that keep their own scales where they have some."""
+    if not isinstance(q.scale, QArray):
+        return new
+    moved = {name: move(v) for name in ("scale", "zero_point") if isinstance(v := getattr(q, name), QArray)}
+    return changed(new, **moved, spec=dataclasses.replace(new.spec, scale_spec=moved["scale"].spec))
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -366,12 +407,15 @@ def check_dtypes(name: str, q: QArray) -> None:
     expected = {
         "values": ["uint8"] if q.pairs else [q.spec.dtype, *filter(None, [packed_dtype(q.spec)])],
         "scale": [q.spec.scale_dtype],
-        "zero_point": [q.spec.dtype],
+        "zero_point": [q.spec.offset_dtype],
     }
     if q.spec.has_tensor_scale:
         expected["tensor_scale"] = ["float32"]
     if q.summed is not None:
         expected["sums"] = ["int32"]
+    if q.spec.scale_spec is not None:
+        expected["scale"] = ["float32"]
+        expected["zero_point"] = ["float32"] if q.spec.has_minimum else expected["zero_point"]
     for part, dtypes in expected.items():
         dtype = getattr(q.stored if part == "values" else getattr(q, part), "dtype", None)
         if dtype is not None and dtype not in dtypes:

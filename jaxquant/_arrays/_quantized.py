@@ -18,7 +18,7 @@ from .._base import _groups as grouping
 from .._base import _numerics as num
 from .._platform._cpu import apart_of_pairs, transposed
 from .._spec._spec import QuantSpec
-from ._grid import Grid
+from ._grid import Frame, Grid
 
 
 class Stored:
@@ -174,7 +174,8 @@ def moved(f: Callable[[Array], Sequence[Any]], v: Any, n: int) -> Sequence[Any]:
 @functools.partial(jax.jit, static_argnames=("dtype", "guarded"))
 def _real(q: Quantized, dtype: DTypeLike, guarded: bool) -> Array:
     over = lambda v: None if v is None else grouping.broadcast_groups(v.astype(num.compute_dtype(dtype)), q.shape)
-    grid = Grid(over(q.scale), None if q.spec.symmetric else over(q.zero_point), None, over(q.tensor_scale))
+    zero_point, frame = None if q.spec.symmetric else over(q.zero_point), Frame(None, None, q.spec)
+    grid = Grid(over(q.scale), zero_point, frame, over(q.tensor_scale))
     values = grid.real(q.values.astype(grid.scale.dtype), guarded)
     # Guarded once more: of integers, which are never NaN, LLVM knows that `|steps| * 0` is 0, and drops the sum.
     return num.downcast(num.guard(values) if guarded else values, dtype)

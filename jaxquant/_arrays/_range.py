@@ -84,13 +84,14 @@ def finite_or(x: Array, otherwise: float) -> Array:
 
 
 def range_of(
-    x: Array, spec: QuantSpec, nothing: float = 0, contracted: Sequence[int] | None = None
+    x: Array, spec: QuantSpec, nothing: float | None = None, contracted: Sequence[int] | None = None
 ) -> tuple[Array | None, Array, Array | None]:
     """The lowest and the highest of the finite values of each group, in float32, and NaN flags, as `extremes` has them.
 
     Of a signed symmetric spec the highest is the largest absolute value, and there is no lowest.
     """
-    of_magnitude = spec.symmetric and spec.signed
+    of_magnitude = spec.is_of_magnitude
+    nothing = (np.inf if spec.has_minimum else 0) if nothing is None else nothing
     x_min, x_max, flags = extremes(x, qparams_shape(spec, x.shape), of_magnitude, nothing, contracted)
     return None if x_min is None else _to_float32(x_min), _to_float32(x_max), flags
 
@@ -156,9 +157,17 @@ def _of_range(x_min: Array | None, x_max: Array, frame: Frame) -> tuple[Array, A
         largest = lax.min(x_max, LARGEST)
         return spec.scales.of_largest(largest, qmax, spec.scale_rule), None
     low, high = unknown(x_min, x_max)
+    if spec.has_minimum:
+        low, high = lax.max(low, -LARGEST), lax.min(high, LARGEST)
+        low, high = (num.select(low <= high, v, 0) for v in (low, high))  # of the empty range
+        low = low if spec.scale_spec is None else lax.min(low, _ZERO)  # whose sign is that of all
+        return quotient(high - low, qmax - qmin, 1), low
     low, high = lax.min(lax.max(low, -LARGEST), _ZERO), lax.min(lax.max(high, _ZERO), LARGEST)
     if spec.symmetric:
         largest = lax.max(-low, high) if spec.signed else high
+        if spec.scale_rule == "extremum":
+            magnitude = spec.scales.of_largest(largest, -qmin, spec.scale_rule)
+            return num.select(-low >= high, magnitude, -magnitude), None
         return spec.scales.of_largest(largest, qmax, spec.scale_rule), None
     scale = quotient(high - low, qmax - qmin, 1)
     zero_point = qmin - num.round_half_even(divide(low, scale))

@@ -116,7 +116,7 @@ def _is_told_by_codes(spec: QuantSpec) -> bool:
     """Whether integers tell where the gradient of `fake_quant` passes, of a range of the values at hand."""
     is_narrow = bool(spec.format) and spec.bits < 8
     is_plain = spec.symmetric and spec.signed and spec.rounding != "stochastic"
-    return is_plain and spec.scales.is_exact and not is_narrow
+    return is_plain and spec.scales.is_exact and spec.scale_rule != "extremum" and not is_narrow
 
 
 def _with_names(q: Quantized) -> Quantized:

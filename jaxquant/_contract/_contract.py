@@ -205,10 +205,19 @@ def _contract_bwd(op, residuals, g):
         if precision is not None and 0 not in gradients[side].shape:
             own, exact = None if key is None else jax.random.fold_in(key, side), gradients[side]
             rounding, g_values = Rounding(own, delayed[side]), num.upcast(lax.stop_gradient(g), jnp.float32)
+            _refuse_minimum("A product with a gradient of fewer bits", other.integers.spec)
             low, largest = op.operand_gradient(side, g_values, other.integers, exact.shape, rounding, *more)
             gradients[side] = with_gradient_of(exact, shard_like(num.rounded(low, exact.dtype), exact))
             seen[side] = with_seen(delayed[side], largest) if delayed[side] else None
     return *(QuantizedOperand(gradient, None, None) for gradient in gradients), None, of_more, tuple(seen)
+
+
+def _refuse_minimum(what: str, *specs: QuantSpec) -> None:
+    if found := [spec for spec in specs if spec.has_minimum]:
+        raise ValueError(
+            f"{what} has no minimum, got {found[0]}. Take offset='zero_point', or leave the other operand and the "
+            "gradient in float."
+        )
 
 
 @functools.partial(custom_vjp, rule=_contract_bwd, static=(0,))
@@ -227,6 +236,8 @@ def contract(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)  # traced once, for the value and for the forward pass
 def _exact(op: ContractionOp, a: QuantizedOperand, b: QuantizedOperand, more: tuple[Array, ...]) -> Array:
+    if not op.takes_blocks:
+        _refuse_minimum("A convolution of integers", a.integers.spec, b.integers.spec)
     return op.exact(flagged(a.integers, a.nan_flags), flagged(b.integers, b.nan_flags), *more).astype(op.dtype)
 
 

@@ -201,7 +201,24 @@ class Dot(ContractionOp):
         product = lambda x, w: lowering.product(self, x, w, length)
         acc, operands = sum_of_digits(a, b, specs, most, lowering.check, product), (a[0], b[0])
         shapes = [q.shape for q in operands]
-        return scaled(acc, *(self.in_output(side, q.scale, shapes) for side, q in enumerate(operands)))
+        scales = [self.in_output(side, q.scale, shapes) for side, q in enumerate(operands)]
+        y = scaled(acc, *scales)
+        for side, spec in enumerate(specs):
+            if spec.has_minimum:
+                minimum = self.in_output(side, operands[side].zero_point.astype(jnp.float32), shapes)
+                y = y + scaled(self._sums(1 - side, (a, b), shapes), scales[1 - side], minimum)
+        return y
+
+    def _sums(self, side: int, digits: Sequence[Sequence[Quantized]], shapes: Sequence[tuple[int, ...]]) -> Array:
+        """The sums of `values - zero_point` of an operand beside a minimum, as they broadcast in the output."""
+        q, *more = digits[side]
+        if more or q.spec.has_minimum:
+            raise ValueError(
+                f"An operand with a minimum meets integers of up to 8 bits with a zero point, or floats, got {q.spec}. "
+                "Quantize the other one to 8 bits, or leave it in float."
+            )
+        sums = jnp.sum(centred(q, jnp.int32), self.contracted[side], keepdims=True)
+        return self.in_output(side, sums, shapes)
 
     def _free(self, ndim: int, side: int) -> list[int]:
         taken = {*self.contracted[side], *self.batch[side]}

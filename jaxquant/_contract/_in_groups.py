@@ -155,7 +155,7 @@ def in_groups(op: ContractionOp, side: int, q: Quantized, x: Array, exact: Calla
     of_w, of_x = axes.operands[side], axes.operands[1 - side]
     at = [i for i, name in enumerate(of_w) if name in axes.summed and q.groups[i] > 1]
     free = [n for name, n in zip(of_x, x.shape, strict=True) if name not in of_w]
-    is_dot = op.takes_blocks and not axes.apart
+    is_dot = op.takes_blocks and not axes.apart and not q.spec.has_minimum
     if not is_dot or len(at) != 1 or not all(isinstance(n, int) for n in free) or is_explicit(x):
         return exact()
     groups = q.groups[at[0]]

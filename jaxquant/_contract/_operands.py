@@ -11,7 +11,6 @@ from .._arrays._quantized import Quantized
 from .._arrays._straight_through import quantize_straight_through
 from .._base._groups import apart
 from .._history import DelayedQParams, largest_bin
-from .._spec._granularity import PerTensor
 from .._spec._spec import QuantSpec
 
 
@@ -76,6 +75,6 @@ def rounded(
 
 def plain(q: Quantized, values: Array, scale: Array | None = None, zero_point: Array | None = None) -> Quantized:
     """The values of q, moved, with these scales in float32; without, with 1."""
-    spec = dataclasses.replace(q.spec, granularity=PerTensor(), scale_dtype="float32", scale_rule="ceil")
+    spec = q.spec.with_float_scales
     scale = jnp.ones((1,) * values.ndim, jnp.float32) if scale is None else scale
     return Quantized(values, scale, zero_point, spec, jnp.dtype(jnp.float32))

@@ -81,7 +81,11 @@ class ScaledBehind(NamedTuple):
 def is_scaled_behind(op: ContractionOp, side: int, q: Quantized, x: Array) -> bool:
     """Whether no scale of a weight varies along what is summed, and the dtype of x holds its integers."""
     ndims = (q.ndim, x.ndim) if side == 0 else (x.ndim, q.ndim)
-    return all(q.groups[i] in (0, 1) for i in op.contracted_axes(ndims)[side]) and holds(x.dtype, q)
+    return (
+        not q.spec.has_minimum
+        and all(q.groups[i] in (0, 1) for i in op.contracted_axes(ndims)[side])
+        and holds(x.dtype, q)
+    )
 
 
 def holds(dtype: DTypeLike, q: Quantized) -> bool:

@@ -21,7 +21,7 @@ from litert_converter.mlir.dialects import stablehlo as stablehlo_of_converter
 from .._arrays._affine import fake_quant
 from .._arrays._qparams import QParams
 from .._base._checks import PyTree
-from .._spec._spec import QuantSpec
+from .._spec._spec import QuantSpec, plain_spec
 from .._transform._plan import Site, Value
 from ._straight_line import straight_line
 from ._values import Values, clipped
@@ -85,6 +85,7 @@ class LiteRTValues(Values):
 
 
 def _composite(x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec) -> Array:
+    plain_spec("A LiteRT model", spec)
     scale, zero_point = np.asarray(scale), np.asarray(zero_point)
     axes = [i + x.ndim - scale.ndim for i, n in enumerate(scale.shape) if n > 1]
     if len(axes) > 1:

@@ -15,7 +15,7 @@ from jax import Array, lax
 from .._arrays._affine import quantize as quantized
 from .._arrays._fit import fit_qparams
 from .._arrays._qparams import QParams
-from .._spec._spec import QuantSpec
+from .._spec._spec import QuantSpec, plain_spec
 from .._transform._plan import Op, Site
 from . import _onnx_nodes as nodes
 from ._values import moved
@@ -99,6 +99,7 @@ def site(info: Site, x: Array) -> Any:
     """The operand of a site."""
     spec, qparams = info.spec, info.qparams
     assert spec is not None
+    plain_spec(f"An ONNX graph, at {info.name!r},", spec)
     if qparams is None and not info.is_per_token:
         raise ValueError(f"{info.name!r} is dynamic; expected qparams. Pass qparams=q.init_qparams(...).")
     if spec.dtype not in (jnp.int8, jnp.uint8):

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .._base import _checks as checks
 from .._base._checks import PyTree
 from ._granularity import PerTensor
-from ._spec import QuantSpec
+from ._spec import QuantSpec, plain_spec
 
 OPS: dict[str, Any] = {}  # contractions by the names of their primitives; `_contract/_ops` has them
 KINDS = ("weight", "act_act", "derived", "captured", "gradient", "value", "cache")
@@ -203,7 +203,7 @@ def _check_specs(rule: Rule) -> None:
 
 
 def _check_history(rule: Rule) -> None:
-    specs = [spec for spec in rule.gradients if isinstance(spec, QuantSpec)]
+    specs = [plain_spec("A gradient", spec) for spec in rule.gradients if isinstance(spec, QuantSpec)]
     if rule.history and (not specs or any(spec.granularity != PerTensor() for spec in specs)):
         raise ValueError(
             f"`history` is for a `gradient` that is a QuantSpec with PerTensor(), whose range is one number a step, "
@@ -213,6 +213,7 @@ def _check_history(rule: Rule) -> None:
 
 
 def _check_of_cache(spec: QuantSpec) -> None:
+    plain_spec("A cache", spec)
     if spec.granularity.is_of_op or spec.rounding == "stochastic" or spec.has_tensor_scale:
         raise ValueError(
             "`activation` of a cache must name its axes, round to nearest and have scales of its groups alone, got "

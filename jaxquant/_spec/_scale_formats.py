@@ -15,17 +15,25 @@ from ._formats import FLOATS, Float
 from ._granularity import PerTensor
 
 TINY = np.float32(jnp.finfo(jnp.float32).tiny)
+_SCALES = {  # of the rules for signed symmetric integers
+    "half_step": "float32 scales",
+    "extremum": "scales in float32, float16 or bfloat16",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleFormat:
     """A format of scales. The base class is float32, which holds each scale as it is."""
 
-    rules = "ceil", "half_step"  # those of QuantSpec that mean something
     is_exact = True
     is_coarse = False  # of so few bits that zero points do not fit, and the search tries the scales beside one
     has_tensor_scale = False
     unit, most = 1.0, 1.0  # of what values are multiplied with where a scale of the tensor scales the others
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The rules of QuantSpec that mean something."""
+        return "ceil", "half_step", "extremum"
 
     def check(self, spec: Any) -> None:
         """Raises for a spec whose scales it cannot hold."""
@@ -34,11 +42,11 @@ class ScaleFormat:
                 f"`scale_rule` says which power of two a scale becomes, got 'floor' with scale_dtype="
                 f"{spec.scale_dtype!r}. Pass scale_dtype='float8_e8m0fnu', or leave the rule out."
             )
-        is_half_step = "half_step" in self.rules and not spec.format and spec.symmetric and spec.signed
-        if spec.scale_rule == "half_step" and not is_half_step:
+        is_of_integers = spec.scale_rule in self.rules and not spec.format and spec.symmetric and spec.signed
+        if spec.scale_rule in _SCALES and not is_of_integers:
             raise ValueError(
-                "`scale_rule='half_step'` is for signed symmetric integers with float32 scales, got "
-                f"signed={spec.signed}, symmetric={spec.symmetric}, format={spec.format!r} and "
+                f"`scale_rule={spec.scale_rule!r}` is for signed symmetric integers with {_SCALES[spec.scale_rule]}, "
+                f"got signed={spec.signed}, symmetric={spec.symmetric}, format={spec.format!r} and "
                 f"scale_dtype={spec.scale_dtype!r}. Leave the rule out."
             )
         if self.is_coarse and not spec.symmetric:
@@ -60,6 +68,10 @@ class ScaleFormat:
         """Positive scales as the format holds them, and the scale of the tensor that scales them."""
         return scale, None
 
+    def rounded_minimum(self, minimum: Array) -> Array:
+        """Minimums as the format of the scale holds them."""
+        return minimum
+
     def neighbours(self, scale: Array) -> list[Array]:
         """The scales beside those that it holds, which a search tries."""
         raise NotImplementedError  # all others, of an exact format
@@ -68,8 +80,11 @@ class ScaleFormat:
 class PowersOfTwo(ScaleFormat):
     """Powers of two, from 2 ** -126 to 2 ** 127."""
 
-    rules = "ceil", "floor"
     is_exact, is_coarse = False, True
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return "ceil", "floor"
 
     def of_largest(self, largest: Array, qmax: Array | float, rule: str) -> Array:
         if rule != "floor":
@@ -87,18 +102,25 @@ class PowersOfTwo(ScaleFormat):
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(ScaleFormat):
-    """The positive values of a float of fewer bits, to nearest."""
+    """The values of a float of fewer bits, to nearest: positive ones, but by the rule "extremum"."""
 
     float: Float
-    rules = ("ceil",)
     is_exact = False
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return ("ceil",) if self.is_coarse else ("ceil", "extremum")
 
     @property
     def is_coarse(self) -> bool:
         return self.float.bits <= 8
 
     def rounded(self, scale: Array, qmax: Any, rule: str) -> tuple[Array, Array | None]:
-        return computed_once(self._nearest, scale), None
+        of_sign = lambda v: num.select(v < 0, -self._nearest(-v), self._nearest(v))
+        return computed_once(of_sign if rule == "extremum" else self._nearest, scale), None
+
+    def rounded_minimum(self, minimum: Array) -> Array:
+        return num.clip(self.float.nearest(minimum, "half_even", None), -self.float.qmax, self.float.qmax)
 
     def _nearest(self, scale: Array) -> Array:
         return num.clip(self.float.nearest(scale, "half_even", None), self.float.unit, self.float.qmax)

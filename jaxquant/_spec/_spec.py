@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from .._base import _checks as checks
 from ._formats import FLOATS, Float, Integers
@@ -39,6 +40,15 @@ class QuantSpec:
         rule of OCP, takes 2 ** (floor(log2(largest value)) - the exponent of the largest level), which clips up to an
         eighth in e4m3. For signed symmetric integers with float32 scales, "half_step" divides the largest value not by
         qmax but by qmax + 1/2, so that it lies half a step beyond the last level; the grid then keeps its lowest q.
+        "extremum", for signed symmetric integers whose scales are no powers of two, divides the value of the largest
+        magnitude, with its sign, by qmin, as GGUF's Q4_0 does: scales may be negative, and all levels are kept.
+      offset: of an affine grid. "zero_point", an integer, so that 0 is a level: `real = (q - zero_point) * scale`. Or
+        "minimum", a real number in the dtype of the scale, of unsigned q: `real = q * scale + minimum`, as in GGUF.
+      scale_spec: None, or the QuantSpec of the scales, symmetric integers that then have scales of their own, in blocks
+        along the axis of the blocks: K-quants of GGUF have scales of 6 bits, and a float16 for 8 of these. A minimum is
+        held so, too; the sign is in its scale. A QArray has QArrays for scale and minimum.
+      exact_divisor: whether values become integers by the scale and the minimum before scale_dtype rounds these, as in
+        GGUF's types; real values are made of the rounded ones in any case.
       format: None for integers. Otherwise q is a narrow float, signed and symmetric, without its infinities and NaN:
         "float8_e4m3fn" (to 448), "float8_e5m2" (57344), "float8_e3m4" (15.5), "float8_e4m3b11fnuz" (30),
         "float6_e2m3fn" (7.5), "float6_e3m2fn" (28) or "float4_e2m1fn" (6). Each is held in the dtype of its name; XLA
@@ -47,8 +57,8 @@ class QuantSpec:
     Raises:
       TypeError: for an argument of another kind, traced ones among them.
       ValueError: for bits outside 2..16, an unknown rounding or format, an axis named twice, a narrow symmetric
-        unsigned grid (it would not hold 0), bits or signs of integers beside a format, or "half_step" for anything but
-        signed symmetric integers with float32 scales.
+        unsigned grid (it would not hold 0), bits or signs of integers beside a format, or a scale_rule, offset,
+        scale_spec or exact_divisor beside what gives it no meaning.
 
     >>> from jaxquant import PerChannel, QuantSpec
     >>> QuantSpec(bits=4, granularity=PerChannel(-1))
@@ -81,6 +91,9 @@ class QuantSpec:
     format: str | None = None
     scale_dtype: str = "float32"
     scale_rule: str = "ceil"
+    offset: str = "zero_point"
+    scale_spec: "QuantSpec | None" = None
+    exact_divisor: bool = False
 
     def __post_init__(self):
         if isinstance(self.bits, Array | np.ndarray):
@@ -104,17 +117,63 @@ class QuantSpec:
             )
         checks.one_of("rounding", self.rounding, ROUNDINGS)
         checks.one_of("scale_dtype", self.scale_dtype, tuple(SCALE_FORMATS))
-        checks.one_of("scale_rule", self.scale_rule, ("ceil", "floor", "half_step"))
+        checks.one_of("scale_rule", self.scale_rule, ("ceil", "floor", "half_step", "extremum"))
+        checks.one_of("offset", self.offset, ("zero_point", "minimum"))
+        set_("exact_divisor", checks.static_bool("exact_divisor", self.exact_divisor))
         if not isinstance(self.granularity, Granularity):
             raise TypeError(
                 f"`granularity` must be PerTensor(), PerChannel(axis), PerToken() or PerBlock(axis, size), got "
                 f"{self.granularity!r}. An axis alone is PerChannel({self.granularity!r})."
             )
         self.scales.check(self)
+        self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        """Raises for what blocks of files have, beside that with which it has no meaning."""
+        own = self.scale_spec
+        if self.has_minimum and (self.symmetric or self.signed or self.scales.is_coarse):
+            raise ValueError(
+                "`offset='minimum'` is for affine unsigned integers with scales in float32, float16 or bfloat16, got "
+                f"symmetric={self.symmetric}, signed={self.signed}, scale_dtype={self.scale_dtype!r}. Pass "
+                "symmetric=False, signed=False."
+            )
+        if self.exact_divisor and (self.scales.is_exact or self.scales.is_coarse):
+            raise ValueError(
+                "`exact_divisor` is for scales in float16 or bfloat16, which are rounded, got "
+                f"scale_dtype={self.scale_dtype!r}. Leave it out."
+            )
+        if own is None:
+            return
+        if not (isinstance(own, QuantSpec) and own.symmetric and own.is_plain and own.bits <= 8 and not own.format):
+            raise ValueError(
+                "`scale_spec` must be a QuantSpec of symmetric integers of up to 8 bits, got "
+                f"{own!r}. Scales of 6 bits, 8 of which share a float16, are QuantSpec(bits=6, signed=False, "
+                "granularity=PerBlock(axis, 8), scale_dtype='float16')."
+            )
+        if self.scale_dtype != "float32" or self.scale_rule != "ceil" or (self.symmetric and not self.signed):
+            raise ValueError(
+                "`scale_spec` is for signed symmetric integers, or such with a minimum, and says how the scales are "
+                f"held, got symmetric={self.symmetric}, signed={self.signed}, scale_dtype={self.scale_dtype!r} and "
+                f"scale_rule={self.scale_rule!r}. Leave the last two out."
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a grid is a positive scale and an integer zero point, which all contractions and formats know."""
+        has_blocks = self.has_minimum or self.exact_divisor or self.scale_spec is not None
+        return not has_blocks and self.scale_rule != "extremum"
+
+    @property
+    def with_float_scales(self) -> "QuantSpec":
+        """The integers of the spec, with one scale in float32, and a zero point where they have an offset."""
+        return dataclasses.replace(
+            self, granularity=PerTensor(), scale_dtype="float32", scale_rule="ceil", offset="zero_point",
+            scale_spec=None, exact_divisor=False,
+        )  # fmt: skip
 
     @property
     def _is_narrow_by_default(self) -> bool:
-        return self.symmetric and self.signed and self.scale_rule != "half_step"
+        return self.symmetric and self.signed and self.scale_rule not in ("half_step", "extremum")
 
     @property
     def levels(self) -> Integers | Float:
@@ -130,6 +189,26 @@ class QuantSpec:
     def has_tensor_scale(self) -> bool:
         """Whether one float32 for the tensor scales the scales of its blocks."""
         return self.scales.has_tensor_scale
+
+    @property
+    def is_of_magnitude(self) -> bool:
+        """Whether the largest magnitude of values says their scale."""
+        return self.symmetric and self.signed and self.scale_rule != "extremum"
+
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether the level of real 0 is a number of the grid."""
+        return not (self.symmetric or self.has_minimum)
+
+    @property
+    def has_minimum(self) -> bool:
+        """Whether a real number is added, in place of a zero point that is subtracted."""
+        return self.offset == "minimum"
+
+    @property
+    def offset_dtype(self) -> DTypeLike:
+        """The dtype that holds what the grid adds."""
+        return self.scale_dtype if self.has_minimum else self.dtype
 
     @property
     def qmin(self) -> int | float:
@@ -160,6 +239,16 @@ def checked_spec(spec: object) -> QuantSpec:
         raise TypeError(
             f"`spec` must be a QuantSpec, got {checks.kind(spec)}. Build one by QuantSpec(...), weight_spec(...) or "
             "activation_spec(...); it is static, so mark it in jax.jit(..., static_argnames='spec')."
+        )
+    return spec
+
+
+def plain_spec(what: str, spec: QuantSpec) -> QuantSpec:
+    """Returns `spec`, which must have a plain grid."""
+    if not spec.is_plain:
+        raise ValueError(
+            f"{what} has a positive scale in one piece and an integer zero point, got {spec}. Take a QuantSpec without "
+            "offset='minimum', scale_rule='extremum', scale_spec and exact_divisor, or leave it in float."
         )
     return spec
 

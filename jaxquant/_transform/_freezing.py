@@ -98,10 +98,11 @@ def refuse_lost_ranges(arrays: Sequence[Any], params: PyTree, qparams: object) -
 def _is_quantized_with(q: QArray, qparams: QParams, spec: QuantSpec) -> Array:
     """Whether integers have the scale and the zero point that `quantize` uses with qparams, of one shape."""
     grid = grid_of(qparams, frame_of(spec)).effective()
-    same = jnp.all(q.step.reshape(grid.step.shape) == grid.step)
+    step, zero_point = q.qparams
+    same = jnp.all(step.reshape(grid.step.shape) == grid.step)
     if grid.zero_point is None:
         return same
-    return same & jnp.all(q.zero_point.reshape(grid.zero_point.shape).astype(jnp.float32) == grid.zero_point)
+    return same & jnp.all(zero_point.reshape(grid.zero_point.shape) == grid.zero_point)
 
 
 class Compared:
@@ -137,7 +138,7 @@ class Compared:
         for path, q in with_paths(params):
             if is_qarray(q) and isinstance(of := qparams.get(path), QParams):
                 numbers = q.scale, q.zero_point, *of
-                is_traced = any(isinstance(v, jax.core.Tracer) for v in numbers)
+                is_traced = any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(numbers))
                 if not is_traced and not _are_same(self._known.get(path, ()), numbers):
                     found[path] = q, of
         return found

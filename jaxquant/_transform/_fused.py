@@ -21,7 +21,7 @@ from .._program._param import QuantizedParam
 from .._runtime._kernels import Grid, Kernels, Limits, bias_integers, least_scale, limits_of
 from .._spec._granularity import PerTensor
 from .._spec._rule import Rule
-from .._spec._spec import QuantSpec
+from .._spec._spec import QuantSpec, plain_spec
 from ._choose import Decision
 from ._match import MatchedOp, is_wanted
 from ._plan import ARGUMENT, FROM_FLOAT, IN_FLOAT
@@ -71,6 +71,8 @@ def _layer(op: MatchedOp, runtime: str) -> _Layer | None:
 
 def _check(weight: QuantSpec, activation: QuantSpec, runtime: str) -> None:
     """Raises for specs that no kernel of integers has."""
+    for spec in (weight, activation):
+        plain_spec(repr(runtime), spec)
     if not (weight.signed and weight.symmetric) or weight.format or weight.bits > 8 or weight.granularity.sizes:
         raise ValueError(
             f"{runtime!r} multiplies weights of up to 8 bits that are signed and symmetric, with one scale or one for "

@@ -23,7 +23,7 @@ def qparams_of_parameter(leaf: PyTree, entry: Entry, method: str) -> QParams | N
     if is_qarray(leaf):
         if leaf.frozen and not leaf.frozen.from_qparams:  # whose scale is fitted to its values
             return None
-        return QParams(leaf.step, leaf.zero_point.astype(jnp.float32))
+        return leaf.qparams
     if not entry.spec.signed and entry.spec.symmetric:
         refuse_unsigned_below_zero(*observe(leaf, entry.spec), entry.spec)
     return fit_qparams(leaf, entry.spec, method)

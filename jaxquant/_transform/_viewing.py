@@ -51,7 +51,7 @@ class Viewing(Evaluator):
     def parameter(self, path: str, value: PyTree, qparams: QParams | None, is_read: bool) -> PyTree:
         entry = self.decisions.entries.of.get(path)
         if isinstance(value, QArray):
-            qparams = QParams(value.step, value.zero_point)
+            qparams = value.qparams
         value = read = in_float(value)
         if entry is None:
             return value

@@ -63,6 +63,7 @@ def array(leaf: PyTree) -> Array:
 def grid_in_matrices(form: Form, qparams: QParams, dtype: DTypeLike) -> Grid:
     """The grid that a weight is rounded to, with a scale for each element of its matrices (..., K, N)."""
     shape, grid = form.layout.shape, grid_of(qparams, frame_of(form.spec)).effective()
+    grid = grid._replace(exact=None)  # levels of the real values, whatever the scale that rounds
     grid = grid.over(jnp.zeros(shape, dtype))
     return of_each(lambda v: form.matrices(jnp.broadcast_to(v, shape)), grid)
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of quantized checkpoints: containers, formats, families."""

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of models: the names of their tensors and settings in Hugging Face's files and in GGUF."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Family(NamedTuple):
+    """A family of models. A user's own is one more of these: `LLAMA._replace(architecture=..., tensors=...)`.
+
+    Attributes:
+      architecture: its name in GGUF.
+      tensors: names of Hugging Face -> names of GGUF, `{}` for the number of a layer.
+      settings: keys of GGUF, behind the architecture -> keys of config.json.
+      in_pairs: names of Hugging Face -> the key of config.json with the number of heads, of weights whose rows GGUF has
+        in pairs where Hugging Face has them in halves, for rotary embeddings.
+      defaults: keys of GGUF -> values, of settings that config.json may leave out; None for one that GGUF may lack.
+    """
+
+    architecture: str
+    tensors: Mapping[str, str]
+    settings: Mapping[str, str]
+    in_pairs: Mapping[str, str] = {}
+    defaults: Mapping[str, Any] = {}
+
+    def in_gguf(self, name: str) -> str:
+        """The name of a tensor in GGUF."""
+        general, number = _general(name)
+        if general not in self.tensors:
+            raise ValueError(
+                f"{name!r} is no tensor of {self.architecture!r}, whose names are {', '.join(self.tensors)}. "
+                "Add it: family._replace(tensors={**family.tensors, name: name in GGUF})."
+            )
+        return self.tensors[general].format(number)
+
+    def rows(self, name: str, n: int, config: Mapping[str, Any]) -> np.ndarray | None:
+        """The order of the rows of a weight in GGUF; None as they are."""
+        key = self.in_pairs.get(_general(name)[0])
+        if key is None:
+            return None
+        heads = config.get(key) or config["num_attention_heads"]
+        return np.arange(n).reshape(heads, 2, n // heads // 2).swapaxes(1, 2).reshape(-1)
+
+    def metadata(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a model in GGUF."""
+        found = dict(self.defaults) | {
+            key: config[own] for key, own in self.settings.items() if config.get(own) is not None
+        }
+        if missing := [f"{own} (for {key})" for key, own in self.settings.items() if key not in found]:
+            raise ValueError(f"`config` lacks {', '.join(missing)}, without which GGUF has no {self.architecture!r}.")
+        return {f"{self.architecture}.{key}": v for key, v in found.items() if v is not None}
+
+    def config(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a GGUF file as config.json has them."""
+        if (found := metadata.get("general.architecture")) != self.architecture:
+            raise ValueError(f"expected a GGUF file of the architecture {self.architecture!r}, got {found!r}")
+        said = {own: metadata.get(f"{self.architecture}.{key}") for key, own in self.settings.items()}
+        of_defaults = {self.settings[key]: v for key, v in self.defaults.items()}
+        found = of_defaults | {own: v for own, v in said.items() if v is not None}
+        if missing := [own for own in self.settings.values() if own not in found and own != "vocab_size"]:
+            raise ValueError(f"the GGUF file lacks {', '.join(missing)} of {self.architecture!r}")
+        return {own: v for own, v in found.items() if v is not None}
+
+    def names(self, layers: int) -> list[str]:
+        """The names of all tensors of so many layers, as Hugging Face has them."""
+        return [name.format(i) for name in self.tensors for i in (range(layers) if "{}" in name else (0,))]
+
+
+def _general(name: str) -> tuple[str, str]:
+    """A name with `{}` for the number of its layer, and that."""
+    number = re.search(r"\.(\d+)\.", name)
+    return (re.sub(r"\.\d+\.", ".{}.", name, count=1), number[1]) if number else (name, "")
+
+
+def _tensors(**more: str) -> dict[str, str]:
+    """The tensors of a decoder, with more of each layer by their GGUF names."""
+    layers = {
+        "self_attn.q_proj.weight": "attn_q.weight",
+        "self_attn.k_proj.weight": "attn_k.weight",
+        "self_attn.v_proj.weight": "attn_v.weight",
+        "self_attn.o_proj.weight": "attn_output.weight",
+        "mlp.gate_proj.weight": "ffn_gate.weight",
+        "mlp.up_proj.weight": "ffn_up.weight",
+        "mlp.down_proj.weight": "ffn_down.weight",
+        "input_layernorm.weight": "attn_norm.weight",
+        "post_attention_layernorm.weight": "ffn_norm.weight",
+    } | {f"self_attn.{own.replace('__', '.')}": name for own, name in more.items()}
+    return {f"model.layers.{{}}.{name}": f"blk.{{}}.{own}" for name, own in layers.items()} | {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+
+
+_SETTINGS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+_DEFAULTS = {"rope.freq_base": 10000.0, "attention.head_count_kv": None}
+LLAMA = Family(
+    "llama", _tensors(), _SETTINGS, {f"model.layers.{{}}.self_attn.{own}.weight": key for own, key in _HEADS.items()},
+    _DEFAULTS,
+)  # fmt: skip
+_BIASES = {f"{own}_proj__bias": f"attn_{own}.bias" for own in "qkv"}
+QWEN2 = Family("qwen2", _tensors(**_BIASES), _SETTINGS, defaults=_DEFAULTS)
+_NORMS = {f"{own}_norm__weight": f"attn_{own}_norm.weight" for own in "qk"}
+_OF_HEADS = {"attention.key_length": "head_dim", "attention.value_length": "head_dim"}
+QWEN3 = Family("qwen3", _tensors(**_NORMS), _SETTINGS | _OF_HEADS, defaults=_DEFAULTS | dict.fromkeys(_OF_HEADS))
