@@ -4,6 +4,7 @@
 import json
 import struct
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -146,6 +147,18 @@ def test_damaged_files_say_what_is_wrong(name, file):
     with pytest.raises(ValueError, match=words) as caught:
         read(file(change(small_file())))
     assert "m.gguf" in str(caught.value)
+
+
+def test_a_family_has_no_more_layers_than_tensors(file):
+    said = [text("general.architecture") + struct.pack("<I", 8) + text("llama")]
+    numbers = {key: 1 for key in LLAMA.settings if key not in LLAMA.defaults} | {"block_count": 2**31}
+    said += [text(f"llama.{key}") + struct.pack("<II", 4, n) for key, n in numbers.items()]
+    path = file(gguf_file([("x", (1,), F32, bytes(4))], said))
+    assert list(read(path)) == ["x"]
+    with pytest.raises(ValueError, match="1 tensors says that it has 2147483648 layers"):
+        read(path, LLAMA)
+    with pytest.raises(ValueError, match="of the architecture 'qwen3', got 'llama'"):
+        read(path, QWEN3)
 
 
 def same_or_refused(content, path, changed):
@@ -335,6 +348,10 @@ LIES = {  # a config, parts, words
     "shape": (packed(4), IN_PACK | {"weight_shape": np.array([ROWS, 9])}, "holds no integers of 2, 4 or 8 bits"),
     "index": (GPTQ, in_gptq(1) | {"g_idx": np.zeros(COLUMNS, np.int32)}, "a group index that has not 64 / 2 inputs"),
     "words": (GPTQ, in_gptq(1) | {"qzeros": MIDDLE[:, :1]}, "expected '.qzeros' of shape"),
+    "no scales": (packed(4), {"weight_packed": IN_PACK["weight_packed"]}, "is there without w.weight_scale"),
+    "no scale": (packed(8), {"weight": INTEGERS}, "is of int8, and has no scale"),
+    "empty scales": (packed(4), IN_PACK | {"weight_scale": SCALES[:, :0]}, "do not fit"),
+    "nothing": ({"quant_method": "compressed-tensors", "config_groups": [1]}, IN_PACK, "no `config_groups`"),
     "tiles": ({"quant_method": "fp8"}, LAYOUTS["DeepSeek"][1], "a `weight_block_size` of two numbers"),
 }
 
@@ -379,6 +396,31 @@ def test_shards_that_do_not_fit_raise(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
         read(tmp_path)
+
+
+@pytest.mark.slow
+def test_damaged_folders_give_no_other_data(tmp_path):
+    """With a bit changed in the header of its tensors, or in its config, or cut off."""
+    tensors = {f"w.{part}": v for part, v in in_gptq(1).items()} | {"bias": np.arange(4, dtype=F)}
+    path, config = folder(tmp_path, tensors, GPTQ) / "model.safetensors", tmp_path / "config.json"
+    numbers = lambda v: [np.asarray(part) for part in jax.tree.leaves(v)]
+    want = {name: numbers(v) for name, v in dict(read(tmp_path)).items()}
+    refused = 0
+    for _ in range(2500):
+        file = path if RNG.random() < 0.7 else config
+        content = file.read_bytes()
+        head = 8 + int.from_bytes(content[:8], "little") if file == path else len(content)
+        i, bit = int(RNG.integers(head)), int(RNG.integers(8))
+        cut = RNG.random() < 0.2
+        file.write_bytes(content[:i] if cut else content[:i] + bytes([content[i] ^ 1 << bit]) + content[i + 1 :])
+        try:
+            found = {name: numbers(v) for name, v in dict(read(tmp_path)).items()}
+        except ValueError:
+            refused, found = refused + 1, {}
+        for name in found.keys() & want.keys():
+            assert all((a == b).all() for a, b in zip(found[name], want[name], strict=True)), (file.name, i, bit, cut)
+        file.write_bytes(content)
+    assert refused > 1000
 
 
 # ---- Written.
@@ -435,5 +477,7 @@ def test_families_know_their_names_and_settings():
         0, 2, 1, 3, 4, 6, 5, 7,
     ]  # fmt: skip
     tensors = dict.fromkeys(set(LLAMA.names(1)) - {"lm_head.weight"}, np.ones(1, F))
+    with pytest.raises(ValueError, match="no pairs of 3 heads"):
+        LLAMA.rows("model.layers.0.self_attn.q_proj.weight", 8, {"num_attention_heads": 3})
     with pytest.raises(ValueError, match="lacks lm_head"):
         write("m.gguf", tensors, {"num_hidden_layers": 1}, LLAMA)

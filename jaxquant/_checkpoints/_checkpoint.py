@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -69,7 +70,10 @@ class InFamily(Checkpoint):
     def __init__(self, of: OfGGUF, family: Family):
         self._of, self._family, self.config = of, family, family.config(of.config)
         self.config["tie_word_embeddings"] = family.tensors.get("lm_head.weight") not in of
-        names = {family.in_gguf(name): name for name in family.names(self.config["num_hidden_layers"])}
+        layers = self.config["num_hidden_layers"]
+        if not isinstance(layers, int) or not 0 < layers <= len(of):
+            raise ValueError(f"a GGUF file of {len(of)} tensors says that it has {layers} layers")
+        names = {family.in_gguf(name): name for name in family.names(layers)}
         self._names = {names.get(own, own): own for own in of}
 
     def __iter__(self) -> Iterator[str]:
@@ -84,6 +88,9 @@ class InFamily(Checkpoint):
         return self._of.rows(own, slice(None) if rows is None else np.argsort(rows))
 
 
+_OF_INTEGERS = np.int8, jnp.float8_e4m3fn, jnp.float8_e5m2  # which mean nothing without a scale
+
+
 class OfFolder(Checkpoint):
     """A folder of safetensors files."""
 
@@ -92,6 +99,9 @@ class OfFolder(Checkpoint):
         self._layout = _layouts.layout_of(self.config)
         self._weights = self._layout.weights(self._places) if self._layout else {}
         parts = {part for of in self._weights.values() for part in of.values()}
+        for name in self._places.keys() - parts:
+            if name.endswith(".weight") and self._places[name].dtype in _OF_INTEGERS:
+                raise ValueError(f"{path}: {name!r} is of {self._places[name].dtype.name}, and has no scale.")
         if twice := [name for name in self._weights if name in self._places and name not in parts]:
             raise ValueError(f"{path}: {twice[0]!r} is there in float and in integers.")
         self._names = [*self._weights, *(name for name in self._places if name not in parts)]

@@ -42,6 +42,8 @@ class Family(NamedTuple):
         if key is None:
             return None
         heads = config.get(key) or config["num_attention_heads"]
+        if not isinstance(heads, int) or heads <= 0 or n % (2 * heads):
+            raise ValueError(f"{name!r} has {n} rows, which are no pairs of {heads} heads, as `{key}` says")
         return np.arange(n).reshape(heads, 2, n // heads // 2).swapaxes(1, 2).reshape(-1)
 
     def metadata(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,9 @@ class Layout(NamedTuple):
             parts = {end: module + end for end in (*self.needed, *self.others) if module + end in names}
             if set(self.needed) <= set(parts):
                 found[module + self.named] = {main: name} | parts
+            elif main != ".weight":
+                lacking = ", ".join(module + end for end in self.needed if end not in parts)
+                raise ValueError(f"{name!r} is there without {lacking}.")
         return found
 
 
@@ -111,11 +114,7 @@ class Groups(NamedTuple):
         own = [math.gcd(n, size) for n, size in zip(shape, sizes, strict=True)]
         axes = [axis for axis, size in enumerate(sizes) if size > 1]
         repeats = tuple(size // of for size, of in zip(sizes, own, strict=True))
-        kind = (
-            PerBlock(tuple(axes), tuple(own[axis] for axis in axes))
-            if len(axes) > 1
-            else PerBlock(axes[0], own[axes[0]])
-        )
+        kind = PerBlock(tuple(axes), tuple(own[axis] for axis in axes))
         return cls(kind, repeats, tuple(n // of for n, of in zip(shape, own, strict=True)))
 
     def spread(self, v: np.ndarray) -> np.ndarray:
@@ -365,4 +364,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout | None:
 def read(name: str, layout: Layout, parts: Parts, config: Mapping[str, Any]) -> Read:
     """A weight of its parts."""
     with named_in_errors(name):
-        return layout.read(parts, config["quantization_config"])
+        try:
+            return layout.read(parts, config["quantization_config"])
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of numbers that mean nothing
+            raise ValueError(f"its parts and `quantization_config` do not fit: {error}") from error
