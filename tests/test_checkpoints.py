@@ -13,7 +13,8 @@ from lanes import by_default
 
 import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, QArray, QuantSpec, Rule, activation_spec, quantize_fn
-from jaxquant._checkpoints._ggml_arrays import type_of
+from jaxquant._checkpoints._ggml import BLOCKS
+from jaxquant._checkpoints._ggml_arrays import qarray_of, type_of
 from jaxquant.checkpoints import LLAMA, QWEN3, gguf_spec, read, write
 
 F, H, U1 = np.float32, np.float16, np.uint8
@@ -199,6 +200,77 @@ def test_many_damaged_headers_give_no_other_data(tmp_path):
     damaged(5000, tmp_path / "m.gguf")
 
 
+def numbers(v):
+    return [np.asarray(part) for part in jax.tree.leaves(v)]
+
+
+def assert_same(a, b):
+    assert type(a) is type(b)
+    assert getattr(a, "spec", None) == getattr(b, "spec", None)
+    assert all((x == y).all() and x.dtype == y.dtype for x, y in zip(numbers(a), numbers(b), strict=True))
+
+
+def random_blocks(name, rows, columns):
+    """A QArray of random bytes, with scales that are numbers."""
+    kind = BLOCKS[name]
+    content = RNG.integers(0, 256, (rows, columns // kind.size * kind.dtype.itemsize), U1).view(kind.dtype)
+    for field in {"d", "m", "dmin"} & set(kind.dtype.names):
+        content[field] = RNG.normal(size=content.shape)
+    if "e" in kind.dtype.names:
+        content["e"] = RNG.integers(1, 255, content.shape)
+    return qarray_of(name, kind.read(content.view(U1).reshape(rows, -1)))
+
+
+CONFIG = {
+    "max_position_embeddings": 64, "hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "vocab_size": 8,
+    "tie_word_embeddings": True, "head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_file_of_each_type_is_read_as_it_was_written(name, family, tmp_path):
+    pytest.importorskip("gguf")
+    shapes = {"q_proj": 256, "k_proj": 128, "v_proj": 128, "o_proj": 256, "gate_proj": 512, "up_proj": 512}
+    tensors = {"model.embed_tokens.weight": jnp.asarray(RNG.normal(size=(8, 256)), jnp.bfloat16)}
+    for own in set(family.names(1)) - {*tensors, "lm_head.weight"}:
+        rows = next((n for part, n in shapes.items() if part in own), None)
+        tensors[own] = jnp.asarray(RNG.normal(size=256), jnp.float32) if "norm" in own else random_blocks(
+            name, rows or 256, 256 if rows else 512
+        )  # fmt: skip
+    said = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [0.5, 1.0], "yes": True}
+    path = tmp_path / "m.gguf"
+    write(path, tensors, CONFIG, family, metadata=said)
+    found = read(path, family)
+    assert set(found) == set(tensors)
+    assert len(found) == len(tensors)
+    for own, v in tensors.items():
+        assert_same(found[own], v)
+    for key in ("hidden_size", "num_key_value_heads", "tie_word_embeddings", "rope_theta"):
+        assert found.config[key] == CONFIG[key]
+    whole = read(path)
+    assert whole.config["tokenizer.ggml.tokens"] == ["a", "b"]
+    assert whole.config["yes"] is True
+    assert whole.in_order("output_norm.weight")[1] is None
+    assert len(whole) == len(tensors)
+    assert not list(tmp_path.glob("m.*.gguf"))  # which was unfinished
+
+
+def test_what_a_gguf_file_does_not_hold_is_not_written(tmp_path):
+    pytest.importorskip("gguf")
+    family = LLAMA._replace(tensors={"w": "w"})
+    for tensors, metadata, words in (
+        ({"w": np.ones((2, 32), np.int8)}, {}, "At 'w': expected a QArray, or an array in float32"),
+        ({"w": jq.quantize(np.ones((2, 32), F), QuantSpec(bits=3))}, {}, "on the lattice of a type of GGUF"),
+        ({"w": np.ones(2, F)}, {"key": 1j}, "`metadata` at 'key' must be a bool"),
+        ({"v": np.ones(2, F), "w": np.ones(2, F)}, {}, "'v' is no tensor of 'llama'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            write(tmp_path / "m.gguf", tensors, CONFIG, family, metadata=metadata)
+    assert not list(tmp_path.iterdir())
+
+
 # ---- Folders.
 
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "int8": "I8"}
@@ -270,6 +342,10 @@ SHAPE = np.array([ROWS, COLUMNS])
 E4M3_SCALES = (RNG.integers(1, 100, (ROWS, COLUMNS // 16))).astype(ml_dtypes.float8_e4m3fn)
 EXPONENTS = RNG.integers(100, 130, (ROWS, 2)).astype(U1)
 BY_CODE = E2M1[CODES]
+TWO = RNG.integers(0, 4, (ROWS, COLUMNS))
+IN_TWO = np.bitwise_or.reduce(
+    TWO.T.reshape(-1, 16, ROWS).astype(np.uint32) << np.arange(0, 32, 2, dtype=np.uint32)[:, None], 1
+)
 NVFP4 = {"weight_packed": nibbles(CODES), "weight_scale": E4M3_SCALES}
 IN_NVFP4 = lambda g: BY_CODE * np.repeat(E4M3_SCALES.astype(F) / F(g), 16, 1)
 IN_MXFP4 = BY_CODE * np.repeat(2.0 ** (EXPONENTS.astype(F) - 127), 32, 1)
@@ -283,6 +359,7 @@ with_global = lambda g: NVFP4 | {"weight_global_scale": np.array([g], F)}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 DEEPSEEK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 FP4 = packed(4, "float")
+IN_GPTQ_2 = {"qweight": IN_TWO.view(np.int32), "scales": SCALES.T, "qzeros": np.full((2, 1), 0x55555555, np.int32)}
 LAYOUTS = {  # what the config says, parts, real values
     "pack-quantized": (packed(4), IN_PACK, SYMMETRIC),
     "pack-quantized, affine": (packed(4, symmetric=False), IN_PACK | {"weight_zero_point": words(ZEROS, 0)}, AFFINE),
@@ -296,6 +373,7 @@ LAYOUTS = {  # what the config says, parts, real values
     "awq": (AWQ, IN_AWQ, AFFINE),
     "gptq": (GPTQ, in_gptq(1), AFFINE),
     "gptq, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, in_gptq(2), AFFINE),
+    "gptq, 2 bits": (GPTQ | {"bits": 2}, IN_GPTQ_2, ((TWO - 2) * OF_GROUPS(SCALES)).astype(H)),
     "gptq, symmetric": (GPTQ, in_gptq(1) | {"qzeros": MIDDLE}, SYMMETRIC),
 }
 
@@ -322,6 +400,13 @@ def test_weights_are_as_small_as_in_the_file(tmp_path):
     assert of("nvfp4")["w.weight"].spec.scale_dtype == "float32"
 
 
+def test_what_jax_does_not_hold_is_not_cast(tmp_path):
+    found = read(folder(tmp_path, {"ids": np.arange(3), "w": np.ones(2, F)}))
+    assert found["w"].dtype == F
+    with pytest.raises(ValueError, match="At 'ids': expected an array that jax holds, got int64"):
+        found["ids"]
+
+
 def test_act_order_is_asked_for(tmp_path):
     tensors = {f"w.{part}": v for part, v in in_gptq(1, ORDER).items()}
     found = read(folder(tmp_path, tensors, GPTQ | {"desc_act": True}))
@@ -346,12 +431,28 @@ LIES = {  # a config, parts, words
     "zero points": (packed(4, symmetric=False), IN_PACK, "bits without zero points, and `quantization_config` says"),
     "groups": (packed(4), IN_PACK | {"weight_scale": SCALES[:-1]}, "scales of shape"),
     "shape": (packed(4), IN_PACK | {"weight_shape": np.array([ROWS, 9])}, "holds no integers of 2, 4 or 8 bits"),
-    "index": (GPTQ, in_gptq(1) | {"g_idx": np.zeros(COLUMNS, np.int32)}, "a group index that has not 64 / 2 inputs"),
+    "index": (
+        GPTQ,
+        in_gptq(1) | {"g_idx": np.zeros(COLUMNS, np.int32)},
+        "a group index that has not 32 of 64 inputs in each of 2 groups",
+    ),
+    "size": (GPTQ | {"group_size": 33}, in_gptq(1), "a group index that has not 33 of 64 inputs"),
     "words": (GPTQ, in_gptq(1) | {"qzeros": MIDDLE[:, :1]}, "expected '.qzeros' of shape"),
     "no scales": (packed(4), {"weight_packed": IN_PACK["weight_packed"]}, "is there without w.weight_scale"),
     "no scale": (packed(8), {"weight": INTEGERS}, "is of int8, and has no scale"),
     "empty scales": (packed(4), IN_PACK | {"weight_scale": SCALES[:, :0]}, "do not fit"),
     "nothing": ({"quant_method": "compressed-tensors", "config_groups": [1]}, IN_PACK, "no `config_groups`"),
+    "awq": (AWQ | {"version": "gemv"}, IN_AWQ, "version='gemv'"),
+    "gptq": (GPTQ | {"bits": 3}, in_gptq(1), "got bits=3"),
+    "floats": (FP4, {"weight": SCALES, "weight_scale": SCALES}, "a '.weight' of int8 or float8_e4m3fn"),
+    "packed": (packed(4), IN_PACK | {"weight_packed": SCALES}, "'.weight_packed' of int32"),
+    "codes": ({"quant_method": "mxfp4"}, {"e_blocks": CODES, "e_scales": CODES}, "'_blocks' of uint8"),
+    "zeros": (
+        packed(4, symmetric=False),
+        IN_PACK | {"weight_zero_point": words(ZEROS, 0)[:, :1]},
+        "zero points of shape",
+    ),
+    "float and integers": (packed(4), IN_PACK | {"weight": SCALES.astype(F)}, "is there in float and in integers"),
     "tiles": ({"quant_method": "fp8"}, LAYOUTS["DeepSeek"][1], "a `weight_block_size` of two numbers"),
 }
 
@@ -359,8 +460,9 @@ LIES = {  # a config, parts, words
 @pytest.mark.parametrize("name", LIES)
 def test_configs_that_contradict_their_tensors_raise(name, tmp_path):
     said, parts, words = LIES[name]
+    path = folder(tmp_path, {f"w.{part}": v for part, v in parts.items()}, said)
     with pytest.raises(ValueError, match=words):
-        read(folder(tmp_path, {f"w.{part}": v for part, v in parts.items()}, said))["w.weight"]
+        dict(read(path))
 
 
 def test_shards_that_do_not_fit_raise(tmp_path):
@@ -403,7 +505,6 @@ def test_damaged_folders_give_no_other_data(tmp_path):
     """With a bit changed in the header of its tensors, or in its config, or cut off."""
     tensors = {f"w.{part}": v for part, v in in_gptq(1).items()} | {"bias": np.arange(4, dtype=F)}
     path, config = folder(tmp_path, tensors, GPTQ) / "model.safetensors", tmp_path / "config.json"
-    numbers = lambda v: [np.asarray(part) for part in jax.tree.leaves(v)]
     want = {name: numbers(v) for name, v in dict(read(tmp_path)).items()}
     refused = 0
     for _ in range(2500):
@@ -448,6 +549,19 @@ def test_a_folder_is_read_as_it_was_written(tmp_path):
         write(tmp_path / "new", tensors, {})
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4, a power of two", "float-quantized", "of a tensor"])
+def test_floats_of_few_bits_are_written_as_they_were_read(name, tmp_path):
+    said, parts, _ = LAYOUTS[name]
+    (tmp_path / "a").mkdir()
+    if name == "float-quantized":  # whose tiles are whole
+        parts = {"weight": FLOATS[:128, :256], "weight_scale": TILES[:1, :2]}
+    q = read(folder(tmp_path / "a", {f"w.{part}": v for part, v in parts.items()}, said))["w.weight"]
+    write(tmp_path / "b", {"w.weight": q}, {})
+    again = read(tmp_path / "b")
+    assert len(again) == 1
+    assert_same(again["w.weight"], q)
+
+
 def test_what_is_on_no_lattice_is_not_written(tmp_path):
     q = quantize_fn(lambda params, x: x @ params["w"].T, [Rule("w", IN_GROUPS, activation_spec(8))])
     x = jnp.ones((2, COLUMNS))
@@ -455,6 +569,11 @@ def test_what_is_on_no_lattice_is_not_written(tmp_path):
     for v, words in (
         (jq.quantize(W, QuantSpec(bits=3, granularity=PerChannel(0))), "At 'w.weight': expected signed integers of 4"),
         (jq.quantize(W, gguf_spec("Q4_0")), "At 'w.weight': expected signed integers"),
+        (jq.quantize(W, jq.nvfp4_spec(1)), "Make it a power of two"),
+        (
+            jq.quantize(W, QuantSpec(format="float4_e2m1fn", granularity=PerBlock(1, 8))),
+            "expected blocks of mxfp4_spec",
+        ),
         (served, "Train with a rule without `activation`"),
         (W.astype(np.float64), "an array in float32, float16, bfloat16"),
     ):
@@ -464,6 +583,12 @@ def test_what_is_on_no_lattice_is_not_written(tmp_path):
         type_of(jq.quantize(W, IN_GROUPS))
     with pytest.raises(ValueError, match="`family` must be given"):
         write(tmp_path / "m.gguf", {}, {})
+    with pytest.raises(ValueError, match="a name that ends in"):
+        write(tmp_path / "named", {"w": jq.quantize(W, IN_GROUPS)}, {})
+    with pytest.raises(ValueError, match="`family` is for a GGUF file"):
+        read(tmp_path, LLAMA)
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        read(tmp_path / "nothing")
 
 
 def test_families_know_their_names_and_settings():

@@ -4,9 +4,11 @@
 Needs the `judges` extra; gguf alone suffices for its tests.
 """
 
+import dataclasses
 import json
 import warnings
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -223,6 +225,34 @@ def test_compressed_tensors_reads_the_same_values(name, dtype, tmp_path):
     assert isinstance(q, QArray)
     got = np.asarray(jq.dequantize(q).astype(str(want.dtype).removeprefix("torch.")), np.float32)
     assert (got == want.float().numpy()).all()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_compressed_tensors_reads_the_float4_that_is_written(name, tmp_path):
+    (torch,), (tensors,) = installed("torch"), installed("compressed_tensors.compressors")
+    installed("safetensors.torch")
+    import importlib
+
+    import safetensors.torch
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    q = jq.quantize(RNG.normal(size=(48, 64)).astype(np.float32), getattr(jq, f"{name}_spec")(1))
+    if name == "nvfp4":
+        with pytest.raises(ValueError, match="Make it a power of two"):
+            write(tmp_path / "refused", {"w.weight": q}, {})
+        q = dataclasses.replace(q, tensor_scale=jnp.float32(2**-9))
+    write(tmp_path / "written", {"w.weight": q}, {})
+    config = json.loads((tmp_path / "written" / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    module, kind = READ[name][0].split(":")
+    compressor = getattr(importlib.import_module(f"{tensors.__name__}.{module}"), kind)
+    state = safetensors.torch.load_file(tmp_path / "written" / "model.safetensors")
+    state = {own.removeprefix("w."): v for own, v in state.items()}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**group["weights"]))
+    want = compressor.decompress(state, scheme)["weight"]
+    real = np.asarray(jq.dequantize(q), np.float32)
+    assert (want.to(torch.float32).numpy() == real).all()
+    assert (np.asarray(jq.dequantize(read(tmp_path / "written")["w.weight"]), np.float32) == real).all()
 
 
 def test_awq_has_the_values_of_its_converter(tmp_path):

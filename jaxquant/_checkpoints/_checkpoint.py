@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from .._arrays._qarray import QArray
+from .._paths import named_in_errors
 from . import _gguf, _layouts, _shards
 from ._families import Family
 from ._ggml import BLOCKS
@@ -127,7 +128,8 @@ class OfFolder(Checkpoint):
             assert self._layout is not None
             found = _layouts.read(name, self._layout, parts, self.config)
             return found.weight, None if found.order is None else put(found.order)
-        return put(self._places[name].read()), None
+        with named_in_errors(name):
+            return put(self._places[name].read()), None
 
 
 def read(path: str | os.PathLike, family: Family | None = None) -> Checkpoint:

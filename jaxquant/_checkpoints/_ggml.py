@@ -25,15 +25,6 @@ class Scale(NamedTuple):
     of_groups: np.ndarray
     of_blocks: np.ndarray | None = None
 
-    @property
-    def real(self) -> np.ndarray:
-        """In float32, which holds the product."""
-        own = self.of_groups.astype(np.float32)
-        if self.of_blocks is None:
-            return own
-        each = own.shape[-1] // self.of_blocks.shape[-1]
-        return own * np.repeat(self.of_blocks.astype(np.float32), each, -1)
-
     def each(self, f: Callable[[np.ndarray], np.ndarray]) -> "Scale":
         """A function of both arrays."""
         return Scale(f(self.of_groups), None if self.of_blocks is None else f(self.of_blocks))

@@ -38,7 +38,7 @@ class _Cursor:
     """Reads on through the bytes of a file, and never beyond them."""
 
     def __init__(self, path: pathlib.Path, data: np.ndarray):
-        self.path, self.data, self.at = path, memoryview(data), 0
+        self.path, self.data, self.at = path, data.data, 0
 
     def fail(self, what: str) -> ValueError:
         return ValueError(f"{self.path} is no sound GGUF file: at byte {self.at} {what}.")

@@ -51,6 +51,8 @@ class Values(NamedTuple):
 
 def put(v: Any) -> Array:
     """A copy of what is mapped from a file, as an array; no program is compiled for it."""
+    if v.dtype.name in ("float64", "int64", "uint64") and not jax.config.read("jax_enable_x64"):
+        raise ValueError(f"expected an array that jax holds, got {v.dtype.name}. Enable jax_enable_x64 to read it.")
     return jax.device_put(np.array(v))
 
 

@@ -125,14 +125,14 @@ class Groups(NamedTuple):
         return v.reshape(self.shape) if v.ndim < 2 else v[tuple(map(slice, self.shape))]
 
 
-def in_order(g_idx: np.ndarray | None, groups: int) -> np.ndarray | None:
+def in_order(g_idx: np.ndarray | None, groups: int, size: int) -> np.ndarray | None:
     """The order of inputs that brings those of a group together; None if they are."""
-    if g_idx is None:
+    if g_idx is None or groups == 1:
         return None
     n = len(g_idx)
-    order = np.argsort(g_idx, kind="stable")
-    if n % groups or (g_idx[order] != np.arange(n) // (n // groups)).any():
-        raise ValueError(f"a group index that has not {n} / {groups} inputs in each of {groups} groups")
+    order = np.argsort(g_idx, kind="stable").astype(np.int32)
+    if n != groups * size or (g_idx[order] != np.arange(n) // size).any():
+        raise ValueError(f"a group index that has not {size} of {n} inputs in each of {groups} groups")
     return None if (order == np.arange(n)).all() else order
 
 
@@ -202,8 +202,9 @@ def _grouped(
 ) -> Read:  # fmt: skip
     """Signed integers (outputs, inputs) with scales of groups of inputs."""
     scale, zero = np.atleast_1d(parts[".weight_scale"]), parts.get(".weight_zero_point")
-    of = Groups.of(scale.shape, values.shape, (1, _block(said, values.shape[1], scale.shape[-1])))
-    order = in_order(parts.get(".weight_g_idx"), scale.shape[-1])
+    groups = scale.shape[-1]
+    size = _block(said, values.shape[1], groups)
+    of, order = Groups.of(scale.shape, values.shape, (1, size)), in_order(parts.get(".weight_g_idx"), groups, size)
     spec = QuantSpec(
         bits=bits, narrow_range=False, symmetric=zero is None, granularity=of.granularity, scale_dtype=scale.dtype.name
     )
@@ -257,13 +258,18 @@ def _nvfp4(values: np.ndarray, scale: np.ndarray, divisor: np.float32) -> QArray
     """With the scales in 8 bits where a factor gives the same products as the divisor, else in float32."""
     spec = QuantSpec(format="float4_e2m1fn", granularity=PerBlock(1, 16), scale_dtype="float8_e4m3fn")
     with np.errstate(all="ignore"):
-        factor, own = np.float32(1) / divisor, np.unique(scale.astype(np.float32))
-        levels = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)[:, None]
-        is_same = ((levels * own) * factor == levels * (own / divisor)).all()
-        if is_same:
+        factor = np.float32(1) / divisor
+        if multiplies_as(factor, divisor, scale):
             return held(Values(values), scale, spec, dtype=jnp.float32, tensor_scale=put(factor))
         in_float = QuantSpec(format="float4_e2m1fn", granularity=PerBlock(1, 16))
         return held(Values(values), scale.astype(np.float32) / divisor, in_float)
+
+
+def multiplies_as(factor: np.float32, divisor: np.float32, scale: np.ndarray) -> bool:
+    """Whether the values of NVFP4 with these scales are the same with a factor as with a divisor of the tensor."""
+    own = np.unique(scale.astype(np.float32))
+    levels = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)[:, None]
+    return bool(((levels * own) * factor == levels * (own / divisor)).all())
 
 
 def _awq(parts: Parts, config: Mapping[str, Any]) -> Read:
@@ -314,7 +320,7 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> Read:
     zero = fields(expect(parts, ".qzeros", (groups, -(-columns // each)), np.int32), bits).apart()[:, :columns]
     zero = (zero + np.uint8(version == "gptq")) & np.uint8(2**bits - 1)
     g_idx = expect(parts, ".g_idx", (rows,), np.int32, np.int64) if ".g_idx" in parts else None
-    order = in_order(g_idx, groups) if groups > 1 else None
+    order = in_order(g_idx, groups, size)
     return Read(_unsigned(in_columns(fields(packed.T, bits), order), scale.T, zero.T, size, bits), order)
 
 

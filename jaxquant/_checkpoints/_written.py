@@ -21,6 +21,7 @@ from .._spec._granularity import PerBlock, PerChannel, PerTensor
 from ._families import Family
 from ._ggml import BLOCKS
 from ._ggml_arrays import numbers_of, type_of
+from ._layouts import multiplies_as
 
 _FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # of safetensors, and types of GGUF
 _INTEGERS = {"int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64", "float8_e4m3fn": "F8_E4M3"}
@@ -44,7 +45,8 @@ def write(
       written in float32, as llama.cpp wants them.
     - Else a folder with config.json and model.safetensors, in the layout of compressed-tensors: signed integers of 4 or
       8 bits, with or without zero points, or float8_e4m3fn, with scales of rows, of groups of inputs, or of tiles
-      (float8), in float32, float16 or bfloat16. Inputs are in float there.
+      (float8), in float32, float16 or bfloat16; MXFP4; and NVFP4 whose scale of the tensor divides as it multiplies,
+      as a power of two does. Inputs are in float there.
 
     Args:
       path: str or path. A file there is replaced, at once and whole; a folder must be new or empty.
@@ -111,7 +113,9 @@ def _write_gguf(
                 kind = type_of(v)
                 block = BLOCKS[kind]
                 shape = [*v.shape[:-1], v.shape[-1] // block.size * block.dtype.itemsize]
-                writer.add_tensor_info(own, shape, np.uint8, math.prod(shape), gguf.GGMLQuantizationType[kind])
+                writer.add_tensor_info(
+                    own, shape, np.dtype(np.uint8), math.prod(shape), gguf.GGMLQuantizationType[kind]
+                )
             else:
                 kind = "F32" if v.ndim < 2 else _FLOATS[_floating(v)]
                 size = 4 if kind == "F32" else 2
@@ -217,6 +221,8 @@ def _compressed(q: QArray) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
             f"its inputs were {q.frozen.activation} where it was frozen, and files of this layout have inputs in "
             "float. Train with a rule without `activation`."
         )
+    if spec.format == "float4_e2m1fn" and q.ndim == 2:
+        return _float4(q)
     is_float8 = spec.format == "float8_e4m3fn"
     is_integers = not spec.format and spec.signed and spec.bits in (4, 8)
     sizes = kind.sizes if isinstance(kind, PerBlock) else {}
@@ -246,6 +252,28 @@ def _compressed(q: QArray) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
     if not spec.symmetric:
         parts[".weight_zero_point"] = np.ascontiguousarray(packed(np.asarray(q.zero_point).reshape(scale.shape).T).T)
     return "pack-quantized", said, parts
+
+
+def _float4(q: QArray) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
+    """Two codes of e2m1 in a byte, the first one low."""
+    spec, sizes = q.spec, q.spec.granularity.sizes
+    scale, codes = np.asarray(q.scale), np.asarray(q.values).view(np.uint8)
+    parts = {".weight_packed": codes[:, ::2] | (codes[:, 1::2] << 4)}
+    said = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+    if spec.scale_dtype == "float8_e8m0fnu" and sizes in ({1: 32}, {-1: 32}):
+        said |= {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+        return "mxfp4-pack-quantized", said, parts | {".weight_scale": scale.view(np.uint8)}
+    if spec.scale_dtype == "float8_e4m3fn" and sizes in ({1: 16}, {-1: 16}):
+        factor = np.asarray(q.tensor_scale, np.float32).reshape(1)
+        if multiplies_as(factor[0], np.float32(1) / factor[0], scale):
+            said |= {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+            parts |= {".weight_scale": scale, ".weight_global_scale": np.float32(1) / factor}
+            return "nvfp4-pack-quantized", said, parts
+        raise ValueError(
+            f"the scale of the tensor is {factor[0]}, and the file divides by one, which gives other values. Make it a "
+            "power of two."
+        )
+    raise ValueError(f"expected blocks of mxfp4_spec(1) or nvfp4_spec(1), (outputs, inputs), got {spec}.")
 
 
 def _words(v: np.ndarray, bits: int) -> np.ndarray:
