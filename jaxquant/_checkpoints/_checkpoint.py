@@ -96,6 +96,7 @@ class OfFolder(Checkpoint):
     """A folder of safetensors files."""
 
     def __init__(self, path: pathlib.Path):
+        self._path = path
         self.config, self._places = _shards.opened(path)
         self._layout = _layouts.layout_of(self.config)
         self._weights = self._layout.weights(self._places) if self._layout else {}
@@ -123,13 +124,13 @@ class OfFolder(Checkpoint):
         return v
 
     def in_order(self, name: str) -> tuple[QArray | Array, Array | None]:
-        if name in self._weights:
+        with named_in_errors(str(self._path)), named_in_errors(name):
+            if name not in self._weights:
+                return put(self._places[name].read()), None
             parts = {end: self._places[of].read() for end, of in self._weights[name].items()}
             assert self._layout is not None
-            found = _layouts.read(name, self._layout, parts, self.config)
+            found = _layouts.read(self._layout, parts, self.config)
             return found.weight, None if found.order is None else put(found.order)
-        with named_in_errors(name):
-            return put(self._places[name].read()), None
 
 
 def read(path: str | os.PathLike, family: Family | None = None) -> Checkpoint:
@@ -177,7 +178,8 @@ def read(path: str | os.PathLike, family: Family | None = None) -> Checkpoint:
     path = pathlib.Path(path)
     if path.suffix == ".gguf":
         whole = OfGGUF(path)
-        return whole if family is None else InFamily(whole, family)
+        with named_in_errors(str(path)):
+            return whole if family is None else InFamily(whole, family)
     if family is not None:
         raise ValueError(f"`family` is for a GGUF file, got {str(path)!r}. A folder has the names of its family.")
     if not path.is_dir():

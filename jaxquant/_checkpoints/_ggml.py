@@ -53,6 +53,7 @@ def halves(qs: np.ndarray) -> np.ndarray:
 
 
 def in_halves(values: np.ndarray) -> np.ndarray:
+    """The inverse of `halves`."""
     low, high = np.split(values.astype(U1), 2, -1)
     return low | (high << 4)
 
@@ -64,6 +65,7 @@ def planes(bits: np.ndarray, width: int) -> np.ndarray:
 
 
 def in_planes(fields: np.ndarray, width: int) -> np.ndarray:
+    """The inverse of `planes`."""
     shifts = np.arange(0, 8, width, dtype=U1)[:, None]
     return np.bitwise_or.reduce(fields.astype(U1) << shifts, -2)
 
@@ -76,6 +78,7 @@ def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_six_bits(scales: np.ndarray, minimums: np.ndarray) -> np.ndarray:
+    """The inverse of `six_bits`."""
     words = (np.ascontiguousarray(v).view(U4) for v in (scales, minimums))
     (first, last), (low, high) = ((v[..., 0], v[..., 1]) for v in words)
     of_four = (last & _FOUR) | ((high & _FOUR) << 4)

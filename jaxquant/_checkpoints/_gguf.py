@@ -93,6 +93,7 @@ class GGUF(NamedTuple):
 
 
 def opened(path: str | os.PathLike) -> GGUF:
+    """The content of a file's header; raises where it does not fit the file."""
     path = pathlib.Path(path)
     data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
     cursor = _Cursor(path, data)

@@ -13,7 +13,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._arrays._qarray import QArray
-from .._paths import named_in_errors
 from .._spec._granularity import Granularity, PerBlock, PerChannel, PerTensor
 from .._spec._spec import QuantSpec
 from ._held import Values, held, put
@@ -137,6 +136,7 @@ def in_order(g_idx: np.ndarray | None, groups: int, size: int) -> np.ndarray | N
 
 
 def in_columns(values: Values, order: np.ndarray | None) -> Values:
+    """The values with their inputs in an order; None as they are."""
     return values if order is None else Values(values.apart()[:, order])
 
 
@@ -367,10 +367,9 @@ def layout_of(config: Mapping[str, Any]) -> Layout | None:
     return LAYOUTS[method]
 
 
-def read(name: str, layout: Layout, parts: Parts, config: Mapping[str, Any]) -> Read:
+def read(layout: Layout, parts: Parts, config: Mapping[str, Any]) -> Read:
     """A weight of its parts."""
-    with named_in_errors(name):
-        try:
-            return layout.read(parts, config["quantization_config"])
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of numbers that mean nothing
-            raise ValueError(f"its parts and `quantization_config` do not fit: {error}") from error
+    try:
+        return layout.read(parts, config["quantization_config"])
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of numbers that mean nothing
+        raise ValueError(f"its parts and `quantization_config` do not fit: {error}") from error

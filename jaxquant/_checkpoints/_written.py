@@ -54,9 +54,9 @@ def write(
         one at a time, such as a Checkpoint, is written with one in memory.
       config: content of config.json.
       family: of the model, such as `LLAMA`; for GGUF.
-      metadata: more keys of GGUF, such as those of a tokenizer: `{k: v for k, v in checkpoint.config.items() if
+      metadata: more keys of GGUF, such as a tokenizer's: `{k: v for k, v in checkpoint.config.items() if
         k.startswith("tokenizer.")}` of a file that was read. Without, the file has no tokenizer.
-      like: folder whose other files, such as those of a tokenizer, are copied; for a folder.
+      like: folder whose other files, such as a tokenizer, are copied; for a folder.
 
     Returns:
       None.
@@ -193,7 +193,11 @@ def _write_folder(
         groups.setdefault(json.dumps([kind, said]), (kind, said, []))[2].append(module)
         return {module + end: part for end, part in of.items()}
 
-    _stream(path / "model.safetensors", tensors, parts)
+    try:
+        _stream(path / "model.safetensors", tensors, parts)
+    except BaseException:
+        (path / "model.safetensors").unlink(missing_ok=True)  # which has no header yet
+        raise
     found = [
         {"targets": modules, "weights": said, "input_activations": None, "output_activations": None, "format": kind}
         for kind, said, modules in groups.values()
