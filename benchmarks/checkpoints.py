@@ -6,6 +6,7 @@ JAX rounds inputs as llama.cpp does, by a spec. Perplexities are of four windows
 
 import functools
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -89,21 +90,29 @@ def _apart(q: Any, params: Any, tokens: np.ndarray, layers: int) -> str:
 
 def speed(rounds: int, *names: str) -> Iterator[tuple]:
     """Of a GGUF file with two weights, or of a folder."""
-    w = np.random.default_rng(0).normal(size=(4096, 4096)).astype(np.float32)
+    w, of_model = np.random.default_rng(0).normal(size=(4096, 4096)).astype(np.float32), config()
     for name in names:
         is_folder = name == "compressed-tensors"
         spec = QuantSpec(bits=4, granularity=PerBlock(1, 32)) if is_folder else gguf_spec(name)
         tensors = {own: quantize(w, spec) for own in ("gate.weight", "up.weight")}
-        family = LLAMA._replace(tensors={own: own for own in tensors})
+        family = None if is_folder else LLAMA._replace(tensors={own: own for own in tensors})
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / ("model" if is_folder else "model.gguf")
-            write(path, tensors, config(), None if is_folder else family)
+            write_it = functools.partial(_replaced, path, tensors, of_model, family)
+            write_it()
             file = path / "model.safetensors" if is_folder else path
-            runs = {
-                "fromfile": functools.partial(np.fromfile, file, np.uint8),
-                "read": functools.partial(_whole, path),
-            }
-            yield name, f"{file.stat().st_size / 1e6:,.0f}", ratios(runs, "fromfile", rounds)["read"]
+            content = np.fromfile(file, np.uint8)
+            plain = functools.partial(np.fromfile, file, np.uint8)
+            read_it = ratios({"plain": plain, "own": functools.partial(_whole, path)}, "plain", rounds)["own"]
+            plain = functools.partial(content.tofile, pathlib.Path(folder) / "bytes")
+            written = ratios({"plain": plain, "own": write_it}, "plain", rounds)["own"]
+            yield name, f"{len(content) / 1e6:,.0f}", read_it, written
+
+
+def _replaced(path: pathlib.Path, *of: Any) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    write(path, *of)
 
 
 def _whole(path: pathlib.Path) -> dict[str, Any]:
@@ -113,8 +122,8 @@ def _whole(path: pathlib.Path) -> dict[str, Any]:
 PACKAGES = "gguf", "safetensors"
 PARTS = {
     "speed": Part(
-        ("two matrices of 4,096 x 4,096 in", "MB", "time to read, to `np.fromfile`"), speed, 11,
-        ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "compressed-tensors"),
+        ("two matrices of 4,096 x 4,096 in", "MB", "time to read, to `np.fromfile`", "to write, to `tofile`"), speed,
+        11, ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "compressed-tensors"),
     ),
     "served": Part(
         (

@@ -3,6 +3,7 @@
 
 from ._checkpoints._checkpoint import Checkpoint as Checkpoint
 from ._checkpoints._checkpoint import read as read
+from ._checkpoints._families import GEMMA3 as GEMMA3
 from ._checkpoints._families import LLAMA as LLAMA
 from ._checkpoints._families import QWEN2 as QWEN2
 from ._checkpoints._families import QWEN3 as QWEN3

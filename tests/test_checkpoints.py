@@ -15,7 +15,7 @@ import jaxquant as jq
 from jaxquant import PerBlock, PerChannel, QArray, QuantSpec, Rule, activation_spec, quantize_fn
 from jaxquant._checkpoints._ggml import BLOCKS
 from jaxquant._checkpoints._ggml_arrays import qarray_of, type_of
-from jaxquant.checkpoints import LLAMA, QWEN3, gguf_spec, read, write
+from jaxquant.checkpoints import GEMMA3, LLAMA, QWEN3, gguf_spec, read, write
 
 F, H, U1 = np.float32, np.float16, np.uint8
 RNG = np.random.default_rng(0)
@@ -224,11 +224,11 @@ def random_blocks(name, rows, columns):
 CONFIG = {
     "max_position_embeddings": 64, "hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 512,
     "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "vocab_size": 8,
-    "tie_word_embeddings": True, "head_dim": 64,
+    "tie_word_embeddings": True, "head_dim": 64, "sliding_window": 32,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("family", [LLAMA, GEMMA3], ids=["llama", "gemma3"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_file_of_each_type_is_read_as_it_was_written(name, family, tmp_path):
     pytest.importorskip("gguf")
@@ -236,7 +236,7 @@ def test_a_file_of_each_type_is_read_as_it_was_written(name, family, tmp_path):
     tensors = {"model.embed_tokens.weight": jnp.asarray(RNG.normal(size=(8, 256)), jnp.bfloat16)}
     for own in set(family.names(1)) - {*tensors, "lm_head.weight"}:
         rows = next((n for part, n in shapes.items() if part in own), None)
-        tensors[own] = jnp.asarray(RNG.normal(size=256), jnp.float32) if "norm" in own else random_blocks(
+        tensors[own] = jnp.asarray(RNG.integers(-8, 8, 256) / 8, jnp.float32) if "norm" in own else random_blocks(
             name, rows or 256, 256 if rows else 512
         )  # fmt: skip
     said = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [0.5, 1.0], "yes": True}
@@ -252,7 +252,9 @@ def test_a_file_of_each_type_is_read_as_it_was_written(name, family, tmp_path):
     whole = read(path)
     assert whole.config["tokenizer.ggml.tokens"] == ["a", "b"]
     assert whole.config["yes"] is True
-    assert whole.in_order("output_norm.weight")[1] is None
+    norm, order = whole.in_order("output_norm.weight")
+    assert order is None
+    assert (norm == tensors["model.norm.weight"] + float(family is GEMMA3)).all()
     assert len(whole) == len(tensors)
     assert not list(tmp_path.glob("m.*.gguf"))  # which was unfinished
 

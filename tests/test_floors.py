@@ -23,7 +23,7 @@ FOLDERS = {  # from the ground up: a folder and its files, each of which stands 
     "tf": "_checks _nudge _fake_quant _grad_pass_through _quantize _quantize_and_dequantize",
     "": "_version _renamed _paths _cache _history _params",
     "_files": "",
-    "_checkpoints": "_held _ggml _ggml_arrays _gguf _families _shards _layouts _checkpoint _written",
+    "_checkpoints": "_bits _held _ggml _ggml_arrays _gguf _families _shards _layouts _checkpoint _written",
     "checkpoints": "",
     "_contract": "_operands _contract _lowering _digits _native _conv_gradient _weight_only _in_groups _conv"
     " _dot_gradient _dot _ragged _ops",

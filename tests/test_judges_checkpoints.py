@@ -17,7 +17,7 @@ from jaxquant import PerBlock, PerChannel, QArray, QuantSpec
 from jaxquant._checkpoints._ggml import BLOCKS
 from jaxquant._checkpoints._ggml_arrays import numbers_of, qarray_of
 from jaxquant._checkpoints._held import Values
-from jaxquant.checkpoints import LLAMA, QWEN2, gguf_spec, read, write
+from jaxquant.checkpoints import GEMMA3, LLAMA, QWEN2, gguf_spec, read, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
 RNG = np.random.default_rng(0)
@@ -86,12 +86,22 @@ CONFIG = {
     "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
 }  # fmt: skip
-OTHERS = {"qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}}
+OTHERS = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_attention_heads": 2, "head_dim": 256,
+        "num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": 64, "rope_theta": 1e6,
+        "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh",
+    },
+}  # fmt: skip
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "gemma3": GEMMA3}
 TOKENS = [1, 17, 200, 45, 45, 3, 99, 254, 128, 7, 64, 33]
 
 
 def weights(kind="llama"):
-    shapes = {"q_proj": (256, 256), "k_proj": (128, 256), "v_proj": (128, 256), "o_proj": (256, 256)}
+    of_keys, of_queries = (256, 512) if kind == "gemma3" else (128, 256)
+    shapes = {"q_proj": (of_queries, 256), "k_proj": (of_keys, 256), "v_proj": (of_keys, 256)}
+    shapes |= {"o_proj": (256, of_queries)}
     shapes = {f"self_attn.{name}": shape for name, shape in shapes.items()}
     shapes |= {"mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256), "mlp.down_proj": (256, 512)}
     normal = lambda *shape: RNG.normal(size=shape).astype(np.float32)
@@ -102,6 +112,11 @@ def weights(kind="llama"):
         found |= {f"{of}.{name}layernorm.weight": 1 + normal(256) / 8 for name in ("input_", "post_attention_")}
         if kind == "qwen2":
             found |= {f"{of}.self_attn.{name}_proj.bias": normal(256 if name == "q" else 128) for name in "qkv"}
+        if kind == "gemma3":
+            found |= {f"{of}.{name}_feedforward_layernorm.weight": normal(256) / 8 for name in ("pre", "post")}
+            found |= {f"{of}.self_attn.{name}_norm.weight": normal(256) / 8 for name in "qk"}
+    if kind == "gemma3":
+        return found
     return found | {"lm_head.weight": normal(256, 256) / np.float32(16)}
 
 
@@ -150,11 +165,11 @@ def test_transformers_computes_with_the_weights_of_a_folder(name, tmp_path):
         assert (np.asarray(real) == np.asarray(jq.dequantize(tensors[own]).astype(real.dtype))).all()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
 def test_transformers_computes_with_the_weights_of_a_gguf_file(kind, name, tmp_path):
     installed("gguf")
-    tensors, config, family = weights(kind), CONFIG | OTHERS.get(kind, {}), {"llama": LLAMA, "qwen2": QWEN2}[kind]
+    tensors, config, family = weights(kind), CONFIG | OTHERS.get(kind, {}), FAMILIES[kind]
     tensors |= {own: jq.quantize(tensors[own], gguf_spec(name)) for own in linears(tensors)}
     write(tmp_path / "float", in_float(tensors), config)
     write(tmp_path / "m.gguf", tensors, config, family)
@@ -163,6 +178,9 @@ def test_transformers_computes_with_the_weights_of_a_gguf_file(kind, name, tmp_p
     assert np.abs(logits(tmp_path, gguf_file="m.gguf") - want).max() <= 1e-5 * want.std()
     again = read(tmp_path / "m.gguf", family)
     assert set(again) == set(tensors)
+    norms = [own for own in tensors if own.endswith("norm.weight")]
+    one = np.float32(kind == "gemma3")  # which is added before anything is computed
+    assert all((np.asarray(again[own]) + one == tensors[own] + one).all() for own in norms)
     for own in linears(tensors):
         assert again[own].spec == tensors[own].spec
         assert (np.asarray(jq.dequantize(again[own])) == np.asarray(jq.dequantize(tensors[own]))).all()
@@ -275,6 +293,49 @@ def test_awq_has_the_values_of_its_converter(tmp_path):
     of = QuantizationArgs(**INT | OF_GROUPS | {"symmetric": False})
     want = PackedQuantizationCompressor.decompress(state, QuantizationScheme(targets=["Linear"], weights=of))["weight"]
     assert (np.asarray(jq.dequantize(read(tmp_path)["w.weight"])) == want.numpy()).all()
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["plain", "act order"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_gptq_has_the_values_of_auto_round(version, bits, ordered, tmp_path):
+    """Of random words; zero points whose sum with 1 is no integer of these bits are none that a file has."""
+    of = "auto_round_extension.torch.qlinear_torch" + ("_zp" if version == "gptq" else "")
+    torch, _, layers = installed("torch", "safetensors.torch", of)
+    import safetensors.torch
+
+    words = lambda *shape: torch.tensor(RNG.integers(-(2**31), 2**31, shape), dtype=torch.int32)
+    groups, each = (np.arange(256) // 64).astype(np.int32), 32 // bits
+    zeros = RNG.integers(0, 2**bits - 1, (4, 96 // each, each), np.uint32) << np.arange(0, 32, bits, dtype=np.uint32)
+    tensors = {"qweight": words(256 // each, 96), "qzeros": torch.tensor(zeros.sum(-1, dtype=np.uint32).view(np.int32))}
+    tensors["scales"] = torch.tensor(RNG.random((4, 96)) + 0.5, dtype=torch.float16)
+    if ordered:
+        tensors["g_idx"] = torch.tensor(RNG.permutation(groups))
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 64, "checkpoint_format": version}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    safetensors.torch.save_file({f"w.{name}": v for name, v in tensors.items()}, tmp_path / "model.safetensors")
+    layer = layers.QuantLinear(bits, 64, 256, 96, bias=False, g_idx=ordered)
+    layer.load_state_dict(tensors)
+    want = layer(torch.eye(256)).numpy().T  # a sum of one value and zeros
+    if not ordered:
+        assert (np.asarray(jq.dequantize(read(tmp_path)["w.weight"]), np.float32) == want).all()
+        return
+    q, order = read(tmp_path).in_order("w.weight")
+    assert (np.asarray(jq.dequantize(q), np.float32) == want[:, order]).all()
+
+
+def test_deepseek_has_the_values_of_transformers(tmp_path):
+    """Of tiles that divide the weight, as it wants them; those of compressed-tensors above are cut off."""
+    torch, _, found = installed("torch", "safetensors.torch", "transformers.integrations.finegrained_fp8")
+    import safetensors.torch
+
+    values = torch.tensor(RNG.normal(size=(256, 384)) * 100, dtype=torch.float32).to(torch.float8_e4m3fn)
+    scale = torch.tensor(RNG.random((2, 3)) + 0.5, dtype=torch.float32)
+    said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    safetensors.torch.save_file({"w.weight": values, "w.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    want = found.Fp8Dequantize(None)._dequantize_one(values, scale, torch.float32).numpy()
+    assert (np.asarray(jq.dequantize(read(tmp_path)["w.weight"])) == want).all()
 
 
 def test_gpt_oss_has_the_values_of_transformers(tmp_path):

@@ -82,7 +82,7 @@ PUBLIC_SOLVE = {"adaround", "bias_correct", "choose_bits", "equalize", "gptq", "
 PUBLIC_SOLVE |= {"fold_norms", "with_gains", "with_rotation"}
 PUBLIC_OF_NAMESPACES = {
     cache: {"dynamic_slice", "update_slice", "zeros"},
-    checkpoints: {"LLAMA", "QWEN2", "QWEN3", "Checkpoint", "Family", "gguf_spec", "read", "write"},
+    checkpoints: {"GEMMA3", "LLAMA", "QWEN2", "QWEN3", "Checkpoint", "Family", "gguf_spec", "read", "write"},
     delayed: {"DelayedQParams", "GradientHistory", "delayed_qparams", "split_histories", "update_histories"},
     litert: {"export"},
     onnx: {"export"},

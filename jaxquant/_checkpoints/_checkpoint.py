@@ -86,7 +86,8 @@ class InFamily(Checkpoint):
     def __getitem__(self, name: str) -> QArray | Array:
         own = self._names[name]
         rows = self._family.rows(name, self._of.shape(own)[0], self.config)
-        return self._of.rows(own, slice(None) if rows is None else np.argsort(rows))
+        v, added = self._of.rows(own, slice(None) if rows is None else np.argsort(rows)), self._family.added(name)
+        return put(np.asarray(v) - added) if added and not isinstance(v, QArray) else v
 
 
 _OF_INTEGERS = np.int8, jnp.float8_e4m3fn, jnp.float8_e5m2  # which mean nothing without a scale

@@ -2,7 +2,7 @@
 """Families of models: the names of their tensors and settings in Hugging Face's files and in GGUF."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ class Family(NamedTuple):
       in_pairs: names of Hugging Face -> the key of config.json with the number of heads, of weights whose rows GGUF has
         in pairs where Hugging Face has them in halves, for rotary embeddings.
       defaults: keys of GGUF -> values, of settings that config.json may leave out; None for one that GGUF may lack.
+      plus_one: names of Hugging Face, of weights of norms that multiply by `1 + weight`: GGUF has the sum, in float32,
+        as the model computes it.
     """
 
     architecture: str
@@ -25,6 +27,7 @@ class Family(NamedTuple):
     settings: Mapping[str, str]
     in_pairs: Mapping[str, str] = {}
     defaults: Mapping[str, Any] = {}
+    plus_one: Collection[str] = ()
 
     def in_gguf(self, name: str) -> str:
         """The name of a tensor in GGUF."""
@@ -45,6 +48,10 @@ class Family(NamedTuple):
         if not isinstance(heads, int) or heads <= 0 or n % (2 * heads):
             raise ValueError(f"{name!r} has {n} rows, which are no pairs of {heads} heads, as `{key}` says")
         return np.arange(n).reshape(heads, 2, n // heads // 2).swapaxes(1, 2).reshape(-1)
+
+    def added(self, name: str) -> np.float32:
+        """What GGUF has more in a weight: 0 or 1."""
+        return np.float32(_general(name)[0] in self.plus_one)
 
     def metadata(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a model in GGUF."""
@@ -118,4 +125,15 @@ _BIASES = {f"{own}_proj__bias": f"attn_{own}.bias" for own in "qkv"}
 QWEN2 = Family("qwen2", _tensors(**_BIASES), _SETTINGS, defaults=_DEFAULTS)
 _NORMS = {f"{own}_norm__weight": f"attn_{own}_norm.weight" for own in "qk"}
 _OF_HEADS = {"attention.key_length": "head_dim", "attention.value_length": "head_dim"}
+_OF_WINDOWS = {"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"}
 QWEN3 = Family("qwen3", _tensors(**_NORMS), _SETTINGS | _OF_HEADS, defaults=_DEFAULTS | dict.fromkeys(_OF_HEADS))
+_OF_GEMMA = _tensors(**_NORMS) | {
+    "model.layers.{}.post_attention_layernorm.weight": "blk.{}.post_attention_norm.weight",
+    "model.layers.{}.pre_feedforward_layernorm.weight": "blk.{}.ffn_norm.weight",
+    "model.layers.{}.post_feedforward_layernorm.weight": "blk.{}.post_ffw_norm.weight",
+}
+GEMMA3 = Family(
+    "gemma3", _OF_GEMMA, _SETTINGS | _OF_HEADS | _OF_WINDOWS,
+    defaults={"attention.head_count_kv": None, "rope.freq_base": 1000000.0, "rope.freq_base_swa": None},
+    plus_one=[name for name in _OF_GEMMA if name.endswith("norm.weight")],
+)  # fmt: skip

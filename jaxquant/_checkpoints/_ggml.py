@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ._bits import halves, in_halves, in_planes, in_six_bits, planes, shifted, six_bits
+
 U1, I1, F2, U4 = np.uint8, np.int8, "<f2", "<u4"
-_SIX, _FOUR, _TWO = (np.uint32(byte * 0x01010101) for byte in (0x3F, 0x0F, 0x30))  # bits of each byte of a word
 
 
 class Scale(NamedTuple):
@@ -47,44 +48,6 @@ class Numbers(NamedTuple):
         return Numbers(f(self.values), self.scale.each(f), None if self.minimum is None else self.minimum.each(f))
 
 
-def halves(qs: np.ndarray) -> np.ndarray:
-    """(..., m) -> (..., 2 m): the lower halves of m bytes, then the upper ones."""
-    return np.concatenate([qs & 15, qs >> 4], -1)
-
-
-def in_halves(values: np.ndarray) -> np.ndarray:
-    """The inverse of `halves`."""
-    low, high = np.split(values.astype(U1), 2, -1)
-    return low | (high << 4)
-
-
-def planes(bits: np.ndarray, width: int) -> np.ndarray:
-    """(..., m) -> (..., 8 / width, m): the fields of this width of m bytes, from the lowest."""
-    shifts = np.arange(0, 8, width, dtype=U1)[:, None]
-    return (bits[..., None, :] >> shifts) & U1(2**width - 1)
-
-
-def in_planes(fields: np.ndarray, width: int) -> np.ndarray:
-    """The inverse of `planes`."""
-    shifts = np.arange(0, 8, width, dtype=U1)[:, None]
-    return np.bitwise_or.reduce(fields.astype(U1) << shifts, -2)
-
-
-def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(..., 3) uint32 -> two of (..., 8) uint8: the integer scales and minimums of a K-quant, four bytes at a time."""
-    low, mid, high = (packed[..., i] for i in range(3))
-    scales = np.stack([low & _SIX, (high & _FOUR) | ((low >> 2) & _TWO)], -1)
-    return scales.view(U1), np.stack([mid & _SIX, ((high >> 4) & _FOUR) | ((mid >> 2) & _TWO)], -1).view(U1)
-
-
-def in_six_bits(scales: np.ndarray, minimums: np.ndarray) -> np.ndarray:
-    """The inverse of `six_bits`."""
-    words = (np.ascontiguousarray(v).view(U4) for v in (scales, minimums))
-    (first, last), (low, high) = ((v[..., 0], v[..., 1]) for v in words)
-    of_four = (last & _FOUR) | ((high & _FOUR) << 4)
-    return np.stack([first | ((last & _TWO) << 2), low | ((high & _TWO) << 2), of_four], -1)
-
-
 @dataclasses.dataclass(frozen=True)
 class BlockType:
     """A type of blocks.
@@ -93,7 +56,7 @@ class BlockType:
       number: of the type in a file.
       fields: of a block, as NumPy has them.
       size: how many values a block has.
-      unpack: the fields -> Numbers, whose last axis are the values and groups of one block.
+      unpack: the fields by name -> Numbers, whose last axis are the values and groups of one block.
       pack: its inverse, to a dict of fields.
       distance: of integers of 4 bits, which stay two in a byte, how far apart these are; else 0.
     """
@@ -101,7 +64,7 @@ class BlockType:
     number: int
     fields: tuple
     size: int
-    unpack: Callable[[np.ndarray], Numbers]
+    unpack: Callable[[dict[str, np.ndarray]], Numbers]
     pack: Callable[[Numbers], dict[str, np.ndarray]]
     distance: int = 0
 
@@ -109,18 +72,26 @@ class BlockType:
     def dtype(self) -> np.dtype:
         return np.dtype(list(self.fields))
 
+    @property
+    def of_pieces(self) -> np.dtype:
+        """The dtype with a field in one piece, which NumPy copies at once."""
+        return np.dtype([(name, f"V{self.dtype[name].itemsize}") for name, *_ in self.fields])
+
     def read(self, rows: np.ndarray) -> Numbers:
         """The numbers of (..., bytes), rows of whole blocks."""
-        blocks = np.ascontiguousarray(rows).view(self.dtype)
-        return self.unpack(blocks).each(lambda v: v.reshape(*v.shape[:-2], -1))
+        blocks = np.ascontiguousarray(rows).view(self.of_pieces)
+        of = lambda dtype, v: np.array(v).view(dtype.base).reshape(*blocks.shape, *dtype.shape)
+        fields = {name: of(self.dtype[name], blocks[name]) for name, *_ in self.fields}
+        return self.unpack(fields).each(lambda v: v.reshape(*v.shape[:-2], -1))
 
     def write(self, numbers: Numbers) -> np.ndarray:
         """(..., bytes) of numbers: the inverse of `read`."""
         n = numbers.values.shape[-1] * (2 if self.distance else 1) // self.size
         of = numbers.each(lambda v: v.reshape(*v.shape[:-1], n, v.shape[-1] // n))
-        blocks = np.empty(of.values.shape[:-1], self.dtype)
+        blocks = np.empty(of.values.shape[:-1], self.of_pieces)
         for name, v in self.pack(of).items():
-            blocks[name] = v
+            v = np.ascontiguousarray(v, self.dtype[name].base)
+            blocks[name] = v.reshape(*blocks.shape, -1).view(self.of_pieces[name])[..., 0]
         return blocks.view(U1).reshape(*blocks.shape[:-1], -1)
 
 
@@ -130,19 +101,21 @@ def _one(v: np.ndarray) -> Scale:
 
 def _fifth(qh: np.ndarray) -> np.ndarray:
     """(...,) uint32 -> (..., 32): its bits."""
-    return ((qh[..., None] >> np.arange(32, dtype=np.uint32)) & 1).astype(U1)
+    return np.unpackbits(qh[..., None].view(U1), axis=-1, bitorder="little")
 
 
 def _in_fifth(bits: np.ndarray) -> np.ndarray:
-    return np.bitwise_or.reduce(bits.astype(np.uint32) << np.arange(32, dtype=np.uint32), -1)
+    return np.packbits(bits, axis=-1, bitorder="little").view(U4)[..., 0]
 
 
 def _plain(number: int, bits: int, has_minimum: bool) -> BlockType:
     """32 values of 4 or 5 bits with a float16 scale: the lower halves of bytes first; fifth bits beside them."""
     fields = (("d", F2), *[("m", F2)] * has_minimum, *[("qh", U4)] * (bits == 5), ("qs", U1, 16))
 
-    def unpack(b: np.ndarray) -> Numbers:
-        v = b["qs"] if bits == 4 else halves(b["qs"]) | (_fifth(b["qh"]) << 4)
+    def unpack(b: dict[str, np.ndarray]) -> Numbers:
+        v = b["qs"] if bits == 4 else halves(b["qs"])
+        if bits == 5:
+            v |= shifted(_fifth(b["qh"]), 4, 1)
         return Numbers(v, _one(b["d"]), _one(b["m"]) if has_minimum else None)
 
     def pack(of: Numbers) -> dict[str, np.ndarray]:
@@ -150,7 +123,7 @@ def _plain(number: int, bits: int, has_minimum: bool) -> BlockType:
         if of.minimum is not None:
             found["m"] = of.minimum.of_groups[..., 0]
         v = of.values
-        return found | ({"qs": v} if bits == 4 else {"qs": in_halves(v & 15), "qh": _in_fifth(v >> 4)})
+        return found | ({"qs": v} if bits == 4 else {"qs": in_halves(v), "qh": _in_fifth(v >> 4)})
 
     return BlockType(number, fields, 32, unpack, pack, 16 if bits == 4 else 0)
 
@@ -159,11 +132,14 @@ def _of_k(number: int, bits: int) -> BlockType:
     """256 values of 4 or 5 bits in groups of 32, with scales and minimums of 6 bits: 64 values to 32 bytes."""
     fields = (("d", F2), ("dmin", F2), ("scales", U4, 3), *[("qh", U1, 32)] * (bits == 5), ("qs", U1, (4, 32)))
 
-    def unpack(b: np.ndarray) -> Numbers:
-        v = b["qs"] if bits == 4 else planes(b["qs"], 4).reshape(*b.shape, 8, 32) | (planes(b["qh"], 1) << 4)
+    def unpack(b: dict[str, np.ndarray]) -> Numbers:
+        v = b["qs"]
+        if bits == 5:
+            v = planes(v, 4).reshape(*b["d"].shape, 8, 32)
+            v |= shifted(planes(b["qh"], 1), 4, 1)
         scales, minimums = six_bits(b["scales"])
         minimum = Scale(minimums, -b["dmin"][..., None])
-        return Numbers(v.reshape(*b.shape, -1), Scale(scales, b["d"][..., None]), minimum)
+        return Numbers(v.reshape(*b["d"].shape, -1), Scale(scales, b["d"][..., None]), minimum)
 
     def pack(of: Numbers) -> dict[str, np.ndarray]:
         v, (scale, minimum) = of.values.reshape(*of.values.shape[:-1], -1, 32), of[1:]
@@ -174,7 +150,7 @@ def _of_k(number: int, bits: int) -> BlockType:
         found["scales"] = in_six_bits(scale.of_groups, minimum.of_groups)
         if bits == 4:
             return found | {"qs": v}
-        return found | {"qs": in_planes((v & 15).reshape(*v.shape[:-2], 4, 2, 32), 4), "qh": in_planes(v >> 4, 1)}
+        return found | {"qs": in_planes(v.reshape(*v.shape[:-2], 4, 2, 32), 4), "qh": in_planes(v >> 4, 1)}
 
     return BlockType(number, fields, 256, unpack, pack, 32 if bits == 4 else 0)
 
@@ -190,14 +166,14 @@ def _of_6_bits() -> BlockType:
     """256 values of 6 bits in groups of 16: of 128 values the lower four bits in 64 bytes, the upper two in 32."""
     fields = (("ql", U1, (2, 64)), ("qh", U1, (2, 32)), ("scales", I1, 16), ("d", F2))
 
-    def unpack(b: np.ndarray) -> Numbers:
-        low = planes(b["ql"], 4).reshape(*b.shape, 2, 4, 32)
-        v = low | (planes(b["qh"], 2) << 4)
-        return Numbers(v.reshape(*b.shape, 256), Scale(b["scales"], b["d"][..., None]))
+    def unpack(b: dict[str, np.ndarray]) -> Numbers:
+        v = planes(b["ql"], 4).reshape(*b["d"].shape, 2, 4, 32)
+        v |= shifted(planes(b["qh"], 2), 4, 2)
+        return Numbers(v.reshape(*b["d"].shape, 256), Scale(b["scales"], b["d"][..., None]))
 
     def pack(of: Numbers) -> dict[str, np.ndarray]:
         v = of.values.reshape(*of.values.shape[:-1], 2, 4, 32)
-        low = (v & 15).reshape(*v.shape[:-3], 2, 2, 64)
+        low = v.reshape(*v.shape[:-3], 2, 2, 64)
         assert of.scale.of_blocks is not None
         found = {"ql": in_planes(low, 4), "qh": in_planes(v >> 4, 2), "scales": of.scale.of_groups}
         return found | {"d": of.scale.of_blocks[..., 0]}

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from .._arrays._at_rest import Form, at_rest, lying_as
 from .._arrays._qarray import QArray, changed, checked_qarray
 from .._spec._spec import QuantSpec
+from ._bits import halves, in_halves
 
 
 class Values(NamedTuple):
@@ -45,15 +46,14 @@ class Values(NamedTuple):
         """One in each byte, unsigned."""
         if not self.distance:
             return self.array
-        v = self.array.reshape(*self.array.shape[:-1], -1, 1, self.distance)
-        return np.concatenate([v & 15, v >> 4], -2).reshape(self.shape)
+        return halves(self.array.reshape(*self.array.shape[:-1], -1, self.distance)).reshape(self.shape)
 
 
 def put(v: Any) -> Array:
-    """A copy of what is mapped from a file, as an array; no program is compiled for it."""
+    """An array, which is a copy of what is mapped from a file; no program is compiled for it."""
     if v.dtype.name in ("float64", "int64", "uint64") and not jax.config.read("jax_enable_x64"):
         raise ValueError(f"expected an array that jax holds, got {v.dtype.name}. Enable jax_enable_x64 to read it.")
-    return jax.device_put(np.array(v))
+    return jax.device_put(v if v.flags.writeable else np.array(v))
 
 
 def held(
@@ -80,5 +80,5 @@ def values_of(q: QArray, distance: int = 0) -> Values:
     values = np.asarray(q.values).view(np.uint8)
     if not distance:
         return Values(values)
-    v = values.reshape(*values.shape[:-1], -1, 2, distance)
-    return Values(((v[..., 0, :] & 15) | (v[..., 1, :] << 4)).reshape(*values.shape[:-1], -1), distance)
+    packed = in_halves(values.reshape(*values.shape[:-1], -1, 2 * distance))
+    return Values(packed.reshape(*values.shape[:-1], -1), distance)

@@ -82,7 +82,7 @@ def write(
     if path.suffix != ".gguf":
         return _write_folder(path, tensors, config, like)
     if family is None:
-        raise ValueError("`family` must be given for a GGUF file: LLAMA, QWEN2, QWEN3, or a Family of your own.")
+        raise ValueError("`family` must be given for a GGUF file: LLAMA, QWEN2, QWEN3, GEMMA3, or your own Family.")
     unfinished = path.with_name(f"{path.stem}.{secrets.token_hex(8)}{path.suffix}")
     try:
         _write_gguf(unfinished, tensors, config, family, metadata or {})
@@ -135,6 +135,7 @@ def _write_gguf(
         else:
             v = np.asarray(v)[slice(None) if rows is None else rows]
             v = v.astype(np.float32) if v.ndim < 2 else v
+            v = v + added if (added := family.added(name)) else v
             writer.write_tensor_data(v.view(np.uint16) if v.dtype == jnp.bfloat16 else v)
     writer.close()
 
@@ -285,7 +286,8 @@ def _words(v: np.ndarray, bits: int) -> np.ndarray:
     each = 32 // bits
     v = np.pad(v & np.uint8(2**bits - 1), [*[(0, 0)] * (v.ndim - 1), (0, -v.shape[-1] % each)])
     if bits == 4:
-        v = v[..., ::2] | (v[..., 1::2] << 4)
+        pairs = np.ascontiguousarray(v).view("<u2")
+        v = (pairs | (pairs >> 4)).astype(np.uint8)  # of its lower byte
     return np.ascontiguousarray(v).view(np.int32)
 
 
