@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What jaxquant costs: `python -m benchmarks` measures every table of docs/benchmarks.md."""
+"""What jaxquant costs: `python -m benchmarks` measures every table of docs/measured.md."""

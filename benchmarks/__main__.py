@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the tables of docs/benchmarks.md, each in a process of its own, and writes them there.
+"""Measures the tables of docs/measured.md, each in a process of its own, and writes them there.
 
 Run it in the root of the repository; needs `pip install '.[benchmarks]'`. NAME is a benchmark, or one of its parts,
 `serving.layouts`, which is printed alone.
@@ -34,6 +34,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "language_model",
     "cnn",
     "checkpoints",
+    "recipes",
     "devices",
     "accelerator",
 )

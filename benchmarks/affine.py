@@ -13,7 +13,7 @@ import torch
 
 from jaxquant import PerChannel, QuantSpec, activation_spec, fake_quant, fit_qparams, weight_spec
 
-from .runner import Part, compared, donated, kept, ratios, verdict
+from .runner import Part, compared, donated, kept, ratios
 
 RNG = np.random.default_rng(0)
 SPECS = {
@@ -23,14 +23,6 @@ SPECS = {
     "last axis, affine": QuantSpec(symmetric=False, granularity=PerChannel(-1)),
     "first axis": weight_spec(channel_axis=0),
     "blocks of 32": weight_spec(channel_axis=-1, block_size=32),
-}
-GOALS = {  # those of part 2, for n = 1024 and 4096
-    "per tensor": (1.4, 1.6),
-    "per tensor, affine": (1.6, 2.0),
-    "last axis": (1.6, 1.9),
-    "last axis, affine": (1.6, 1.9),
-    "first axis": (1.4, 1.4),
-    "blocks of 32": (None, None),
 }
 
 
@@ -58,7 +50,6 @@ def given(rounds, *sizes):
             yield (
                 f"`fake_quant`, {name}, {n}^2",
                 got[name],
-                verdict(got[name], GOALS[name][n == 4096]),
                 theirs.get(name, ""),
             )
 
@@ -72,9 +63,9 @@ def gradients(rounds, *sizes):
         dx = lambda g, x, q: jax.vjp(lambda x: fake_quant(x, spec, q), x)[1](g)[0]
         both = lambda g, x, q: jax.vjp(lambda x, q: fake_quant(x, spec, q), x, q)[1](g)
         got = ratios({"x + g": donated(lambda g, x: x + g, g, x), "dx": donated(dx, g, x, qparams)}, "x + g", rounds)
-        yield f"d/dx, last axis, {n}^2", got["dx"], verdict(got["dx"], 1.15), ""
+        yield f"d/dx, last axis, {n}^2", got["dx"], ""
         got = ratios({"x + g": kept(lambda g, x: x + g, g, x), "both": kept(both, g, x, qparams)}, "x + g", rounds)
-        yield f"d/dx and d/dscale, last axis, {n}^2", got["both"], verdict(got["both"], {1024: 2.5, 4096: 3.2}[n]), ""
+        yield f"d/dx and d/dscale, last axis, {n}^2", got["both"], ""
 
 
 def in_two(first, second, x):
@@ -108,13 +99,13 @@ def with_range(rounds, *sizes):
             to = compared(runs, rounds)
             range_, whole, theirs = (to("jaxquant", base) for base in ("two passes", "x + 1", "qwix"))
             two, qwixs = to("two passes", "x + 1"), to("qwix", "x + 1")
-            yield f"range and `fake_quant`, {name}, {n}^2, to two passes", range_, verdict(range_, 1.15), ""
+            yield f"range and `fake_quant`, {name}, {n}^2, to two passes", range_, ""
             yield f"the same to x + 1 (two passes: {two})", whole, "", ""
-            yield f"the same to qwix (qwix to x + 1: {qwixs})", theirs, verdict(theirs, 1.0), ""
+            yield f"the same to qwix (qwix to x + 1: {qwixs})", theirs, ""
 
 
 PACKAGES = "torch", "qwix"
-COLUMNS = "", "jaxquant", "goal", "torch, to its own x + 1"
+COLUMNS = "", "jaxquant", "torch, to its own x + 1"
 PARTS = {
     name: Part(COLUMNS, rows, 41, (1024, 4096))
     for name, rows in (("given", given), ("gradients", gradients), ("with_range", with_range))

@@ -16,7 +16,7 @@ from jaxquant import PerChannel, PerToken, QArray, QuantSpec, dot_general, float
 from jaxquant.cache import update_slice, zeros
 
 from . import aot
-from .runner import Part, donated, ratios, verdict
+from .runner import Part, donated, ratios
 
 jax.config.update("jax_platforms", "cpu")  # whatever else there is
 
@@ -60,7 +60,6 @@ KINDS = {  # a cache, and the spec of the other operand
     "float8": ("float8", ROWS),
     "int4": ("int4", ROWS),
 }
-GOALS = {("int8", 2048): 1.0, ("int4", 512): 1.5, ("int4", 2048): 1.5}
 
 
 def attention(spec, caches, new, t):
@@ -90,7 +89,7 @@ def step_rows(rounds, *lengths):
         )
         runs = {name: run(*kind) for name, kind in {"float32": ("float32", None), **KINDS}.items()}
         for name, ratio in ratios(runs, "float32", rounds).items():
-            yield f"{tokens:,} tokens, {name}", ratio, verdict(ratio, GOALS.get((name, tokens)))
+            yield f"{tokens:,} tokens, {name}", ratio
 
 
 def in_float(program, size):
@@ -116,9 +115,8 @@ def estimated_rows(_, *sizes):
         for name, kind in KINDS.items():
             program = compiled(*kind)
             cycles, nbytes = program.cycles / base.cycles, program.bytes / base.bytes
-            goal = verdict(cycles, 0.6) if (name, texts) == ("int8", 1) else ""
             read = "float" if in_float(program, math.prod(shape)) else "integers"
-            yield f"{tokens:,} tokens, batch {texts}, {name}", cycles, nbytes, goal, read
+            yield f"{tokens:,} tokens, batch {texts}, {name}", cycles, nbytes, read
 
 
 # ---- The character model of notebook 11, all of its weights in float.
@@ -234,9 +232,9 @@ def quality_rows(seeds):
 
 PACKAGES = ("optax",)
 PARTS = {
-    "step": Part(("measured: a step", "time to float32", "goal"), step_rows, 31, (512, 2048, 8192)),
+    "step": Part(("measured: a step", "time to float32"), step_rows, 31, (512, 2048, 8192)),
     "v5e": Part(
-        ("estimated by XLA: a step on a v5e", "cycles to bfloat16", "bytes to bfloat16", "goal of cycles", "reads"),
+        ("estimated by XLA: a step on a v5e", "cycles to bfloat16", "bytes to bfloat16", "reads"),
         estimated_rows,
         1,
         ((1, 8192), (8, 8192)),

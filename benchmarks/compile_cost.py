@@ -16,12 +16,11 @@ import numpy as np
 from jaxquant import Rule, activation_spec, quantize_fn, weight_spec
 
 from . import function_transform
-from .runner import Part, verdict
+from .runner import Part
 
 AFFINE = Rule("**", weight_spec(8), activation_spec(8), optional=True)
 RULES = {"affine": [AFFINE], "weight-only": [("**", weight_spec(8))]}
 KERNELS = [Rule("**/kernel", weight_spec(8), activation_spec(8, symmetric=True))]
-GOALS = {"affine": (120, 220, 12), "weight-only": (45, 90, 5)}
 
 
 # One dot
@@ -50,7 +49,7 @@ def dot_rows(rounds, *names):
     params, x = {"w": jnp.ones((64, 64))}, jnp.ones((32, 64))
     f = lambda params, x: x @ params["w"]
     for name in names:
-        yield f"{name} dot", counts(quantize_fn(f, RULES[name]) if name in RULES else f, params, x), GOALS.get(name, "")
+        yield f"{name} dot", counts(quantize_fn(f, RULES[name]) if name in RULES else f, params, x)
 
 
 # Models: (function of params and inputs, params, inputs, contenders beside the float function)
@@ -130,7 +129,7 @@ FOUR = "MLP", "transformer of 4 layers", "CNN of six shapes", "MobileNetV2"
 
 
 def model_rows(rounds, *names):
-    """To the float function; and the median of the four whose goal it is, if all of them are measured."""
+    """To the float function; and the median of the four, if all of them are measured."""
     found = {}
     for name in names:
         f, params, x, contenders = MODELS[name]()
@@ -147,12 +146,12 @@ def model_rows(rounds, *names):
         trace = float(np.median([found[name][0] for name in FOUR]))
         yield (
             "median trace of the MLP, the transformer, the CNN and MobileNetV2",
-            f"{trace:.2f} (goal {verdict(trace, 2.0)})",
+            trace,
         )
 
 
 PACKAGES = "flax", "keras", "qwix"
 PARTS = {
-    "dots": Part(("one dot: equations, instructions, fusions", "now", "goal"), dot_rows, 1, ("float", *RULES)),
+    "dots": Part(("one dot: equations, instructions, fusions", "now"), dot_rows, 1, ("float", *RULES)),
     "models": Part(("the gradient, to float: trace, compile", "now"), model_rows, 3, tuple(MODELS)),
 }

@@ -23,7 +23,7 @@ from jaxquant import PerChannel, PerToken, QuantSpec, Rule, activation_spec, flo
 
 from . import aot, by_hand
 from .accelerator import Failed, attempt, in_bfloat16, transformer
-from .runner import Part, verdict
+from .runner import Part
 
 jax.config.update("jax_platforms", "cpu")  # for the arrays of this process, whatever else there is
 
@@ -258,16 +258,6 @@ TRAINERS = {
 }
 ROWS = 8, 128, 1024
 TPUS = "v5e", "v6e"  # which have columns
-GOALS = {
-    "static": (0.70, 0.95, 0.70), "dynamic": (0.80, 1.3, 1.0), "per token": (0.60, 1.1, 1.0),
-    "static affine": (1.0, 1.2, 0.78), "dynamic affine": (1.1, 1.5, 1.2), "weight-only": (0.9, 1.05, 1.05),
-    "weight-only, 4 bits": (0.75, 1.22, 1.05),
-    "weight-only, 4 bits in groups of 128, native": (1.05, 1.85, 1.35),
-    "weight-only, 4 bits in groups of 32, native": (2.7, 3.8, 1.7),
-}  # fmt: skip
-STEP_GOALS = {
-    "int8": 1.10, "int8, affine": 1.25, "int8, gradient bfloat16": 1.10, "int8, gradient int8": 1.15,
-}  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -302,8 +292,8 @@ def _ratio(got: Any, base: Any, field: str) -> float | None:
     return None if isinstance(got, Failed) or isinstance(base, Failed) else getattr(got, field) / getattr(base, field)
 
 
-def estimates(got: Programs, base: Programs, goals: Sequence[float] | None) -> tuple:
-    """The cells of a function: cycles and bytes to those of the base, the goals for v5e, kernels and conditionals."""
+def estimates(got: Programs, base: Programs) -> tuple:
+    """The cells of a function: cycles and bytes to those of the base, kernels and conditionals."""
     results, bases = (
         {target: [future.result() for future in each.get(target, ())] for target in (*TPUS, "h100")}
         for each in (got, base)
@@ -311,21 +301,16 @@ def estimates(got: Programs, base: Programs, goals: Sequence[float] | None) -> t
     of = lambda target, field: [_ratio(*pair, field) for pair in zip(results[target], bases[target], strict=True)]
     told = lambda ratios: " / ".join("fails" if r is None else f"{r:.2f}" for r in ratios)
     cells = [told(of(target, field)) for field in ("first", "second") for target in TPUS]
-    verdict = ""
-    if goals:
-        met = [r is not None and round(r, 2) <= goal for r, goal in zip(of("v5e", "first"), goals, strict=True)]
-        verdict = f"{' / '.join(f'{goal:g}' for goal in goals)}: "
-        verdict += "met" if all(met) else " / ".join("met" if m else "missed" for m in met)
     on_gpu = ", ".join("fails" if isinstance(r, Failed) else f"{r.first} and {r.second}" for r in results["h100"])
-    return cells[0], verdict, *cells[1:], on_gpu
+    return *cells, on_gpu
 
 
 def begun(
     contenders: dict[str, tuple], few: tuple[str, ...], model: Model, dtype: str, rows: Mapping[str, Sequence[int]]
-) -> list[tuple[str, str, Programs]]:
-    """Each contender's label, its kind, and its programs, which are being compiled."""
+) -> list[tuple[str, Programs]]:
+    """Each contender's label, and its programs, which are being compiled."""
     return [
-        (f"{who}, {kind}", kind, programs(functools.partial(case_of, make, kind, model, dtype), rows))
+        (f"{who}, {kind}", programs(functools.partial(case_of, make, kind, model, dtype), rows))
         for who, (make, kinds) in contenders.items()
         for kind in kinds
         if kind in few or not few
@@ -342,10 +327,9 @@ def serving_rows(rounds: int, *cases: tuple[str, str, tuple[str, ...]]) -> Itera
         model = MODELS[name]
         base = programs(lambda n, m=model: (m.apply, m.inputs(n, "bfloat16")), rows)
         found = begun(CONTENDERS, few, model, dtype, rows)
-        yield f"{name}: bfloat16", *estimates(base, base, None)
-        for label, kind, got in found:
-            goals = GOALS.get(kind) if (name, label) == ("MLP", f"jaxquant, {kind}") else None
-            yield f"{name}, {dtype} x: {label}", *estimates(got, base, goals)
+        yield f"{name}: bfloat16", *estimates(base, base)
+        for label, got in found:
+            yield f"{name}, {dtype} x: {label}", *estimates(got, base)
 
 
 def step_rows(rounds: int, *cases: tuple[str, str, tuple[str, ...]]) -> Iterator[tuple]:
@@ -357,10 +341,9 @@ def steps(name: str, model: Model, dtype: str, few: tuple[str, ...], targets: Se
     rows = dict.fromkeys(targets, (4096,))
     base = programs(functools.partial(trained, "float", model, dtype=dtype), rows)
     found = begun(TRAINERS, few, model, dtype, rows)
-    yield f"{name} step: float", *estimates(base, base, None)
-    for label, kind, got in found:
-        goals = (STEP_GOALS[kind],) if label.startswith("jaxquant") and kind in STEP_GOALS else None
-        yield f"{name} step: {label}", *estimates(got, base, goals)
+    yield f"{name} step: float", *estimates(base, base)
+    for label, got in found:
+        yield f"{name} step: {label}", *estimates(got, base)
 
 
 def width_rows(rounds: int, *widths: int) -> Iterator[tuple]:
@@ -373,7 +356,6 @@ def width_rows(rounds: int, *widths: int) -> Iterator[tuple]:
 # ---- Over devices.
 
 MESHES = {"data": (4, 1), "tensor": (1, 4), "data and tensor": (2, 2), "FSDP": (4, 1)}  # by the layout of the weights
-SHARDED_GOALS = {"data": 1.15, "FSDP": 1.15, "tensor": 1.35}  # of the int8 step, to the float one
 SHARDED_STEPS = {"jaxquant": ("int8", "int8, affine", "int8, gradient int8"), "by hand": ("int8",)}
 SHARDED_WIDE = {
     "jaxquant": ("int8 per token", "int8 per token, gradient int8"),
@@ -421,15 +403,15 @@ def sharded_rows(rounds: int, *cases: tuple[str, Model, int, str, Mapping, tuple
             float_program = first.result()
             label = f"{name}, {rows:,} rows, {layout}, {what}"
             memory = f"{float_program.memory / 2**20:,.0f} MiB"
-            yield f"{label}: float", 1.0, "", memory, told(float_program.collectives)
+            yield f"{label}: float", 1.0, memory, told(float_program.collectives)
             for kind, future in zip(others, rest, strict=True):
-                got, goal = future.result(), SHARDED_GOALS.get(layout) if kind == "jaxquant, int8" else None
+                got = future.result()
                 if isinstance(got, Failed):
-                    yield f"{label}: {kind}", "fails", "", "", ""
+                    yield f"{label}: {kind}", "fails", "", ""
                     continue
                 ratio = got.cycles / float_program.cycles
-                cells = ("no estimate", "") if math.isnan(ratio) else (ratio, verdict(ratio, goal))
-                yield f"{label}: {kind}", *cells, f"{got.memory / float_program.memory:.2f}", told(got.collectives)
+                cycles = "no estimate" if math.isnan(ratio) else ratio
+                yield f"{label}: {kind}", cycles, f"{got.memory / float_program.memory:.2f}", told(got.collectives)
 
 
 # ---- What a language model's step takes in memory: layers under `lax.scan` and `jax.checkpoint`.
@@ -447,12 +429,6 @@ GRADIENTS = {
     "int8, static": SYMMETRIC,
     "int8 per token, gradient int8": Rule("*", weight_spec(8), IN_TOKENS, gradient=QuantSpec()),
     "weight-only, 4 bits": Rule("*", weight_spec(4)),
-}
-# Memory and cycles on a v5e to the float program of the same policy.
-MEMORY_GOALS = {
-    "none": ((0.98, 1.21), (1.03, 1.15), (0.98, 1.21), (1.03, 1.08)),
-    "full": ((1.17, 1.25), (1.09, 1.12), (1.13, 1.31), (1.03, 1.11)),
-    "dots": ((1.0, 1.3), (1.0, 1.22), (1.0, 1.4), (1.0, 1.1)),
 }
 
 
@@ -519,9 +495,6 @@ def training_rows(rounds: int, *targets: str) -> Iterator[tuple]:
             told = f"{got.memory / base.memory:.2f}{of_cycles}"
             cells.append(f"{got.memory / 2**20:,.0f} MiB" if kind == "float" else told)
         yield f"{target}: {kind}", *cells
-    for remat, goals in MEMORY_GOALS.items():
-        cells = {remat: ", ".join(f"{memory:g} / {cycles:g}" for memory, cycles in goals)}
-        yield f"goals on a v5e, in the order of the rows, {remat}", *(cells.get(name, "") for name in REMAT)
 
 
 def missing() -> str:
@@ -531,10 +504,13 @@ def missing() -> str:
 HOW = "Estimated by XLA for devices that are not there, not measured, on"
 PACKAGES = "libtpu", "jax-cuda12-plugin", "qwix", "aqtp", "flax"
 COLUMNS = (
-    "", "cycles, v5e", "goal on v5e", "cycles, v6e", "bytes, v5e", "bytes, v6e", "kernels and conditionals, H100",
+    "", "cycles, v5e", "cycles, v6e", "bytes, v5e", "bytes, v6e", "kernels and conditionals, H100",
 )  # fmt: skip
 # All kinds for the first, the usual ones for the others.
-FEW, FEW_STEPS = ("static", "dynamic", "per token", "weight-only"), tuple(STEP_GOALS)
+FEW, FEW_STEPS = (
+    ("static", "dynamic", "per token", "weight-only"),
+    ("int8", "int8, affine", "int8, gradient bfloat16", "int8, gradient int8"),
+)
 CASES = ("MLP", "float32"), ("MLP", "bfloat16"), ("transformer", "float32"), ("transformer", "bfloat16")
 every = lambda few, cases: tuple((*case, few if i else ()) for i, case in enumerate(cases))
 PARTS = {
@@ -543,7 +519,7 @@ PARTS = {
     "training": Part(("one gradient: memory / cycles", *REMAT), training_rows, 1, ("v5e", "h100")),
     "width": Part(COLUMNS, width_rows, 1, (4096, 8192)),
     "sharded": Part(
-        ("on four v5e", "cycles of one, to float", "goal", "memory of one, to float", "collectives"),
+        ("on four v5e", "cycles of one, to float", "memory of one, to float", "collectives"),
         sharded_rows,
         1,
         (

@@ -20,7 +20,7 @@ import torch
 
 from jaxquant import tf
 
-from .runner import Part, donated, kept, ratios, verdict
+from .runner import Part, donated, kept, ratios
 
 RNG = np.random.default_rng(0)
 GRAD = tf.fake_quant_with_min_max_vars_per_channel_gradient
@@ -68,9 +68,8 @@ def scalars(rounds, *powers):
             rounds, add, lambda x: tensorflow.quantization.fake_quant_with_min_max_args(x, -1.3, 2.1), x
         )
         torchs = of_torch(rounds, lambda x: torch.fake_quantize_per_tensor_affine(x, 3.4 / 255, 97, 0, 255), x)
-        goal = {20: (1.4, 1.6), 24: (1.6, 2.0)}[power]
-        yield f"`args`, 2^{power} elements", got["args"], verdict(got["args"], goal[0]), args, torchs
-        yield f"`vars`, 2^{power} elements", got["vars"], verdict(got["vars"], goal[1]), theirs, torchs
+        yield f"`args`, 2^{power} elements", got["args"], args, torchs
+        yield f"`vars`, 2^{power} elements", got["vars"], theirs, torchs
         yield f"`quantize_and_dequantize_v2`, given, 2^{power}", got["v2"], "", "", ""
 
 
@@ -119,13 +118,12 @@ def channels(rounds, *sizes):
         torchs = [
             of_torch(rounds, functools.partial(by_channel, scale=scale, zero_point=zero, axis=i), x) for i in (1, 0)
         ]
-        goal = {1024: 1.6, 4096: 1.9}[n]
-        yield f"`per_channel`, last axis, {n}^2", last["op"], verdict(last["op"], goal), theirs, torchs[0]
+        yield f"`per_channel`, last axis, {n}^2", last["op"], theirs, torchs[0]
         yield f"five vectors read, nothing quantized, {n}^2", last["floor"], "", "", ""
         yield f"three vectors read, the others computed, {n}^2", last["three"], "", "", ""
         yield f"plain `vmap` of `vars`, last axis, {n}^2", last["vmap"], "", "", ""
-        yield f"`vmap` of `vars`, first axis, {n}^2", last["first"], verdict(last["first"], 1.4), "", torchs[1]
-        yield f"`quantize_and_dequantize_v2`, axis 0, {n}^2", last["v2 first"], verdict(last["v2 first"], 1.4), "", ""
+        yield f"`vmap` of `vars`, first axis, {n}^2", last["first"], "", torchs[1]
+        yield f"`quantize_and_dequantize_v2`, axis 0, {n}^2", last["v2 first"], "", ""
         args = (jnp.asarray(g), jnp.asarray(x))
         back = ratios(
             {
@@ -139,17 +137,16 @@ def channels(rounds, *sizes):
         three = ratios({"x + g": kept(lambda g, x: x + g, *args), "all": kept(GRAD, *args, low, high)}, "x + g", rounds)
         op = tensorflow.quantization.fake_quant_with_min_max_vars_per_channel_gradient
         theirs = of_tensorflow(rounds, lambda g, x: x + g, op, g, x, low, high)
-        yield f"d/dx of `args`, {n}^2", back["dx"], verdict(back["dx"], 1.15), "", ""
-        yield f"d/dx of `per_channel`, {n}^2", back["dx channel"], verdict(back["dx channel"], 1.15), "", ""
+        yield f"d/dx of `args`, {n}^2", back["dx"], "", ""
+        yield f"d/dx of `per_channel`, {n}^2", back["dx channel"], "", ""
         yield (
             f"all three gradients of `per_channel`, {n}^2",
             three["all"],
-            verdict(three["all"], round(theirs.median / 10, 1)),
             theirs,
             "",
         )
 
 
 PACKAGES = "tensorflow-cpu", "torch"
-COLUMNS = "", "jaxquant", "goal", "TensorFlow", "torch"
+COLUMNS = "", "jaxquant", "TensorFlow", "torch"
 PARTS = {"scalars": Part(COLUMNS, scalars, 61, (20, 24)), "channels": Part(COLUMNS, channels, 41, (1024, 4096))}

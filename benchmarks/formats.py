@@ -28,18 +28,15 @@ from jaxquant import (
 from .function_transform import MODELS as FLOAT_MODELS
 from .function_transform import steps
 from .mixed_precision import MODELS, cross_entropy, train
-from .runner import Part, compared, donated, kept, verdict
+from .runner import Part, compared, donated, kept
 
 INT4 = QuantSpec(bits=4, granularity=PerBlock(-1, 32))
-ROUNDED = {  # a spec, what its fake_quant is compared with, and the goal
-    "float8_spec()": (float8_spec(), QuantSpec(), 1.1),
-    "mxfp8_spec(-1)": (mxfp8_spec(-1), INT4, 1.2),
-    "mxfp4_spec(-1)": (mxfp4_spec(-1), INT4, 1.2),
-    "nvfp4_spec(-1)": (nvfp4_spec(-1), INT4, 1.5),
+ROUNDED = {  # a spec, what its fake_quant is compared with
+    "float8_spec()": (float8_spec(), QuantSpec()),
+    "mxfp8_spec(-1)": (mxfp8_spec(-1), INT4),
+    "mxfp4_spec(-1)": (mxfp4_spec(-1), INT4),
+    "nvfp4_spec(-1)": (nvfp4_spec(-1), INT4),
 }
-
-
-IN_MEMORY = {"float8": 2.0, "mxfp8": 4.0, "mxfp4": 5.0, "nvfp4": 4.0}  # goals, by how a name starts
 
 
 def rounding_rows(rounds):
@@ -47,12 +44,12 @@ def rounding_rows(rounds):
     x, one = jax.random.normal(jax.random.key(0), (2048, 1024)), QParams(jnp.float32(1), jnp.float32(0))
     plain = {"rounded": kept(lambda x: fake_quant(x, float8_spec(), one), x), "x + 1": kept(lambda x: x + 1, x)}
     got = compared(plain, rounds)("rounded", "x + 1")
-    yield "float8_spec(), scale 1, to x + 1", got, verdict(got, 1.3)
+    yield "float8_spec(), scale 1, to x + 1", got
     specs = {name: spec for name, (spec, *_) in ROUNDED.items()} | {"int8": QuantSpec(), "int4": INT4}
     to = compared({name: kept(functools.partial(fake_quant, spec=s), x) for name, s in specs.items()}, rounds)
-    for name, (_, base, goal) in ROUNDED.items():
+    for name, (_, base) in ROUNDED.items():
         got = to(name, "int4" if base == INT4 else "int8")
-        yield f"{name} to {'int4 in blocks of 32' if base == INT4 else 'int8'}", got, verdict(got, goal)
+        yield f"{name} to {'int4 in blocks of 32' if base == INT4 else 'int8'}", got
 
 
 def memory_rows(rounds):
@@ -67,8 +64,7 @@ def memory_rows(rounds):
     to = compared({name: donated(f, x) for name, f in runs.items()}, rounds)
     for name in runs:
         if name != "x + 1":
-            got, goal = to(name, "x + 1"), next((n for start, n in IN_MEMORY.items() if name.startswith(start)), None)
-            yield f"{name}, 4096 x 4096, to x + 1", got, verdict(got, goal)
+            yield f"{name}, 4096 x 4096, to x + 1", to(name, "x + 1")
 
 
 def product_rows(rounds):
@@ -85,12 +81,9 @@ def product_rows(rounds):
         product = lambda a, b: dot_general(a, b, (((1,), (0,)), ((), ())))
         runs[name] = kept(product, quantize(x, a), quantize(w, b))
     to = compared(runs, rounds)
-    goals = {"float8_spec()": ("float32", 2.5), "nvfp4_spec()": ("float32", 2.5), "mxfp8_spec()": ("float32", 5)}
-    goals["mxfp4_spec()"] = "int8 in blocks of 32", 1.2
     for name in pairs:
-        base, goal = goals.get(name, ("float32", None))
-        got = to(name, base)
-        yield f"{name} to {base}", got, verdict(got, goal)
+        base = "int8 in blocks of 32" if name == "mxfp4_spec()" else "float32"
+        yield f"{name} to {base}", to(name, base)
 
 
 def step_rows(rounds):
@@ -108,8 +101,7 @@ def step_rows(rounds):
     to = compared(steps("MLP", contenders), rounds)
     for name in contenders:
         if name != "float":
-            got = to(name, "float")
-            yield f"training step of the MLP, {name} to float", got, verdict(got, 1.5 if "float8_" in name else None)
+            yield f"training step of the MLP, {name} to float", to(name, "float")
 
 
 def rule_rows(seeds, *names):
@@ -132,7 +124,7 @@ def rule_rows(seeds, *names):
 
 
 PACKAGES = "flax", "optax", "scikit-learn"
-TIMES = "what", "time", "goal"
+TIMES = "what", "time"
 RULES = "model", "bits of weights", "PTQ: / qmax", "PTQ: / (qmax + 1/2)", "QAT: / qmax", "QAT: / (qmax + 1/2)"
 PARTS = {
     "rounding": Part(TIMES, rounding_rows, 60),

@@ -57,13 +57,17 @@ Peer = Callable[[Any], tuple[Callable[..., Array], Any]]  # parameters in float 
 Text = tuple[np.ndarray, list[Array]]  # windows to evaluate, and batches to calibrate
 
 
-@functools.cache
-def text() -> Text:
+def halves() -> tuple[str, str]:
+    """Python's help: what calibrates or trains, and what is evaluated."""
     topics = pydoc_data.topics.topics
     whole = "\n\n".join(topics[name] for name in sorted(topics))
-    half = len(whole) // 2
-    calibration = smollm2.windows(whole[:half], 16, WINDOW)
-    return smollm2.windows(whole[half:], 16, WINDOW), [jnp.asarray(part[:, :-1]) for part in np.split(calibration, 4)]
+    return whole[: len(whole) // 2], whole[len(whole) // 2 :]
+
+
+@functools.cache
+def text() -> Text:
+    calibration, evaluated = (smollm2.windows(half, 16, WINDOW) for half in halves())
+    return evaluated, [jnp.asarray(part[:, :-1]) for part in np.split(calibration, 4)]
 
 
 def tokens(bits: int, symmetric: bool = True) -> QuantSpec:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "measured.md"
 
 
 class Ratio(NamedTuple):
@@ -104,14 +104,6 @@ class Part(NamedTuple):
     cases: tuple = ()
 
 
-def verdict(got: Ratio | float, goal: float | None) -> str:
-    """A goal, and whether it is met."""
-    if goal is None:
-        return ""
-    met = round(got.median if isinstance(got, Ratio) else got, 2) <= goal
-    return f"{goal}, {'met' if met else 'missed'}"
-
-
 def written(cell: Any) -> str:
     """A cell as Markdown has it."""
     if isinstance(cell, tuple) and not isinstance(cell, Ratio):
@@ -148,7 +140,7 @@ def measured(name: str, benchmark: ModuleType, chosen: list[str], quick: bool) -
 
 
 def publish(name: str, text: str) -> None:
-    """Puts tables between their marks in docs/benchmarks.md."""
+    """Puts tables between their marks in docs/measured.md."""
     before, rest = PAGE.read_text().split(f"<!-- {name} -->\n")
     _, after = rest.split(f"<!-- /{name} -->\n")
     PAGE.write_text(f"{before}<!-- {name} -->\n{text}\n<!-- /{name} -->\n{after}")

@@ -233,7 +233,7 @@ def init_qparams(
     Args:
       params: any pytree, real values.
       rules: as in `match_rules`, static.
-      method: static, as in `fit_qparams`: "minmax", "percentile", "mse" or "lsq".
+      method: static, as in `fit_qparams`: "minmax", "percentile", "mse", "lsq" or "absmean".
       bits: integer, traced or not: the grid a schedule starts with.
 
     Returns:

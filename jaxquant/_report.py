@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from ._arrays._merging import merge
 from ._arrays._qparams import QParams
 from ._arrays._tally import Tally, decibels, sqnr, tally, to_nearest
 from ._base import _checks as checks
+from ._base._bar import callback, in_bar
 from ._base._checks import PyTree
 from ._base._groups import reduce_groups
 from ._base._sharding import replicated
@@ -195,7 +196,7 @@ def report(
     bits: Sequence[int] = (2, 3, 4, 8),
     mask: PyTree = None,
     predicted: bool = True,
-    progress: Progress | None = None,
+    progress: Progress | Literal[True] | None = None,
     **kwargs: Any,
 ) -> Report:
     """The effect of quantizing each parameter and each input of a function, on one batch.
@@ -217,7 +218,7 @@ def report(
       mask: as in `q.observe`, the rows of inputs that count for their errors. A loss leaves out what it does by itself.
       predicted: whether costs are predicted, too, which takes most of the time and of the memory.
       progress: (entry, how many are done, how many there are) -> None, once before the first entry, when nothing has
-        run, and after the costs of each one.
+        run, and after the costs of each one. True shows a bar, by tqdm.
 
     Returns:
       Report.
@@ -428,17 +429,18 @@ class _Costs(NamedTuple):
     kwargs: Mapping[str, Any]
     predicts: bool
 
-    def all(self, params: PyTree, batch: tuple, progress: Progress | None) -> dict[str, Any]:
+    def all(self, params: PyTree, batch: tuple, progress: Progress | Literal[True] | None) -> dict[str, Any]:
         """Measured, predicted and at other widths: as one program, or entry by entry where each is told of."""
         if progress is None:
             return jax.jit(self._at_once)(params, *batch)
         keys = self._keys(params)
-        progress(next(iter(keys), ""), 0, len(keys))
+        told = callback(progress) or (lambda *of: None)
+        told(next(iter(keys), ""), 0, len(keys))
         errors = jax.jit(self._all_errors)(params)
         measured, predicted = jax.jit(self._measured), jax.jit(self._predicted)
         alone, loss = np.eye(len(keys), dtype=np.float32), jax.jit(self._quantized_loss)(params, *batch)
         found = {"loss": None, "quantized_loss": loss, "change": {}, "predicted": {}, "by_bits": {}}
-        for i, key in enumerate(keys):
+        for i, key in enumerate(in_bar(keys, progress, "costs")):
             jobs = 1 + len(self.widths) * (key in errors)
             masks = np.concatenate([np.zeros_like(alone[:1]), alone[[i] * jobs]])
             nothing, change, *by_bits = measured(params, batch, errors, masks, np.array([0, *range(jobs)], np.int32))
@@ -448,7 +450,7 @@ class _Costs(NamedTuple):
             if self.predicts:
                 found["predicted"][key] = predicted(params, batch, errors, alone[i : i + 1])[0]
             jax.block_until_ready(found)
-            progress(key, i + 1, len(keys))
+            told(key, i + 1, len(keys))
         return found
 
     def _at_once(self, params: PyTree, *batch: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import jaxquant.solve
 
 ROOT = pathlib.Path(jaxquant.__file__).parent
 FOLDERS = {  # from the ground up: a folder and its files, each of which stands on those before it; "" is the root
-    "_base": "_checks _sharding _numerics _groups _gradients _axes _table",
+    "_base": "_checks _sharding _numerics _groups _gradients _axes _table _bar",
     "_platform": "_primitive _cpu _division _convolutions _dots _tiles",
     "_spec": "_formats _granularity _scale_formats _spec _rule _recipes",
     "_arrays": "_qparams _log2 _grid _range _merging _histogram _fit _quantized _qarray _at_rest _json _codes _affine"
@@ -47,6 +47,7 @@ FLOORS = [[f"{folder}/{file}".strip("/") for file in files.split(" ")] for folde
 FLOOR_OF = {name: (floor, i) for floor, names in enumerate(FLOORS) for i, name in enumerate(names)}
 OUTSIDE = {"jax", "numpy"}
 EXTRAS = {  # imported by the function that needs it
+    "_base/_bar": ["tqdm"],
     "_files": ["safetensors"],
     "_checkpoints/_shards": ["safetensors"],
     "_checkpoints/_written": ["gguf"],

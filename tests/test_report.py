@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
+import types
 
 import hand_written as by_hand
 import jax
@@ -15,7 +17,19 @@ from hand_written import Grid
 from jax import lax
 from uses import X, normal
 
-from jaxquant import PerToken, QArray, QParams, QuantSpec, Rule, activation_spec, quantize_fn, report, save, weight_spec
+from jaxquant import (
+    PerToken,
+    QArray,
+    QParams,
+    QuantSpec,
+    Rule,
+    activation_spec,
+    quantize_fn,
+    report,
+    save,
+    solve,
+    weight_spec,
+)
 from jaxquant._report import _worst_channel
 from jaxquant.solve import choose_bits
 from jaxquant.typing import ReportRow
@@ -258,6 +272,27 @@ def test_progress_tells_of_each_entry_and_changes_no_cost():
     assert report(Q, PARAMS, X, loss=loss, bits=(), predicted=False)["v"].predicted is None
 
 
+def test_progress_shows_a_bar(monkeypatch):
+    shown = []
+
+    def tqdm(items, desc):
+        for item in items:
+            yield item
+            shown.append(desc)
+
+    bar = lambda: {"loss": loss, "bits": (), "predicted": False, "progress": True}
+    monkeypatch.setitem(sys.modules, "tqdm.auto", types.SimpleNamespace(tqdm=tqdm))
+    assert report(Q, PARAMS, X, **bar()).loss == pytest.approx(found().loss)
+    assert shown == ["costs"] * 4
+    grams = Q.observe(PARAMS, X, gram=True)
+    qparams = solve.ranges(PARAMS, Q, grams, X, progress=True)
+    solve.gptq(PARAMS, Q, grams, X, qparams=qparams, progress=True)
+    assert shown[4:] == ["weights"] * 4
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        report(Q, PARAMS, X, **bar())
+
+
 def test_it_prints_and_shows_a_table():
     text, html = str(found()), found()._repr_html_()
     assert text.splitlines()[0].split()[:2] == ["entry", "quantized"]
@@ -268,6 +303,7 @@ def test_it_prints_and_shows_a_table():
     plan = Q.plan(PARAMS, X)._repr_html_()
     assert plan.count("<tr>") == 5
     assert "4 of 4 sites are quantized" in plan
+    assert plan.count("<table onclick=") == 1
 
 
 def test_long_tables_are_grouped_by_module_and_text_is_escaped():

@@ -92,8 +92,8 @@ def accuracy():
 
 
 def published(benchmark, named=1):
-    """The rows of a benchmark in docs/benchmarks.md: the cells by the first one, or the first two."""
-    table = (FOLDER.parent / "benchmarks.md").read_text().split(f"<!-- {benchmark} -->")[1].split("<!-- /")[0]
+    """The rows of a benchmark in docs/measured.md: the cells by the first one, or the first two."""
+    table = (FOLDER.parent / "measured.md").read_text().split(f"<!-- {benchmark} -->")[1].split("<!-- /")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     return {", ".join(cells[:named]): cells[named:] for cells in rows}
 
@@ -170,7 +170,7 @@ def benchmarks():
     grouped(axes["call"], groups, "Serving call, frozen, float32 = 1")
     layers, groups = published("integer", 2), {}
     for n in (1, 16, 128):
-        ours, _, _, _, qwix, _, onnxruntime = layers[f"2048^2, {n}"]
+        ours, _, _, qwix, _, onnxruntime = layers[f"2048^2, {n}"]
         found = {"jaxquant": ours, "qwix": qwix, "ONNX Runtime": onnxruntime}
         groups[f"{n} row{'s' * (n > 1)}"] = {label: first(cell) for label, cell in found.items()}
     grouped(axes["layer"], groups, "Linear layer of 2048 x 2048, float32 = 1")

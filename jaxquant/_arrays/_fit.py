@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale and zero point of data, by four methods."""
+"""The scale and zero point of data, by five methods."""
 
 import dataclasses
 import functools
@@ -42,12 +42,25 @@ def _mean(x: Array, shape: tuple[int, ...]) -> Array:
 def _lsq(x: Array, frame: Frame, _: float) -> QParams:
     if frame.spec.has_minimum:
         raise ValueError(f"`method='lsq'` has no minimum, got {frame.spec}. Pass method='minmax' or 'mse'.")
-    (scale, zero_point), qmin, qmax = _minmax(x, frame), frame.qmin, frame.qmax
-    steps = qmax - zero_point if frame.spec.symmetric else jnp.maximum(qmax - zero_point, zero_point - qmin)
+    start, qmin, qmax = _minmax(x, frame), frame.qmin, frame.qmax
+    of_zero = start.zero_point
+    steps = qmax - of_zero if frame.spec.symmetric else jnp.maximum(qmax - of_zero, of_zero - qmin)
+    return _of_mean(x, start, lambda mean: divide(2 * mean, jnp.sqrt(steps)))
+
+
+def _absmean(x: Array, frame: Frame, _: float) -> QParams:
+    if not frame.spec.symmetric:
+        raise ValueError(f"`method='absmean'` is for symmetric grids, got {frame.spec}. Pass method='minmax' or 'mse'.")
+    return _of_mean(x, _minmax(x, frame), lambda mean: mean)
+
+
+def _of_mean(x: Array, start: QParams, of: Callable[[Array], Array]) -> QParams:
+    """The qparams whose scale is a function of the mean magnitude, in units of the scale at the start."""
+    scale, zero_point = start
     x = num.upcast(x, num.compute_dtype(x.dtype))
     # In units of the min-max scale, so that no sum overflows.
     v = jnp.abs(divide(x, broadcast_groups(scale.astype(x.dtype), x.shape)))
-    fitted = num.guard(divide(2 * _mean(v, scale.shape).astype(jnp.float32), jnp.sqrt(steps)) * scale)
+    fitted = num.guard(of(_mean(v, scale.shape).astype(jnp.float32)) * scale)
     fitted = jnp.where(fitted < jnp.inf, fitted, LARGEST)
     return QParams(jnp.where(jnp.abs(fitted) < TINY, scale, fitted), zero_point)
 
@@ -226,7 +239,7 @@ def _fit(x: Array, frame: Frame, method: str, percentile: float) -> QParams:
 
 
 # By the values, the frame of the grid, and a percentile.
-METHODS = {"minmax": _minmax, "percentile": _percentile, "mse": _mse, "lsq": _lsq}
+METHODS = {"minmax": _minmax, "percentile": _percentile, "mse": _mse, "lsq": _lsq, "absmean": _absmean}
 
 
 def fit_qparams(
@@ -252,19 +265,20 @@ def fit_qparams(
     - "lsq": scale = 2 * mean(|x|) / sqrt(qmax), a start from which learned scales train best at 2 and 3 bits, and which
       is far from the least error at 8. If affine, it takes the zero point of "minmax", and for qmax the steps on the
       longer side of it.
+    - "absmean": scale = mean(|x|), for symmetric grids: with weight_spec(2) the ternary weights of BitNet b1.58.
 
     Args:
       x: floating array of any shape, real values.
       spec: QuantSpec, static.
-      method: static, one of the four.
+      method: static, one of the five.
       bits: integer, traced or not, at most spec.bits: the grid of a schedule. None means spec.bits.
       percentile: static number in (0, 100]; read by "percentile" alone.
       nonfinite: static. "ignore" leaves NaN and infinities out; "raise" raises for them, and needs a concrete `x`.
 
     Returns:
       QParams of float32 for every dtype of x, always finite, scale >= 2 ** -126. No values, or only zeros, give scale 1
-      (2 ** -126 where a tensor scale scales it). "mse" and "lsq" sum floats, so their last bits may differ from program
-      to program; the others do not. Under `shard_map` the QParams are fitted to the shard.
+      (2 ** -126 where a tensor scale scales it). "mse", "lsq" and "absmean" sum floats, so their last bits may differ
+      from program to program; the others do not. Under `shard_map` the QParams are fitted to the shard.
 
     Gradient: none; `fake_quant` trains the QParams themselves.
 
@@ -273,7 +287,7 @@ def fit_qparams(
       ValueError: for a granularity that does not fit x, an unknown method, bits or percentile out of range.
 
     Source: min-max and percentile: every calibration scheme; "lsq": Esser et al., 2020, "Learned Step Size
-    Quantization".
+    Quantization"; "absmean": Ma et al., 2024, "The Era of 1-bit LLMs".
 
     >>> import jax.numpy as jnp
     >>> from jaxquant import QuantSpec, fit_qparams

@@ -9,7 +9,13 @@ _MOST_ROWS = 30  # of a table in one piece
 _STYLE = (
     "<style>.jaxquant {overflow-x: auto} .jaxquant table {border-collapse: collapse} "
     ".jaxquant th, .jaxquant td {text-align: left; padding: 2px 8px; white-space: nowrap; border-bottom: 1px solid "
-    "#8884} .jaxquant td.float {opacity: 0.6}</style>"
+    "#8884} .jaxquant th {cursor: pointer} .jaxquant td.float {color: #c2410c}</style>"
+)
+_SORT = (  # by the column whose header is clicked, as numbers where both are; again, the other way round
+    "const h = event.target.closest('th'); if (h) { const i = h.cellIndex, s = this.dataset.by == i ? -1 : 1; "
+    "this.dataset.by = s > 0 ? i : ''; const v = r => r.cells[i].innerText.replace(/,/g, ''); "
+    "[...this.rows].slice(1).sort((a, b) => { const d = parseFloat(v(a)) - parseFloat(v(b)); "
+    "return s * (isNaN(d) ? v(a).localeCompare(v(b)) : d); }).forEach(r => r.parentNode.append(r)); }"
 )
 
 
@@ -25,14 +31,15 @@ def as_html(
     is_float: Callable[[Sequence[str]], bool],
 ) -> str:  # fmt: skip
     """A table, by the first two segments of the names in the first column where there are many rows; rows that are left
-    in float are paler."""
+    in float have a colour, and a click on a header sorts."""
     cell = lambda tag, text, kind="": f"<{tag}{kind}>{html.escape(text)}</{tag}>"
     head = "<tr>" + "".join(cell("th", text) for text in header) + "</tr>"
 
     def table(rows: Sequence[Sequence[str]]) -> str:
         pale = [' class="float"' if is_float(row) else "" for row in rows]
         lines = ("".join(cell("td", text, p) for text in row) for row, p in zip(rows, pale, strict=True))
-        return f"<table>{head}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        return f'<table onclick="{_SORT}">{head}{body}</table>'
 
     if len(rows) <= _MOST_ROWS:
         body = table(rows)

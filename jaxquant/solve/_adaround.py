@@ -16,7 +16,7 @@ from .._base import _numerics as num
 from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
 from ._model import model_of
-from ._rounding import Progress, rounded
+from ._rounding import Shown, rounded
 
 # As published: sigmoids stretched beyond [0, 1] and clipped; after a fifth of the steps a pull to 0 or 1 that sharpens.
 _STRETCH, _PULL, _WARM_UP = (-0.1, 1.1), (20.0, 2.0), 0.2
@@ -86,7 +86,7 @@ def adaround(
     qparams: Mapping[str, Any] | None,
     steps: int = 500,
     freeze: bool = False,
-    progress: Progress | None = None,
+    progress: Shown = None,
     **kwargs: Any,
 ) -> PyTree:
     """Rounds each weight up or down so that the layer's output is off by little, which gradient steps learn: AdaRound.

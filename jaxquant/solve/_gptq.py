@@ -17,7 +17,7 @@ from .._base._checks import PyTree
 from .._transform._quantize_fn import QuantizedFunction
 from ._matrices import checked_damping, damped, nearest, of_each
 from ._model import model_of
-from ._rounding import Progress, rounded
+from ._rounding import Shown, rounded
 
 _BLOCK = 128  # rows whose errors are made up for one by one; those before them in one product of matrices
 
@@ -88,7 +88,7 @@ def gptq(
     damping: float = 0.01,
     activation_order: bool = True,
     freeze: bool = False,
-    progress: Progress | None = None,
+    progress: Shown = None,
     **kwargs: Any,
 ) -> PyTree:
     """Rounds weights so that the layer's output is off by little, not each weight: GPTQ.
@@ -110,7 +110,7 @@ def gptq(
         in float at a time; `q.freeze` of the result freezes the others.
       progress: (path, before, after) -> None, called after each weight with the squared error of its layer's output,
         relative to the output, by rounding to nearest and as it is now; and with NaN for a matrix that no row has met,
-        such as "path[1]" of an expert without tokens, which is rounded to nearest.
+        such as "path[1]" of an expert without tokens, which is rounded to nearest. True shows a bar, by tqdm.
 
     Returns:
       The params, with weights that lie on the grid of `qparams`: `q.freeze(params, ..., qparams=qparams)` has the

@@ -18,6 +18,7 @@ from .._arrays._qarray import real_values
 from .._arrays._qparams import QParams
 from .._arrays._tally import to_nearest
 from .._base import _checks as checks
+from .._base._bar import in_bar
 from .._base._checks import PyTree
 from .._params import refuse_lost_scales, refuse_not_finite
 from .._paths import is_qarray, named_in_errors, with_leaves, with_paths
@@ -137,10 +138,10 @@ class Model(NamedTuple):
         each = (dataclasses.replace(weight, served=served[weight.path]) for weight in self.weights)
         return self._replace(weights=tuple(each))
 
-    def found(self, solve: Callable[[Weight], Any], freeze: bool = False) -> dict[str, Any]:
+    def found(self, solve: Callable[[Weight], Any], freeze: bool = False, progress: Any = None) -> dict[str, Any]:
         """The results of `solve` for each weight, by path: one weight after the other, one scan iteration at a time."""
         new = {}
-        for weight in self.weights:
+        for weight in in_bar(self.weights, progress, "weights"):
             path = weight.path
             with named_in_errors(path, rule=self.entries.of[path].rule):
                 new[path] = _with_automatic_axes(functools.partial(_of_numbers, solve), weight)
@@ -148,9 +149,9 @@ class Model(NamedTuple):
                 new[path] = freeze_leaf(path, new[path], self.entries, self.qparams, None)
         return new
 
-    def solved(self, solve: Callable[[Weight], Any], freeze: bool) -> PyTree:
+    def solved(self, solve: Callable[[Weight], Any], freeze: bool, progress: Any = None) -> PyTree:
         """The params, with what `solve` makes of each weight in place of it, or the integers of it."""
-        new = self.found(solve, freeze)
+        new = self.found(solve, freeze, progress)
         return with_leaves(self.params, [new.get(path, leaf) for path, leaf in with_paths(self.params)])
 
 

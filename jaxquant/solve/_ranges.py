@@ -110,6 +110,7 @@ def ranges(
     *args: Any,
     method: str = "diagonal",
     qparams: Mapping[str, Any] | None = None,
+    progress: bool = False,
     **kwargs: Any,
 ) -> dict[str, QParams | None]:
     """The scales of weights with which the output of their layers is off least, of those below min-max.
@@ -128,6 +129,7 @@ def ranges(
         groups of a column: the scales to hand to it at 2 and 3 bits.
       qparams: {entry: QParams or None} to take all other entries from, such as the static ranges of inputs; None leaves
         them dynamic.
+      progress: static bool. True shows a bar, by tqdm.
 
     Returns:
       {entry: QParams or None} of all entries of the function, for `solve.gptq`, `q.freeze` and calls.
@@ -149,9 +151,10 @@ def ranges(
     [0.1, 1.0]
     """
     checks.one_of("method", method, tuple(_METHODS))
+    progress = checks.static_bool("progress", progress)
     model = model_of(params, q, grams, args, kwargs, qparams).seen_whole()
     if qparams is not None:
         model.entries.same_keys("qparams", "q.init_qparams(params, ...)", qparams, ())
-    new = model.found(lambda weight: _searched(array(weight.leaf), weight.gram, weight.form, method))
+    new = model.found(lambda weight: _searched(array(weight.leaf), weight.gram, weight.form, method), progress=progress)
     of = {path: found._replace(spec=model.entries.of[path].spec) for path, found in new.items()}
     return {key: (qparams or {}).get(key) for key in model.entries.of} | of

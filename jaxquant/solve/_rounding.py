@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.core
@@ -17,11 +17,13 @@ from .._arrays._grid import Grid, frame_of, grid_of
 from .._arrays._qparams import QParams
 from .._base import _checks as checks
 from .._base import _numerics as num
+from .._base._bar import callback
 from .._base._checks import PyTree
 from ._matrices import Form, array, grid_in_matrices, nearest
 from ._model import Model, Weight, check_solved
 
 Progress = Callable[[str, float, float], None]  # (path, error before, error after)
+Shown = Progress | Literal[True] | None  # True for a bar
 
 
 # (w, products, grid, *numbers) -> the levels of a weight (K, N), with these second moments (K, K) of its inputs; the
@@ -36,16 +38,16 @@ class Errors(NamedTuple):
     after: Array
 
 
-def rounded(model: Model, levels: Levels, numbers: Sequence[float], freeze: bool, progress: Progress | None) -> PyTree:
+def rounded(model: Model, levels: Levels, numbers: Sequence[float], freeze: bool, progress: Shown) -> PyTree:
     """The params with the weights of a model on the levels that are chosen, as `solve.gptq` returns them."""
     freeze, model = checks.static_bool("freeze", freeze), model.on_grids().seen_whole()
 
     def solve(weight: Weight) -> Array:
         assert weight.qparams is not None
         leaf, errors = _solved(array(weight.leaf), weight.gram, weight.qparams, weight.form, levels, tuple(numbers))
-        return _checked(weight, leaf, errors, progress)
+        return _checked(weight, leaf, errors, callback(progress))
 
-    return model.solved(solve, freeze)
+    return model.solved(solve, freeze, progress)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "levels"))
