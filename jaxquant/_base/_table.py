@@ -12,7 +12,7 @@ _STYLE = (
     "#8884} .jaxquant th {cursor: pointer} .jaxquant td.float {color: #c2410c}</style>"
 )
 _SORT = (  # by the column whose header is clicked, as numbers where both are; again, the other way round
-    "const h = event.target.closest('th'); if (h) { const i = h.cellIndex, s = this.dataset.by == i ? -1 : 1; "
+    "const h = event.target.closest('th'); if (h) { const i = h.cellIndex, s = this.dataset.by === '' + i ? -1 : 1; "
     "this.dataset.by = s > 0 ? i : ''; const v = r => r.cells[i].innerText.replace(/,/g, ''); "
     "[...this.rows].slice(1).sort((a, b) => { const d = parseFloat(v(a)) - parseFloat(v(b)); "
     "return s * (isNaN(d) ? v(a).localeCompare(v(b)) : d); }).forEach(r => r.parentNode.append(r)); }"
