@@ -35,9 +35,11 @@ def of_page(rounds: int, name: str) -> Iterator[tuple]:
 
 PACKAGES = "optax", "keras", "scikit-learn", "gguf"
 OF_RL = "trained", "log-probabilities of rollouts and trainer, apart at most", "right digits before", "after 150 steps"
+OF_DISTILL = "weights in", "to nearest", "`solve.gptq` of `ranges`", "scales distilled", "weights and scales distilled"
 PARTS = {
     "rl": Part(OF_RL, of_page, 1, ("rl",)),
     "keras": Part(("weights of 2 bits, inputs of 4", "test accuracy"), of_page, 1, ("keras",)),
     "ternary": Part(("weights", "test accuracy, not trained", "trained"), of_page, 1, ("ternary",)),
+    "distill": Part(OF_DISTILL, of_page, 1, ("distill",)),
     "lora": Part(("bits per character", "in float", "as the file has it"), of_page, 1, ("lora",)),
 }
