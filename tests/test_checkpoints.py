@@ -601,6 +601,15 @@ def test_families_know_their_names_and_settings():
         LLAMA.in_gguf("model.layers.0.self_attn.q_norm.weight")
     with pytest.raises(ValueError, match=r"lacks max_position_embeddings \(for context_length\)"):
         LLAMA.metadata({})
+    of = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    settings = {key: v for key, v in CONFIG.items() if key != "rope_theta"}
+    assert LLAMA.metadata(settings | of)["llama.rope.freq_base"] == 5e5
+    assert LLAMA.config(LLAMA.metadata(CONFIG) | {"general.architecture": "llama"})["rope_theta"] == 1e4
+    for scaled in ({"rope_scaling": {"type": "linear"}}, {"rope_parameters": {"rope_type": "llama3"}}):
+        with pytest.raises(ValueError, match="which is not written"):
+            LLAMA.metadata(CONFIG | scaled)
+    said = {"general.architecture": "llama", "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 8.0}
+    assert LLAMA.config(LLAMA.metadata(CONFIG) | said)["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     assert LLAMA.rows("model.layers.0.self_attn.q_proj.weight", 8, {"num_attention_heads": 2}).tolist() == [
         0, 2, 1, 3, 4, 6, 5, 7,
     ]  # fmt: skip

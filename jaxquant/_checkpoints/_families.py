@@ -55,6 +55,7 @@ class Family(NamedTuple):
 
     def metadata(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a model in GGUF."""
+        config = _with_rope(config)
         found = dict(self.defaults) | {
             key: config[own] for key, own in self.settings.items() if config.get(own) is not None
         }
@@ -71,11 +72,30 @@ class Family(NamedTuple):
         found = of_defaults | {own: v for own, v in said.items() if v is not None}
         if missing := [own for own in self.settings.values() if own not in found and own != "vocab_size"]:
             raise ValueError(f"the GGUF file lacks {', '.join(missing)} of {self.architecture!r}")
+        scaling = metadata.get(f"{self.architecture}.rope.scaling.type", "none")
+        if scaling != "none":
+            found["rope_scaling"] = {"rope_type": scaling}
+            found["rope_scaling"] |= {"factor": metadata.get(f"{self.architecture}.rope.scaling.factor")}
         return {own: v for own, v in found.items() if v is not None}
 
     def names(self, layers: int) -> list[str]:
         """The names of all tensors of so many layers, as Hugging Face has them."""
         return [name.format(i) for name in self.tensors for i in (range(layers) if "{}" in name else (0,))]
+
+
+def _with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the bases of rotary embeddings where transformers 4 has them; raises for scaled positions."""
+    of = config.get("rope_parameters") or {}
+    everywhere, local = of.get("full_attention", of), of.get("sliding_attention", {})
+    scaling = config.get("rope_scaling") or {}
+    for name, rope in ("rope_parameters", everywhere), ("rope_parameters", local), ("rope_scaling", scaling):
+        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+            raise ValueError(
+                f"`config` has {name} of type {kind!r}, which is not written, and without which positions are others. "
+                "Take it out of `config`, and pass llama.cpp's keys for it: metadata={'llama.rope.scaling.type': ...}."
+            )
+    bases = {"rope_theta": everywhere.get("rope_theta"), "rope_local_base_freq": local.get("rope_theta")}
+    return dict(config) | {key: v for key, v in bases.items() if v is not None}
 
 
 def _general(name: str) -> tuple[str, str]:
@@ -125,7 +145,11 @@ _BIASES = {f"{own}_proj__bias": f"attn_{own}.bias" for own in "qkv"}
 QWEN2 = Family("qwen2", _tensors(**_BIASES), _SETTINGS, defaults=_DEFAULTS)
 _NORMS = {f"{own}_norm__weight": f"attn_{own}_norm.weight" for own in "qk"}
 _OF_HEADS = {"attention.key_length": "head_dim", "attention.value_length": "head_dim"}
-_OF_WINDOWS = {"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"}
+_OF_WINDOWS = {
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 QWEN3 = Family("qwen3", _tensors(**_NORMS), _SETTINGS | _OF_HEADS, defaults=_DEFAULTS | dict.fromkeys(_OF_HEADS))
 _OF_GEMMA = _tensors(**_NORMS) | {
     "model.layers.{}.post_attention_layernorm.weight": "blk.{}.post_attention_norm.weight",
@@ -134,6 +158,6 @@ _OF_GEMMA = _tensors(**_NORMS) | {
 }
 GEMMA3 = Family(
     "gemma3", _OF_GEMMA, _SETTINGS | _OF_HEADS | _OF_WINDOWS,
-    defaults={"attention.head_count_kv": None, "rope.freq_base": 1000000.0, "rope.freq_base_swa": None},
+    defaults=_DEFAULTS | {"rope.freq_base": 1e6, "rope.freq_base_swa": None, "final_logit_softcapping": None},
     plus_one=[name for name in _OF_GEMMA if name.endswith("norm.weight")],
 )  # fmt: skip

@@ -64,7 +64,8 @@ def write(
     Gradient: none; arrays are read.
 
     Raises:
-      ValueError: for a QArray on no lattice of the format, a name that is not of the family, a tensor that is missing.
+      ValueError: for a QArray on no lattice of the format, a name that is not of the family, a tensor that is missing,
+        and for rotary embeddings that are scaled, which `metadata` can say.
       ImportError: for GGUF without the package gguf.
 
     Source: as `read`.
