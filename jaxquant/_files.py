@@ -49,7 +49,7 @@ _HIGHEST_RANK = 64  # of a NumPy array
 
 
 def save(path: str | os.PathLike, tree: PyTree) -> None:
-    """Writes a pytree of arrays and QArrays to a file, integers of 2 to 4 bits packed.
+    """Writes a pytree of arrays and QArrays to a file, integers of 1 to 4 bits packed.
 
     Args:
       path: str or path that ends in ".npz", which NumPy reads too, or ".safetensors", which needs the package

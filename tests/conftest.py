@@ -4,7 +4,9 @@ import gc
 import itertools
 import os
 import pathlib
+import sys
 import tomllib
+import types
 
 from xdist.scheduler import LoadGroupScheduling, WorkStealingScheduling
 
@@ -166,6 +168,20 @@ def pytest_runtest_setup(item):
 def compared(record_property):
     """Call it with (judge, op, values compared, values that differ); the sums are printed at the end of the run."""
     return lambda judge, op, values, differ: record_property("compared", (judge, op, int(values), int(differ)))
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """What each step of a bar is called, for tqdm."""
+    shown = []
+
+    def tqdm(items, desc):
+        for item in items:
+            yield item
+            shown.append(desc)
+
+    monkeypatch.setitem(sys.modules, "tqdm.auto", types.SimpleNamespace(tqdm=tqdm))
+    return shown
 
 
 def pytest_terminal_summary(terminalreporter):

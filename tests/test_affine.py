@@ -386,7 +386,7 @@ def check_packed(values, bits):
 
 @cases(
     ("shape", "bits", "dtype"),
-    itertools.product(SHAPES, (2, 3, 4), (np.int8, np.uint8)),
+    itertools.product(SHAPES, (1, 2, 3, 4), (np.int8, np.uint8)),
 )
 def test_pack_round_trip(shape, bits, dtype):
     lowest = -(2 ** (bits - 1)) if dtype is np.int8 else 0

@@ -289,7 +289,7 @@ AFFINE = [
             lambda v: jq.unpack(np.zeros(2, np.uint8), v, (4,)),
         )
         for v, kind, text in [
-            (1, ValueError, "got 1."),
+            (0, ValueError, "got 0."),
             (5, ValueError, "got 5."),
             *[(v, TypeError, text) for v, text in not_static],
         ]

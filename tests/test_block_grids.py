@@ -24,6 +24,7 @@ EXTREMUM = QuantSpec(bits=4, granularity=BLOCKS, scale_rule="extremum")
 HALF = {"scale_dtype": "float16", "exact_divisor": True, "rounding": "half_up"}
 GRIDS = {
     "minimum": QuantSpec(**ABOVE),
+    "one bit": QuantSpec(**(ABOVE | {"bits": 1})),
     "minimum in float16": QuantSpec(**ABOVE, **HALF),
     "extremum": EXTREMUM,
     "extremum in float16": dataclasses.replace(EXTREMUM, **HALF),
@@ -122,9 +123,10 @@ def test_gradients_are_those_of_the_line(name):
 INPUTS = {"float": None, "affine": activation_spec(8), "token": activation_spec(8, granularity=PerToken())}
 
 
+@by_default("minimum in float16-affine", "extremum-token", "scales of scales-float")
 @pytest.mark.parametrize(
     ("name", "inputs"),
-    [("minimum in float16", "affine"), ("extremum", "token"), ("scales of scales", "float")],
+    [("minimum in float16", "affine"), ("extremum", "token"), ("scales of scales", "float"), ("one bit", "token")],
 )
 def test_trained_is_frozen_in_dots(name, inputs):
     q = quantize_fn(lambda params, x: x @ params["w"], [Rule("w", GRIDS[name], INPUTS[inputs])])
@@ -149,7 +151,8 @@ def test_two_minimums_do_not_meet():
         jq.dot_general(jq.quantize(X, above), jq.quantize(W, GRIDS["minimum"]), (((1,), (0,)), ((), ())))
 
 
-@pytest.mark.parametrize("name", ["minimum in float16", "scales of scales, symmetric"])
+@by_default("minimum in float16", "scales of scales, symmetric")
+@pytest.mark.parametrize("name", ["minimum in float16", "scales of scales, symmetric", "one bit"])
 def test_files_have_the_same_arrays(name, tmp_path):
     q = jq.quantize(W, GRIDS[name])
     jq.save(tmp_path / "q.npz", {"w": q})

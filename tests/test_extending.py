@@ -190,7 +190,9 @@ def test_a_range_method_fits(monkeypatch):
     minmax = fit_qparams(W, spec)
     assert_same_bits(fit_qparams(W, spec, "wide").scale, 2 * minmax.scale)
     assert_same_bits(init_qparams({"w": W}, [("w", spec)], "wide")["w"].scale, 2 * minmax.scale)
-    with pytest.raises(ValueError, match="`method` must be one of minmax, percentile, mse, lsq, wide, got 'wider'"):
+    with pytest.raises(
+        ValueError, match="`method` must be one of minmax, percentile, mse, lsq, absmean, wide, got 'wider'"
+    ):
         fit_qparams(W, spec, "wider")
 
 

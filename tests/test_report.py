@@ -5,8 +5,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import sys
-import types
 
 import hand_written as by_hand
 import jax
@@ -27,7 +25,6 @@ from jaxquant import (
     quantize_fn,
     report,
     save,
-    solve,
     weight_spec,
 )
 from jaxquant._report import _worst_channel
@@ -255,7 +252,7 @@ def test_values_between_two_levels_are_rounded_as_the_rule_says():
 
 
 @pytest.mark.slow
-def test_progress_tells_of_each_entry_and_changes_no_cost():
+def test_progress_tells_of_each_entry_and_changes_no_cost(bars):
     told = []
     rows = report(Q, PARAMS, X, loss=loss, predicted=False, progress=lambda *of: told.append(of))
     assert told[0][0] == told[1][0]  # what is first, before anything has run
@@ -265,32 +262,12 @@ def test_progress_tells_of_each_entry_and_changes_no_cost():
         assert rows[row.entry].predicted is None
         assert rows[row.entry].change == pytest.approx(row.change, rel=1e-4, abs=1e-6)
         assert rows[row.entry].by_bits == pytest.approx(row.by_bits, rel=1e-4, abs=1e-6)
-    with_all = report(Q, PARAMS, X, loss=loss, bits=(), progress=lambda *of: None)
+    with_all = report(Q, PARAMS, X, loss=loss, bits=(), progress=True)
+    assert bars == ["costs"] * 4
     assert with_all["v"].predicted == pytest.approx(found()["v"].predicted, rel=1e-4)
     assert not with_all["v"].by_bits
     assert rows.loss == pytest.approx(found().loss)
     assert report(Q, PARAMS, X, loss=loss, bits=(), predicted=False)["v"].predicted is None
-
-
-def test_progress_shows_a_bar(monkeypatch):
-    shown = []
-
-    def tqdm(items, desc):
-        for item in items:
-            yield item
-            shown.append(desc)
-
-    bar = lambda: {"loss": loss, "bits": (), "predicted": False, "progress": True}
-    monkeypatch.setitem(sys.modules, "tqdm.auto", types.SimpleNamespace(tqdm=tqdm))
-    assert report(Q, PARAMS, X, **bar()).loss == pytest.approx(found().loss)
-    assert shown == ["costs"] * 4
-    grams = Q.observe(PARAMS, X, gram=True)
-    qparams = solve.ranges(PARAMS, Q, grams, X, progress=True)
-    solve.gptq(PARAMS, Q, grams, X, qparams=qparams, progress=True)
-    assert shown[4:] == ["weights"] * 4
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(ImportError, match="pip install tqdm"):
-        report(Q, PARAMS, X, **bar())
 
 
 def test_it_prints_and_shows_a_table():

@@ -5,6 +5,7 @@ import collections
 import functools
 import math
 import re
+import sys
 import warnings
 import weakref
 
@@ -32,6 +33,7 @@ from jaxquant import (
     solve,
     weight_spec,
 )
+from jaxquant._base._bar import in_bar
 from jaxquant.solve._adaround import Learned
 from jaxquant.solve._gptq import InOrderOfRows
 from jaxquant.solve._model import model_of
@@ -343,7 +345,7 @@ def test_ranges_of_a_scale_of_the_tensor_leave_its_largest_block():
 
 
 @pytest.mark.slow
-def test_ranges_keep_the_other_entries():
+def test_ranges_keep_the_other_entries(bars):
     f = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]
     params, x = {"a": normal(1, 8, 8), "b": normal(2, 8, 8)}, normal(3, 20, 8)
     q = quantize_fn(f, [Rule("*", W4, A8)])
@@ -353,8 +355,11 @@ def test_ranges_keep_the_other_entries():
     assert found["b:input"] is static["b:input"]
     assert found["a"].spec == static["a"].spec
     assert (found["a"].scale != static["a"].scale).any()
-    dynamic = solve.ranges(params, q, q.observe(params, x, gram=True), x)
+    grams = q.observe(params, x, gram=True)
+    dynamic = solve.ranges(params, q, grams, x, progress=True)
     assert dynamic["a:input"] is None
+    solve.gptq(params, q, grams, x, qparams=dynamic, progress=True)
+    assert bars == ["weights"] * 4
     q(params, x, qparams=dynamic)
 
 
@@ -439,6 +444,14 @@ def test_bad_qparams():
         solve.ranges(PARAMS, Q, GRAMS, X, qparams={"v": None})
 
 
+def test_a_bar_is_of_tqdm(bars, monkeypatch):
+    assert list(in_bar("ab", True, "letters")) == list(in_bar("ab", None, "letters")) == ["a", "b"]
+    assert bars == ["letters"] * 2
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        in_bar("ab", True, "letters")
+
+
 def test_bad_options():
     for damping, kind in ((-0.1, ValueError), ("a", TypeError), (np.nan, ValueError)):
         with pytest.raises(kind, match="`damping`"):
@@ -449,6 +462,8 @@ def test_bad_options():
         solve.adaround(PARAMS, Q, GRAMS, X, qparams=QPARAMS, steps=0)
     with pytest.raises(ValueError, match="`method`"):
         solve.ranges(PARAMS, Q, GRAMS, X, method="half")
+    with pytest.raises(TypeError, match="`progress`"):
+        solve.ranges(PARAMS, Q, GRAMS, X, progress=1)
     with pytest.raises(ValueError, match=r"At 'w'.*`rank` must be at most 3 for matrices \(4, 3\), got 4"):
         solve.low_rank(PARAMS, Q, GRAMS, X, rank=4, qparams=QPARAMS)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integers of 2 to 4 bits, packed into bytes."""
+"""Integers of 1 to 4 bits, packed into bytes."""
 
 import functools
 import math
@@ -22,11 +22,11 @@ def _pack(values: Array, bits: int) -> Array:
 
 
 def pack(values: ArrayLike, bits: int) -> Array:
-    """Values of 2 to 4 bits side by side in bytes, the first in the lowest bits of the first byte.
+    """Values of 1 to 4 bits side by side in bytes, the first in the lowest bits of the first byte.
 
     Args:
       values: int8, uint8 or float4 array of any shape, such as the values of a QArray; each must fit `bits` bits.
-      bits: static int, 2 to 4; 4 for float4.
+      bits: static int, 1 to 4; 4 for float4.
 
     Returns:
       uint8 of shape (ceil(size * bits / 8),); signed values in two's complement, floats by their bits.
@@ -35,7 +35,7 @@ def pack(values: ArrayLike, bits: int) -> Array:
 
     Raises:
       TypeError: for values of another dtype.
-      ValueError: for bits outside 2..4, float4 with bits other than 4, or concrete values that do not fit. Traced
+      ValueError: for bits outside 1..4, float4 with bits other than 4, or concrete values that do not fit. Traced
         values keep their low bits.
 
     Source: the usual little-endian layout.
@@ -45,7 +45,7 @@ def pack(values: ArrayLike, bits: int) -> Array:
     >>> pack(jnp.array([1, -1, 2], jnp.int8), 4).tolist()
     [241, 2]
     """
-    bits = checks.static_int_between("bits", bits, 2, 4)
+    bits = checks.static_int_between("bits", bits, 1, 4)
     if getattr(values, "dtype", None) == jnp.float4_e2m1fn:
         if bits != 4:
             raise ValueError(f"`bits` must be 4 for float4_e2m1fn, got {bits}. Pass 4.")
@@ -91,7 +91,7 @@ def unpack(packed: ArrayLike, bits: int, shape: tuple[int, ...], dtype: DTypeLik
 
     Args:
       packed: uint8 of shape (ceil(size * bits / 8),).
-      bits: static int, 2 to 4.
+      bits: static int, 1 to 4.
       shape: static, of the array that was packed.
       dtype: static, int8, uint8 or float4_e2m1fn: the dtype that was packed.
 
@@ -102,7 +102,7 @@ def unpack(packed: ArrayLike, bits: int, shape: tuple[int, ...], dtype: DTypeLik
 
     Raises:
       TypeError: for `packed` of another dtype.
-      ValueError: for bits outside 2..4, another dtype, or a shape that the bytes do not hold.
+      ValueError: for bits outside 1..4, another dtype, or a shape that the bytes do not hold.
 
     Source: as `pack`.
 
@@ -111,7 +111,7 @@ def unpack(packed: ArrayLike, bits: int, shape: tuple[int, ...], dtype: DTypeLik
     >>> unpack(pack(jnp.array([1, -1, 2], jnp.int8), 4), 4, (3,)).tolist()
     [1, -1, 2]
     """
-    bits = checks.static_int_between("bits", bits, 2, 4)
+    bits = checks.static_int_between("bits", bits, 1, 4)
     packed = integer_array("packed", packed, ("uint8",))
     if np.dtype(dtype) not in (np.int8, np.uint8, jnp.float4_e2m1fn):
         raise ValueError(f"`dtype` must be int8, uint8 or float4_e2m1fn, got {dtype}. Pass the dtype that was packed.")

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._bits import halves, in_halves, in_planes, in_six_bits, planes, shifted, six_bits
+from ._bits import U1, U4, halves, in_halves, in_planes, in_six_bits, planes, shifted, six_bits
 
-U1, I1, F2, U4 = np.uint8, np.int8, "<f2", "<u4"
+I1, F2 = np.int8, "<f2"
 
 
 class Scale(NamedTuple):

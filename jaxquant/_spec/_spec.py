@@ -24,7 +24,8 @@ class QuantSpec:
     of a tree of specs. It holds no array; the numbers are in `QParams`.
 
     Attributes:
-      bits: static int, 2 to 16. Up to 8 bits are held in int8 or uint8, more in int16 or uint16. Formats fix theirs.
+      bits: static int, 2 to 16; 1 beside offset="minimum", two levels. Up to 8 bits are held in int8 or uint8, more in
+        int16 or uint16. Formats fix theirs.
       signed: whether q is signed. The grid is [-2 ** (bits - 1), 2 ** (bits - 1) - 1], or [0, 2 ** bits - 1] if not.
       symmetric: the zero point is 0 by definition and never read. The opposite, affine, trains a zero point.
       narrow_range: drops the lowest q, so that a symmetric signed grid has as many steps below 0 as above. None means
@@ -56,7 +57,7 @@ class QuantSpec:
 
     Raises:
       TypeError: for an argument of another kind, traced ones among them.
-      ValueError: for bits outside 2..16, an unknown rounding or format, an axis named twice, a narrow symmetric
+      ValueError: for bits outside of these, an unknown rounding or format, an axis named twice, a narrow symmetric
         unsigned grid (it would not hold 0), bits or signs of integers beside a format, or a scale_rule, offset,
         scale_spec or exact_divisor beside what gives it no meaning.
 
@@ -104,7 +105,7 @@ class QuantSpec:
         set_ = lambda name, value: object.__setattr__(self, name, value)
         if self.format is not None:
             set_("bits", FLOATS[self.format].bits)
-        set_("bits", checks.static_int_between("bits", self.bits, 2, 16))
+        set_("bits", checks.static_int_between("bits", self.bits, 1 if self.offset == "minimum" else 2, 16))
         set_("signed", checks.static_bool("signed", self.signed))
         set_("symmetric", checks.static_bool("symmetric", self.symmetric))
         if self.narrow_range is None:
@@ -165,10 +166,10 @@ class QuantSpec:
 
     @property
     def with_float_scales(self) -> "QuantSpec":
-        """The integers of the spec, with one scale in float32, and a zero point where they have an offset."""
+        """The integers of the spec, in 2 bits at least, with one scale in float32, and a zero point for an offset."""
         return dataclasses.replace(
-            self, granularity=PerTensor(), scale_dtype="float32", scale_rule="ceil", offset="zero_point",
-            scale_spec=None, exact_divisor=False,
+            self, bits=max(self.bits, 2), granularity=PerTensor(), scale_dtype="float32", scale_rule="ceil",
+            offset="zero_point", scale_spec=None, exact_divisor=False,
         )  # fmt: skip
 
     @property
