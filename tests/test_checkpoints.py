@@ -224,8 +224,9 @@ def random_blocks(name, rows, columns):
 CONFIG = {
     "max_position_embeddings": 64, "hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 512,
     "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "vocab_size": 8,
-    "tie_word_embeddings": True, "head_dim": 64, "sliding_window": 32,
+    "tie_word_embeddings": True, "head_dim": 64,
 }  # fmt: skip
+OF_GEMMA = {"sliding_window": 32}
 
 
 @pytest.mark.parametrize("family", [LLAMA, GEMMA3], ids=["llama", "gemma3"])
@@ -241,7 +242,7 @@ def test_a_file_of_each_type_is_read_as_it_was_written(name, family, tmp_path):
         )  # fmt: skip
     said = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [0.5, 1.0], "yes": True}
     path = tmp_path / "m.gguf"
-    write(path, tensors, CONFIG, family, metadata=said)
+    write(path, tensors, CONFIG | OF_GEMMA if family is GEMMA3 else CONFIG, family, metadata=said)
     found = read(path, family)
     assert set(found) == set(tensors)
     assert len(found) == len(tensors)
@@ -610,6 +611,16 @@ def test_families_know_their_names_and_settings():
             LLAMA.metadata(CONFIG | scaled)
     said = {"general.architecture": "llama", "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 8.0}
     assert LLAMA.config(LLAMA.metadata(CONFIG) | said)["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    for family, key, v in (
+        (LLAMA, "hidden_act", "gelu"), (LLAMA, "sliding_window", 4096), (QWEN3, "use_sliding_window", True),
+        (GEMMA3, "query_pre_attn_scalar", 96), (GEMMA3, "layer_types", ["full_attention"]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"`config` has {key}=.* for which GGUF has no key"):
+            family.metadata(CONFIG | (OF_GEMMA if family is GEMMA3 else {}) | {key: v})
+    largest = CONFIG | {"num_hidden_layers": 62, "head_dim": 128, "query_pre_attn_scalar": 64}
+    known = GEMMA3.config(GEMMA3.metadata(largest | OF_GEMMA) | {"general.architecture": "gemma3"})
+    assert (known["query_pre_attn_scalar"], known["head_dim"], known["layer_types"][5]) == (64, 128, "full_attention")
+    assert LLAMA.config(LLAMA.metadata(largest) | {"general.architecture": "llama"})["head_dim"] == 128
     assert LLAMA.rows("model.layers.0.self_attn.q_proj.weight", 8, {"num_attention_heads": 2}).tolist() == [
         0, 2, 1, 3, 4, 6, 5, 7,
     ]  # fmt: skip

@@ -2,7 +2,7 @@
 """Families of models: the names of their tensors and settings in Hugging Face's files and in GGUF."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ class Family(NamedTuple):
       defaults: keys of GGUF -> values, of settings that config.json may leave out; None for one that GGUF may lack.
       plus_one: names of Hugging Face, of weights of norms that multiply by `1 + weight`: GGUF has the sum, in float32,
         as the model computes it.
+      implied: keys of config.json that GGUF lacks -> their value by the others, with which llama.cpp computes.
     """
 
     architecture: str
@@ -28,6 +29,7 @@ class Family(NamedTuple):
     in_pairs: Mapping[str, str] = {}
     defaults: Mapping[str, Any] = {}
     plus_one: Collection[str] = ()
+    implied: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {}
 
     def in_gguf(self, name: str) -> str:
         """The name of a tensor in GGUF."""
@@ -61,6 +63,12 @@ class Family(NamedTuple):
         }
         if missing := [f"{own} (for {key})" for key, own in self.settings.items() if key not in found]:
             raise ValueError(f"`config` lacks {', '.join(missing)}, without which GGUF has no {self.architecture!r}.")
+        for key, of in self.implied.items():
+            if config.get(key) not in (None, expected := of(config)):
+                raise ValueError(
+                    f"`config` has {key}={config[key]!r}, for which GGUF has no key, and llama.cpp computes a "
+                    f"{self.architecture!r} with {expected!r}."
+                )
         return {f"{self.architecture}.{key}": v for key, v in found.items() if v is not None}
 
     def config(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +84,7 @@ class Family(NamedTuple):
         if scaling != "none":
             found["rope_scaling"] = {"rope_type": scaling}
             found["rope_scaling"] |= {"factor": metadata.get(f"{self.architecture}.rope.scaling.factor")}
+        found |= {key: of(found) for key, of in self.implied.items()}
         return {own: v for own, v in found.items() if v is not None}
 
     def names(self, layers: int) -> list[str]:
@@ -135,29 +144,52 @@ _SETTINGS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
+_OF_HEADS = {"attention.key_length": "head_dim", "attention.value_length": "head_dim"}
+_WITH_HEADS = _SETTINGS | _OF_HEADS
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 _DEFAULTS = {"rope.freq_base": 10000.0, "attention.head_count_kv": None}
+_IMPLIED = {"hidden_act": lambda config: "silu"}  # and no layer sees a window alone
 LLAMA = Family(
-    "llama", _tensors(), _SETTINGS, {f"model.layers.{{}}.self_attn.{own}.weight": key for own, key in _HEADS.items()},
-    _DEFAULTS,
+    "llama", _tensors(), _WITH_HEADS,
+    {f"model.layers.{{}}.self_attn.{own}.weight": key for own, key in _HEADS.items()},
+    _DEFAULTS | dict.fromkeys(_OF_HEADS), implied=_IMPLIED | {"sliding_window": lambda config: None},
 )  # fmt: skip
 _BIASES = {f"{own}_proj__bias": f"attn_{own}.bias" for own in "qkv"}
-QWEN2 = Family("qwen2", _tensors(**_BIASES), _SETTINGS, defaults=_DEFAULTS)
+QWEN2 = Family(
+    "qwen2", _tensors(**_BIASES), _SETTINGS,
+    defaults=_DEFAULTS, implied=_IMPLIED | {"use_sliding_window": lambda config: False},
+)  # fmt: skip
 _NORMS = {f"{own}_norm__weight": f"attn_{own}_norm.weight" for own in "qk"}
-_OF_HEADS = {"attention.key_length": "head_dim", "attention.value_length": "head_dim"}
+QWEN3 = QWEN2._replace(architecture="qwen3", tensors=_tensors(**_NORMS), settings=_WITH_HEADS, defaults=LLAMA.defaults)
+
+
+def _scale_of_queries(config: Mapping[str, Any]) -> float:
+    """Gemma's products of queries and keys are divided by its root: the width of a head, but in the model of 27B."""
+    is_largest = config["num_hidden_layers"] == 62
+    return config["hidden_size"] / config["num_attention_heads"] if is_largest else config["head_dim"]
+
+
+def _layer_types(config: Mapping[str, Any]) -> list[str]:
+    """Five layers of Gemma that see a window, and one that sees everything."""
+    return [f"{'sliding' if (i + 1) % 6 else 'full'}_attention" for i in range(config["num_hidden_layers"])]
+
+
 _OF_WINDOWS = {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base_swa": "rope_local_base_freq",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-QWEN3 = Family("qwen3", _tensors(**_NORMS), _SETTINGS | _OF_HEADS, defaults=_DEFAULTS | dict.fromkeys(_OF_HEADS))
 _OF_GEMMA = _tensors(**_NORMS) | {
     "model.layers.{}.post_attention_layernorm.weight": "blk.{}.post_attention_norm.weight",
     "model.layers.{}.pre_feedforward_layernorm.weight": "blk.{}.ffn_norm.weight",
     "model.layers.{}.post_feedforward_layernorm.weight": "blk.{}.post_ffw_norm.weight",
 }
 GEMMA3 = Family(
-    "gemma3", _OF_GEMMA, _SETTINGS | _OF_HEADS | _OF_WINDOWS,
+    "gemma3", _OF_GEMMA, _WITH_HEADS | _OF_WINDOWS,
     defaults=_DEFAULTS | {"rope.freq_base": 1e6, "rope.freq_base_swa": None, "final_logit_softcapping": None},
     plus_one=[name for name in _OF_GEMMA if name.endswith("norm.weight")],
+    implied={
+        "hidden_activation": lambda config: "gelu_pytorch_tanh", "query_pre_attn_scalar": _scale_of_queries,
+        "sliding_window_pattern": lambda config: 6, "layer_types": _layer_types,
+    },
 )  # fmt: skip

@@ -238,4 +238,4 @@ def in_words(spec: QuantSpec, is_per_token: bool = False) -> str:
     if spec.format:
         return f"{spec.format} per {per}"
     sign = "" if spec.signed else "unsigned "
-    return f"{spec.bits} bits {sign}{'symmetric' if spec.symmetric else 'affine'} per {per}"
+    return f"{spec.bits} bit{'s' * (spec.bits > 1)} {sign}{'symmetric' if spec.symmetric else 'affine'} per {per}"
