@@ -340,6 +340,7 @@ def refused(expected, texts, call, /, *args, **kw):
     ("rule", "texts"),
     [
         (("up/kernl", W8), ["'up/kernl', matched no site", "'weight'", "nearest", "'up/kernel'", "optional=True"]),
+        (("kernel", W8), ["'kernel', matched no site", "is for whole paths, and '**/kernel' matches 1 of them"]),
         ((re.compile("ste"), W8), ["re.compile('ste'), matched no site", "'stem'"]),
         (Rule("prob", activation=A8, kind="act_act"), ["'prob', matched no site", "'act_act'", "'probs'"]),
         (Rule("zzz", W8, kind="gradient"), ["'zzz', matched no site", "'gradient'", "none"]),

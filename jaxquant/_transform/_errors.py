@@ -119,6 +119,10 @@ def _why_unused(rule: Rule, names: Sequence[str], matcher: Matcher, ops: Sequenc
             f" It matches the parameter {parameters[0]!r}, which no dot or convolution uses as it is. "
             "Rule(..., everywhere=True) quantizes it where it is gathered or computed with, too."
         )
-    nearest = checks.nearest(pattern_in_words(rule.pattern), matcher.leaves)
-    others = f"; the nearest of {len(matcher.leaves)}: {nearest}" if matcher.leaves.keys() - set(names) else ""
+    if isinstance(rule.pattern, str):
+        bare = dataclasses.replace(bare, pattern=f"**/{rule.pattern}")
+        if deeper := set(filter(matches, names)):
+            return f" A pattern is for whole paths, and {bare.pattern!r} matches {len(deeper)} of them."
+    found, known = (checks.nearest(pattern_in_words(rule.pattern), of) for of in (matcher.leaves, names))
+    others = f"; the nearest of {len(matcher.leaves)}: {found}" if found != known else ""
     return f" No parameter has such a path{others}. If these are not the parameters, `{matcher.params}` is wrong."
