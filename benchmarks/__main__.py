@@ -35,6 +35,7 @@ NAMES = (  # as they stand on the page; the last one has a page of its own
     "cnn",
     "checkpoints",
     "recipes",
+    "distillation",
     "devices",
     "accelerator",
 )
