@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the root that have changed, until 1.0: an old one raises an error with the new one."""
+"""Names of the root that 0.9 had: an old one raises an error with the new one."""
 
 _MOVED = {
     "cache": ("zeros", "dynamic_slice", "update_slice"),

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names, and that each says what it takes, returns, raises and where it is from."""
 
+import dataclasses
 import importlib.metadata
 import inspect
 import operator
+import pathlib
 import re
 
 import jax
@@ -13,105 +15,45 @@ import pytest
 import jaxquant
 from jaxquant import cache, checkpoints, delayed, litert, onnx, solve, tf, typing
 
-PUBLIC = {
-    "PerBlock",
-    "PerChannel",
-    "PerTensor",
-    "PerToken",
-    "QArray",
-    "QParams",
-    "QuantSpec",
-    "Range",
-    "Rule",
-    "activation_spec",
-    "observe",
-    "conv_general_dilated",
-    "dequantize",
-    "dequantize_params",
-    "dot_general",
-    "ema_ranges",
-    "fake_quant",
-    "fake_quant_params",
-    "fit_qparams",
-    "from_log2",
-    "histogram",
-    "init_qparams",
-    "load",
-    "match_rules",
-    "merge",
-    "pack",
-    "qparams_from_range",
-    "quant_point",
-    "quantize",
-    "quantize_fn",
-    "quantize_params",
-    "range_from_histogram",
-    "report",
-    "save",
-    "scale_gradient",
-    "to_log2",
-    "unpack",
-    "stored_for",
-    "float8_spec",
-    "mxfp8_spec",
-    "mxfp6_spec",
-    "mxfp4_spec",
-    "mxint8_spec",
-    "nvfp4_spec",
-    "weight_spec",
+SPACES = {
+    module.__name__: module for module in (cache, checkpoints, delayed, jaxquant, litert, onnx, solve, tf, typing)
 }
-PUBLIC_TF = {
-    "FakeQuantGradients",
-    "QuantizeOutput",
-    "dequantize",
-    "fake_quant_with_min_max_args",
-    "fake_quant_with_min_max_args_gradient",
-    "fake_quant_with_min_max_vars",
-    "fake_quant_with_min_max_vars_gradient",
-    "fake_quant_with_min_max_vars_per_channel",
-    "fake_quant_with_min_max_vars_per_channel_gradient",
-    "grad_pass_through",
-    "quantize",
-    "quantize_and_dequantize",
-    "quantize_and_dequantize_v2",
-    "quantize_v2",
-}
+INTERFACE = (pathlib.Path(__file__).parent / "data" / "interface.txt").read_text().splitlines()
+PUBLIC = [
+    re.match(r"([\w.]+)\.(\w+)", line).groups() for line in INTERFACE
+]  # pairs of a module, or a class, and a name
 
 
-PUBLIC_SOLVE = {"adaround", "bias_correct", "choose_bits", "equalize", "gptq", "low_rank", "ranges", "rotate", "smooth"}
-PUBLIC_SOLVE |= {"fold_norms", "with_gains", "with_rotation"}
-PUBLIC_OF_NAMESPACES = {
-    cache: {"dynamic_slice", "update_slice", "zeros"},
-    checkpoints: {"GEMMA3", "LLAMA", "QWEN2", "QWEN3", "Checkpoint", "Family", "gguf_spec", "read", "write"},
-    delayed: {"DelayedQParams", "GradientHistory", "delayed_qparams", "split_histories", "update_histories"},
-    litert: {"export"},
-    onnx: {"export"},
-    typing: {"Gram", "Histogram", "Log2QParams", "Op", "Plan", "QuantizedFunction", "Report", "ReportRow", "Site"}
-    | {"Value"},
-}
+def signature(f):
+    parameters = inspect.signature(f).parameters.values()
+    return str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
 
 
-NAMESPACES = {"cache", "checkpoints", "delayed", "litert", "onnx", "solve", "tf", "typing"}
+def interface():
+    """A line for each public name, a function with its parameters, and for what users call or set of three classes."""
+    for path, module in SPACES.items():
+        for name, v in vars(module).items():
+            if not name.startswith("_") and not inspect.ismodule(v):
+                yield f"{path}.{name}{signature(v) if inspect.isfunction(v) else ''}"
+    for name in ("init_qparams", "observe", "plan", "freeze", "at_sites"):
+        yield f"jaxquant.typing.QuantizedFunction.{name}{signature(getattr(typing.QuantizedFunction, name))}"
+    for of in (jaxquant.QuantSpec, jaxquant.Rule):
+        for field in dataclasses.fields(of):
+            default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
+            yield f"jaxquant.{of.__name__}.{field.name}{default}"
 
 
-def names(module):
-    return {name for name in vars(module) if not name.startswith("_")}
-
-
-def test_public_names():
-    assert names(jaxquant) == PUBLIC | NAMESPACES
-    assert names(tf) == PUBLIC_TF
-    assert names(solve) == PUBLIC_SOLVE
-    assert {module: names(module) for module in PUBLIC_OF_NAMESPACES} == PUBLIC_OF_NAMESPACES
+def test_the_interface_is_as_written():
+    """docs/stability.md says what may change, and when; tests/data/interface.txt is then written anew, and read."""
+    assert sorted(interface()) == INTERFACE
 
 
 RENAMED = dict.fromkeys(("merge_ranges", "merge_histograms", "merge_grams"), "merge")
 RENAMED["choose_bits"] = "solve.choose_bits"
 RENAMED |= {
-    name: f"{of.__name__.rpartition('.')[2]}.{name}"
-    for of, names in PUBLIC_OF_NAMESPACES.items()
-    if of is not checkpoints
-    for name in names - {"export", "Value"}  # which never had other ones
+    name: f"{path.removeprefix('jaxquant.')}.{name}"
+    for path, name in PUBLIC
+    if path in ("jaxquant.cache", "jaxquant.delayed", "jaxquant.typing") and name != "Value"  # which never had another
 }
 
 
@@ -123,14 +65,15 @@ def test_old_names_say_the_new_ones(old):
     assert not hasattr(jaxquant, "mergers")
 
 
-functions = [(of, name) for of, names in PUBLIC_OF_NAMESPACES.items() for name in names if name[0].islower()]
-functions += [(tf, name) for name in PUBLIC_TF if name[0].islower()]
-functions += [(solve, name) for name in PUBLIC_SOLVE]
-functions += [(jaxquant, name) for name in PUBLIC if name[0].islower() and not name.endswith("_spec")]
+functions = [
+    (path, name) for path, name in PUBLIC if path in SPACES and name[0].islower() and not name.endswith("_spec")
+]
+functions.append(("jaxquant.checkpoints", "gguf_spec"))
 
 
-@pytest.mark.parametrize(("module", "name"), sorted(functions, key=str))
-def test_docstrings_of_ops_are_complete(module, name):
+@pytest.mark.parametrize(("path", "name"), functions)
+def test_docstrings_of_ops_are_complete(path, name):
+    module = SPACES[path]
     text = inspect.getdoc(getattr(module, name))
     source = "Source: TensorFlow 2.21" if module is tf else "Source: "
     for part in ("Args:", "Returns:", "Gradient:", "Raises:", source, ">>> "):
@@ -140,16 +83,17 @@ def test_docstrings_of_ops_are_complete(module, name):
     assert described == set(inspect.signature(getattr(module, name)).parameters)
 
 
-types = [(of, name) for of, names in {jaxquant: PUBLIC, **PUBLIC_OF_NAMESPACES}.items() for name in names]
+@pytest.mark.parametrize(("path", "name"), [of for of in PUBLIC if of[0] in SPACES and of[1][0].isupper()])
+def test_types_say_what_they_hold(path, name):
+    assert len(inspect.getdoc(getattr(SPACES[path], name))) > 40
 
 
-@pytest.mark.parametrize(("module", "name"), sorted((of for of in types if of[1][0].isupper()), key=str))
-def test_types_say_what_they_hold(module, name):
-    assert len(inspect.getdoc(getattr(module, name))) > 40
-
-
-def test_the_version_is_that_of_the_package():
-    assert jaxquant.__version__ == importlib.metadata.version("jaxquant")
+def test_the_version_is_one():
+    root = pathlib.Path(__file__).parents[1]
+    (cited,) = re.findall(r"^version: (.*)\ndate-released: (.*)$", (root / "CITATION.cff").read_text(), re.M)
+    released = re.findall(r"^## (.*) \((.*), tag", (root / "docs" / "changelog.md").read_text(), re.M)
+    assert jaxquant.__version__ == importlib.metadata.version("jaxquant") == cited[0]
+    assert cited == released[0]
 
 
 W8 = jaxquant.weight_spec(8)
